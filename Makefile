@@ -1,0 +1,31 @@
+# make setup | demo | test | lint | bench | validate - each sets up what it needs on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test lint bench validate
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m experiments.recipes demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m experiments.bench
+
+validate: $(READY)
+	$(BIN)/python -m experiments.validate
