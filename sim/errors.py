@@ -1,0 +1,43 @@
+"""Every error that Longstep raises on purpose.
+
+    LongstepError
+    ├── InputError        (also ValueError)    a value that the user gave cannot be used
+    │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
+    └── RankError         (also RuntimeError)  a rank of an executed schedule died, hung or failed
+
+A message is one line: the bad value, what is allowed, and where to change it. Broken invariants of
+Longstep itself are ``assert``; a model that does not fit into memory is a result, not an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LongstepError(Exception):
+    """Base of all errors that Longstep raises on purpose."""
+
+
+class InputError(LongstepError, ValueError):
+    """A value that the user gave cannot be used."""
+
+
+class ScheduleError(InputError):
+    """A schedule breaks a rule that ``check`` proves; ``grid`` shows where the ranks stood."""
+
+    def __init__(self, message: str, grid: str = "") -> None:
+        super().__init__(message)
+        self.grid = grid
+
+
+class RankError(LongstepError, RuntimeError):
+    """A rank of an executed schedule died, hung or raised; the message names rank and op."""
+
+
+def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> InputError:
+    """Return the error for a name that is none of ``allowed``; ``where`` says how to change it."""
+    names = [str(name) for name in allowed]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return InputError(f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}; set it with {where}")

@@ -1,0 +1,117 @@
+"""Named presets and the user's own files, decoded into Structs; and ``--set`` overrides of them.
+
+A leaf like ``sim.errors``: clusters, models and profiles are all read by the functions below, so that an unknown
+name, a missing file, an unknown key and a wrong value read alike everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from sim.errors import InputError, unknown
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def preset_names(folder: str, suffix: str = ".toml") -> list[str]:
+    """Return the names of the presets that ship in ``folder`` (``package/subfolder``), sorted; none is no error."""
+    package, _, sub = folder.partition("/")
+    place = resources.files(package).joinpath(sub)
+    files = place.iterdir() if place.is_dir() else ()
+    return sorted(f.name.removesuffix(suffix) for f in files if f.name.endswith(suffix))
+
+
+def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) -> T:
+    """Return the ``struct`` that the preset or the TOML file called ``name`` describes.
+
+    Raises InputError if there is no such preset or file, or if a key or a value does not fit ``struct``.
+    """
+    if name.endswith(".toml") or "/" in name:
+        data = read_bytes(what, name, where)
+    elif name in preset_names(folder):
+        package, _, sub = folder.partition("/")
+        data = resources.files(package).joinpath(sub, f"{name}.toml").read_bytes()
+    else:
+        raise unknown(what, name, [*preset_names(folder), "FILE.toml"], where)
+    try:
+        return msgspec.toml.decode(data, type=struct, strict=False)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{what} {name!r}: {error}; change it in that file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {name!r} is not a text file; {where} takes a TOML file") from error
+
+
+def read_bytes(what: str, path: str, where: str) -> bytes:
+    """Return the content of a file that the user named; raises InputError if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{what} file {path!r} cannot be read ({error.strerror}); set it with {where}") from error
+
+
+def override(spec: T, path: str, text: str, where: str) -> T:
+    """Return ``spec`` with the figure at ``path`` replaced.
+
+    ``path`` is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). ``text``
+    is a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
+    """
+    data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
+    keys = re.sub(r"(\w+)\[(\d+)\]", r"per_\1.\2", path).split(".")
+    node = data
+    for depth, key in enumerate(keys[:-1]):
+        if keys[0].startswith("per_") and depth == 1:
+            node.setdefault(key, {"speed": 1.0})
+        if not isinstance(node.get(key), dict):
+            raise unknown("key", path, _leaves(data), where)
+        node = node[key]
+    if keys[-1] not in node or isinstance(node[keys[-1]], dict):
+        raise unknown("key", path, _leaves(data), where)
+    node[keys[-1]] = _parsed(text, node[keys[-1]], path, where)
+    try:
+        return msgspec.convert(data, type(spec), strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where} {path}={text}: {error}") from error
+
+
+def _parsed(text: str, present: object, path: str, where: str) -> object:
+    """Return ``text`` as the kind of value that stands there now."""
+    if isinstance(present, str):
+        return text
+    relative = text[:1] if text[:1] in {"*", "/"} else ""
+    if isinstance(present, bool):
+        if text.lower() in {"true", "false"}:
+            return text.lower() == "true"
+        raise InputError(f"{where} {path}={text}: expected true or false")
+    try:
+        number = float(text.removeprefix(relative)) if relative else float(text)
+    except ValueError as error:
+        if present is None:
+            return text
+        raise InputError(f"{where} {path}={text}: expected a number, or *NUMBER to scale the present one") from error
+    if relative:
+        if not isinstance(present, int | float):
+            raise InputError(f"{where} {path}={text}: there is no present value to scale; give a number")
+        if relative == "/" and number == 0:
+            raise InputError(f"{where} {path}={text}: cannot divide by zero")
+        number = present * number if relative == "*" else present / number
+    return int(number) if isinstance(present, int) and number == int(number) else number
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted paths of all figures in ``data``, in the form that ``--set`` takes."""
+    paths: list[str] = []
+    for key, value in data.items():
+        if key == "sources":
+            continue
+        if key.startswith("per_"):
+            paths.append(f"{key.removeprefix('per_')}[N].speed")
+        elif isinstance(value, dict):
+            paths += _leaves(value, f"{prefix}{key}.")
+        else:
+            paths.append(f"{prefix}{key}")
+    return paths

@@ -1,0 +1,67 @@
+"""Overrides: every prefix reaches its figure, and a wrong key or value is named with what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.errors import InputError
+from sim.presets import override
+from sim.workload import load_model
+from topology.cluster import load_cluster
+from topology.specs import ClusterSpec
+
+
+def changed(path: str, text: str) -> ClusterSpec:
+    return override(load_cluster("hgx-h100"), path, text, "--set")
+
+
+def test_absolute_and_relative_values() -> None:
+    spec = changed("nvlink.bytes_per_s", "900e9")
+    assert spec.nvlink is not None
+    assert spec.nvlink.bytes_per_s == 900e9
+    assert changed("hbm.bytes_per_s", "*2").hbm.bytes_per_s == 6.7e12
+    assert changed("hbm.bytes_per_s", "/2").hbm.bytes_per_s == 1.675e12
+    assert changed("gpus_per_node", "4").gpus_per_node == 4
+    assert changed("gpu.peak_flops_per_s.bf16", "1e15").gpu.peak_flops_per_s["bf16"] == 1e15
+
+
+def test_one_device_of_many() -> None:
+    spec = changed("gpu[3].speed", "0.95")
+    assert spec.per_gpu[3].speed == 0.95
+    again = override(spec, "gpu[3].speed", "*2", "--set")
+    assert again.per_gpu[3].speed == 1.9
+
+
+def test_models_too() -> None:
+    assert override(load_model("tiny"), "num_kv_heads", "2", "--set").num_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("nvlink.bytes_per_sec", "1", "unknown key 'nvlink.bytes_per_sec'.*did you mean 'nvlink.bytes_per_s'"),
+        ("nvlink", "1", "unknown key"),
+        ("nvlink.bytes_per_s.x", "1", "unknown key"),
+        ("nvlink.bytes_per_s", "0", "`float` > 0"),
+        ("nvlink.bytes_per_s", "-1", "`float` > 0"),
+        ("nvlink.bytes_per_s", "nan", "Expected"),
+        ("nvlink.bytes_per_s", "inf", "`float` < "),
+        ("nvlink.bytes_per_s", "fast", "expected a number"),
+        ("nvlink.bytes_per_s", "*x", "expected a number"),
+        ("nvlink.bytes_per_s", "/0", "divide by zero"),
+        ("gpus_per_node", "2.5", "Expected `int`"),
+        ("gpu[9].speed", "1", "beyond the 8 GPUs"),
+        ("gpu[1].clock", "1", "unknown key"),
+        ("loopback.bytes_per_s", "1", "unknown key"),
+    ],
+)
+def test_wrong_overrides(path: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        changed(path, text)
+    assert "--set" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_that_do_not_divide_after_an_override() -> None:
+    with pytest.raises(InputError, match="num_kv_heads 3 does not divide num_heads 8: allowed are 1, 2, 4, 8"):
+        override(load_model("tiny"), "num_kv_heads", "3", "--set")

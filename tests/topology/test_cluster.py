@@ -1,0 +1,126 @@
+"""Clusters: presets with a source for every figure, fixed routes, and links that are shared where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim.errors import InputError
+from sim.presets import preset_names
+from tests.helpers import make_cluster_spec
+from topology.cluster import Cluster, load_cluster
+from topology.specs import LinkSpec, PerGpu
+
+PRESETS = preset_names("topology/hardware")
+
+
+def figures(data: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            found += figures(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            found.append(prefix + key)
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_figure_of_a_preset_has_its_source(name: str) -> None:
+    spec = load_cluster(name)
+    data = {key: value for key, value in msgspec.to_builtins(spec).items() if key not in {"sources", "per_gpu"}}
+    defaults = {"gpu.communication_sms", "host.wakeup_s", "host.handoff_s", "host.transfer_cores"}
+    without = [path for path in figures(data) if path not in spec.sources]
+    assert all(path in defaults for path in without), without
+    assert all(len(text) > 3 for text in spec.sources.values())
+
+
+def test_hgx_h100_is_what_the_datasheet_says() -> None:
+    spec = load_cluster("hgx-h100")
+    assert spec.gpus_per_node == 8
+    assert spec.gpu.peak_flops_per_s["bf16"] == pytest.approx(132 * 4096 * 1830e6, rel=1e-3)
+    assert spec.nvlink is not None
+    assert spec.nvlink.bytes_per_s == 18 * 25e9
+    assert spec.nic is not None
+    assert spec.nic.bytes_per_s == 400e9 / 8
+
+
+def test_routes_inside_a_node_and_across() -> None:
+    cluster = Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2))
+    inside, across = cluster.route(0, 5), cluster.route(3, 12)
+    names = [cluster.resources[i].name for i in inside.resources]
+    assert names == ["gpu[0].nvlink.out", "gpu[5].nvlink.in"]
+    assert inside.bytes_per_s == 450e9
+    assert inside.latency_s == pytest.approx(3.4e-6)
+    names = [cluster.resources[i].name for i in across.resources]
+    assert names == ["gpu[3].pcie.out", "nic[3].nic.out", "nic[12].nic.in", "gpu[12].pcie.in"]
+    assert across.bytes_per_s == 50e9
+    assert across.latency_s == pytest.approx(14e-6)
+
+
+def test_routes_are_the_same_on_every_build() -> None:
+    specs = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=4)
+    first, second = Cluster(specs), Cluster(specs)
+    pairs = [(a, b) for a in range(32) for b in range(32) if a != b]
+    assert [first.route(a, b) for a, b in pairs] == [second.route(a, b) for a, b in pairs]
+    assert len({first.route(a, b).resources for a, b in pairs}) == len(pairs)
+
+
+def test_gpus_own_their_sms_while_ranks_of_a_host_share_cores() -> None:
+    gpus = Cluster(make_cluster_spec(4))
+    assert len({device.compute for device in gpus.devices}) == 4
+    host = Cluster(load_cluster("host"))
+    assert len({device.compute for device in host.devices}) == 1
+    assert host.resources[host.devices[7].compute].name == "node[0].cores"
+    assert host.resources[host.devices[7].hbm].name == "node[0].dram"
+
+
+def test_a_slow_gpu_has_a_lower_peak() -> None:
+    cluster = Cluster(make_cluster_spec(2, per_gpu={1: PerGpu(speed=0.5)}))
+    assert cluster.peak_flops_per_s(0, "fp32") == 2 * cluster.peak_flops_per_s(1, "fp32")
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    with pytest.raises(InputError, match=r"gpu\[2\] is beyond the 2 GPUs"):
+        make_cluster_spec(2, per_gpu={2: PerGpu()})
+    with pytest.raises(InputError, match=r"2 nodes need a table \[nic\]"):
+        make_cluster_spec(2, nodes=2)
+    with pytest.raises(InputError, match=r"need \[nvlink\]"):
+        make_cluster_spec(2, nvlink=None)
+    with pytest.raises(InputError, match="leaves none of 100 SMs"):
+        make_cluster_spec(2, gpu=msgspec.structs.replace(make_cluster_spec().gpu, communication_sms=100))
+    with pytest.raises(InputError, match="has no peak for fp8"):
+        Cluster(make_cluster_spec()).peak_flops_per_s(0, "fp8")
+
+
+def test_a_users_cluster_file(tmp_path: Path) -> None:
+    good = tmp_path / "mine.toml"
+    text = """
+        name = "mine"
+        gpus_per_node = 2
+        gpu = {name = "X", sms = 10, peak_flops_per_s = {bf16 = 1e12}, launch_s = 1e-6}
+        hbm = {capacity_bytes = 1000000000, bytes_per_s = 1e12}
+        nvlink = {bytes_per_s = 100e9, latency_s = 1e-6}
+    """
+    good.write_text(text)
+    assert load_cluster(str(good)).nvlink == LinkSpec(bytes_per_s=100e9, latency_s=1e-6)
+    for change, message in (
+        (("latency_s", "lat"), "unknown field `lat`"),
+        (("100e9", "0"), "`float` > 0"),
+        (("100e9", "-5"), "`float` > 0"),
+        (("100e9", '"fast"'), "Expected `float`"),
+        (("sms = 10", "sms = 0"), "`int` >= 1"),
+        (("gpus_per_node = 2", "gpus_per_node = 2 3"), "mine.toml"),
+    ):
+        bad = tmp_path / "mine.toml"
+        bad.write_text(text.replace(*change))
+        with pytest.raises(InputError, match=message) as error:
+            load_cluster(str(bad))
+        assert "mine.toml" in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="cannot be read"):
+        load_cluster(str(tmp_path / "none.toml"))
+    with pytest.raises(InputError, match="did you mean 'hgx-h100'.*--cluster"):
+        load_cluster("hgx-h10")

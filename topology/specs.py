@@ -1,0 +1,108 @@
+"""What a cluster is made of, as frozen data read from TOML.
+
+Units: SI, bandwidths per direction (datasheets sum both directions of NVLink), GB = 1e9 B. Each preset states the
+source of every figure in its table ``[sources]``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sim.errors import InputError
+
+Positive = Annotated[float, Meta(gt=0, lt=1e30)]
+NotNegative = Annotated[float, Meta(ge=0, lt=1e30)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class _Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A described thing: immutable, keyword-only, and strict about its keys."""
+
+
+class GpuSpec(_Spec, frozen=True, kw_only=True):
+    """One accelerator; for ``kind = "cpu"`` one process of the host, whose "SMs" are its threads."""
+
+    name: str
+    kind: Literal["cuda", "cpu"] = "cuda"
+    sms: Count
+    peak_flops_per_s: dict[str, Positive]
+    """Dense peak by data type at the boost clock: no prediction is ever faster."""
+    launch_s: NotNegative
+    """Time that the host thread needs to issue one op."""
+    communication_sms: Annotated[int, Meta(ge=0)] = 0
+    """SMs that a running communication kernel holds, also while it waits for its peer."""
+
+
+class HbmSpec(_Spec, frozen=True, kw_only=True):
+    """The memory that kernels work on: per GPU, or the DRAM that all ranks of a CPU host share."""
+
+    capacity_bytes: Count
+    bytes_per_s: Positive
+
+
+class LinkSpec(_Spec, frozen=True, kw_only=True):
+    """A point-to-point link, each direction of its own."""
+
+    bytes_per_s: Positive
+    latency_s: NotNegative
+
+
+class HostSpec(_Spec, frozen=True, kw_only=True):
+    """The cores of a node; ranks on them and the threads of their transfers share these cores."""
+
+    cores: Positive
+    """Cores that ranks can use; fewer than the physical ones where busy cores slow each other."""
+    wakeup_s: NotNegative = 0.0
+    """Time that a waking thread waits for its turn when every core is busy (scheduler time slice)."""
+    handoff_s: NotNegative = 0.0
+    """Time until a thread goes on after another one has ended what it waited for."""
+    transfer_cores: NotNegative = 0.0
+    """Cores that one side of a running transfer keeps busy (copies through the TCP stack)."""
+
+
+class PerGpu(_Spec, frozen=True, kw_only=True):
+    """What is special about one device of the cluster."""
+
+    speed: Positive = 1.0
+    """Clock relative to the spec: 0.95 computes 5 % slower."""
+
+
+class ClusterSpec(_Spec, frozen=True, kw_only=True):
+    """A whole machine. ``nvlink``, ``pcie``, ``nic`` and ``loopback`` say which links there are; see ``fabrics``."""
+
+    name: str
+    nodes: Count = 1
+    gpus_per_node: Count
+    gpu: GpuSpec
+    hbm: HbmSpec
+    nvlink: LinkSpec | None = None
+    pcie: LinkSpec | None = None
+    nic: LinkSpec | None = None
+    loopback: LinkSpec | None = None
+    host: HostSpec | None = None
+    per_gpu: dict[int, PerGpu] = {}
+    sources: dict[str, str] = {}
+    """Where each figure comes from, by dotted path."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError where parts do not fit together."""
+        total = self.nodes * self.gpus_per_node
+        for index in self.per_gpu:
+            if index >= total:
+                raise InputError(f"gpu[{index}] is beyond the {total} GPUs of cluster {self.name!r}: 0 to {total - 1}")
+        if self.gpu.communication_sms >= self.gpu.sms and self.gpu.communication_sms:
+            raise InputError(
+                f"gpu.communication_sms {self.gpu.communication_sms} leaves none of {self.gpu.sms} SMs to kernels: "
+                f"set it below that"
+            )
+        if self.gpu.kind == "cpu" and (self.host is None or self.loopback is None):
+            raise InputError(f"cluster {self.name!r}: a gpu of kind 'cpu' needs the tables [host] and [loopback]")
+        if self.gpus_per_node > 1 and not (self.nvlink or self.pcie or self.loopback):
+            raise InputError(
+                f"cluster {self.name!r}: {self.gpus_per_node} GPUs a node need [nvlink], [pcie] or [loopback]"
+            )
+        if self.nodes > 1 and self.nic is None:
+            raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
