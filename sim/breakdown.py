@@ -1,0 +1,69 @@
+"""Where a rank's step went, per instant by priority; the parts sum to the step. For simulated and measured traces."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from sim.trace import Row, Trace
+
+PartName = Literal["compute", "copy", "communication", "synchronisation", "idle"]
+PARTS: tuple[PartName, ...] = get_args(PartName)
+"""In order of priority: kernels; else copies; else transfers under way; else waiting for a peer; else nothing."""
+
+_KIND: dict[str, PartName] = {
+    "Attend": "compute",
+    "AttendBackward": "compute",
+    "Merge": "compute",
+    "Accumulate": "compute",
+    "Copy": "copy",
+    "Exchange": "communication",
+    "AllToAll": "communication",
+    "AllGather": "communication",
+    "ReduceScatter": "communication",
+    "AllReduce": "communication",
+    "Barrier": "synchronisation",
+    "HostSync": "synchronisation",
+}
+
+
+def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
+    """Return the seconds of each part for one rank; they sum to the step time of the trace."""
+    edges: list[tuple[float, int, int]] = []
+    for row in trace.of_rank(rank):
+        for begin, end, part in _intervals(row):
+            if end > begin:
+                edges.append((begin, PARTS.index(part), 1))
+                edges.append((end, PARTS.index(part), -1))
+    edges.sort()
+    seconds = dict.fromkeys(PARTS, 0.0)
+    active = [0] * len(PARTS)
+    at = 0.0
+    for time, number, change in edges:
+        seconds[_first(active)] += time - at
+        at = time
+        active[number] += change
+    seconds["idle"] += trace.step_time_s - at
+    return seconds
+
+
+def waiting_s(parts: dict[PartName, float]) -> float:
+    """Return the seconds in which a rank could not go on."""
+    return parts["synchronisation"] + parts["idle"]
+
+
+def critical_rank(trace: Trace) -> int:
+    """Return the rank with the least waiting: the one that the others wait for (the lowest of equals)."""
+    return min(range(trace.num_ranks), key=lambda rank: (waiting_s(breakdown(trace, rank)), rank))
+
+
+def _intervals(row: Row) -> list[tuple[float, float, PartName]]:
+    """Return when a row was at work, and when it waited for peers."""
+    part = _KIND[row.kind]
+    if part == "synchronisation":
+        return [(row.posted_s, row.end_s, part)]
+    return [(row.begin_s, row.end_s, part), (row.posted_s, row.begin_s, "synchronisation")]
+
+
+def _first(active: list[int]) -> PartName:
+    """Return the part of highest priority that is going on."""
+    return next((part for part, count in zip(PARTS, active, strict=True) if count > 0), "idle")

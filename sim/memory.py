@@ -1,0 +1,81 @@
+"""Memory of a schedule: a function of the program alone, walked in the order in which the host issues it.
+
+That is the order in which a caching allocator sees it: a buffer is taken when an op that first touches it is issued,
+and given back when the last op that uses it has been issued; if that op runs on another stream, at the first later
+kernel that is ordered behind it. Inputs and outputs belong to the caller and stay.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from sim.schedule.dependencies import Dependencies
+from sim.schedule.ir import Program
+from sim.schedule.kernels import kernel_uses
+from sim.schedule.ops import COMPUTE, Category
+
+
+class Lifetime(NamedTuple):
+    """When a buffer lives, by the numbers of ops: taken before ``first``, given back before ``end``."""
+
+    first: int
+    end: int
+
+
+class MemoryWalk(NamedTuple):
+    """Bytes of HBM in use on one rank."""
+
+    in_use: list[int]
+    """While each op runs, its workspace included."""
+    peak_bytes: int
+    by_category: dict[Category, int]
+    """At the peak; a kernel's workspace counts as attention."""
+
+
+def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
+    """Return the lifetime of every buffer. The runtime allocates and frees by the same list."""
+    count = len(program.ops)
+    first = [count] * len(program.buffers)
+    end = [0] * len(program.buffers)
+    for index, op in enumerate(program.ops):
+        safe = index + 1 if op.stream == COMPUTE else _first_behind(program, dependencies, index)
+        for view in (*op.reads, *op.writes):
+            first[view.buffer] = min(first[view.buffer], index)
+            end[view.buffer] = max(end[view.buffer], safe)
+    for port in program.inputs:
+        first[port.view.buffer], end[port.view.buffer] = 0, count
+    for port in program.outputs:
+        end[port.view.buffer] = count
+    return [Lifetime(*pair) for pair in zip(first, end, strict=True)]
+
+
+def _first_behind(program: Program, dependencies: Dependencies, index: int) -> int:
+    """Return the first kernel after an op that is ordered behind it; the program's end if there is none."""
+    stream = program.ops[index].stream
+    for later in range(index + 1, len(program.ops)):
+        if program.ops[later].stream == COMPUTE and dependencies.known[later].get(stream, -1) >= index:
+            return later
+    return len(program.ops)
+
+
+def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
+    """Return the HBM in use while each op of one rank runs, and its peak by category."""
+    alive = [
+        (buffer, span)
+        for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True)
+        if span.first < span.end and buffer.place == "hbm"
+    ]
+    change = [0] * (len(program.ops) + 1)
+    for buffer, span in alive:
+        change[span.first] += buffer.nbytes
+        change[span.end] -= buffer.nbytes
+    workspace = [use.workspace_bytes if use else 0 for use in kernel_uses(program)]
+    in_use = [held + own for held, own in zip(accumulate(change[:-1]), workspace, strict=True)]
+    peak = max(in_use, default=0)
+    at_peak = in_use.index(peak) if in_use else 0
+    by_category: dict[Category, int] = {"attention": workspace[at_peak]} if workspace else {}
+    for buffer, span in alive:
+        if span.first <= at_peak < span.end:
+            by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
+    return MemoryWalk(in_use, peak, by_category)

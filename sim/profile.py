@@ -1,0 +1,123 @@
+"""A profile: measured times of kernels and transfers, each with its provenance, and the machine they were measured on.
+
+The cost model turns them into efficiencies relative to that machine's figures, so a what-if on the figures reaches
+measured costs too. Profiles are JSON: those that ship lie in ``sim/profiles``, the user's in ``profile_folder()``.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sim.errors import InputError, unknown
+from sim.presets import preset_names, read_bytes
+from sim.workload import Dtype
+
+Condition = Literal["idle", "busy"]
+
+
+class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what is described."""
+
+
+class Point(_Data, frozen=True, kw_only=True):
+    """One measured time."""
+
+    kernel: str
+    """As in ``KernelUse``; or exchange, all_to_all, all_gather, reduce_scatter, all_reduce."""
+    variant: str = ""
+    dtype: Dtype
+    shape: tuple[int, ...]
+    """As in ``KernelUse``; for transfers (ranks, bytes that each rank gives)."""
+    condition: Condition
+    """busy: all other cores run the same kernel, or (transfers) every rank computes beside it."""
+    median_s: float
+    """What kernels are predicted by: single outliers do not count."""
+    mean_s: float
+    """What transfers are predicted by: their times scatter, and what a step adds up are means."""
+    low_s: float
+    """First quartile."""
+    high_s: float
+    """Third quartile."""
+    runs: int
+    flops: int = 0
+    nbytes: int = 0
+    """HBM bytes of a kernel (``KernelUse.hbm_bytes``); bytes on the wire per rank of a transfer."""
+
+
+class Machine(_Data, frozen=True, kw_only=True):
+    """What a profile is valid for."""
+
+    gpu: str
+    """Name of the device, as in the cluster's gpu.name."""
+    cores: int
+    threads_per_rank: int
+    software: dict[str, str]
+    """Versions of what ran: they do not have to match, but a report names them."""
+
+
+class Profile(_Data, frozen=True, kw_only=True):
+    """All that was measured in one calibration."""
+
+    name: str
+    created: str
+    """Date and time, UTC, ISO 8601."""
+    command: str
+    complete: bool
+    """False if the calibration was interrupted."""
+    machine: Machine
+    cluster: dict[str, Any]
+    """The cluster's spec (``topology.specs.ClusterSpec``) with this machine's figures."""
+    points: tuple[Point, ...]
+
+
+def profile_folder() -> Path:
+    """Return the folder of the user's own profiles, by the XDG base directory specification."""
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "longstep" / "profiles"
+
+
+def profile_names() -> list[str]:
+    """Return the names of all profiles that ``--profile`` takes."""
+    own = [path.stem for path in profile_folder().glob("*.json")] if profile_folder().is_dir() else []
+    return sorted({*preset_names("sim/profiles", ".json"), *own})
+
+
+def load_profile(name: str) -> Profile:
+    """Return a profile by name (the user's own before those that ship) or from a JSON file."""
+    own = profile_folder() / f"{name}.json"
+    if name.endswith(".json") or "/" in name:
+        data = read_bytes("profile", name, "--profile")
+    elif own.is_file():
+        data = own.read_bytes()
+    elif name in preset_names("sim/profiles", ".json"):
+        data = resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
+    else:
+        raise unknown(
+            "profile", name, [*profile_names(), "datasheet", "FILE.json"], "--profile (longstep calibrate makes one)"
+        )
+    try:
+        return msgspec.json.decode(data, type=Profile)
+    except msgspec.DecodeError as error:
+        raise InputError(f"profile {name!r}: {error}; longstep calibrate makes a new one") from error
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile; a reader sees the old file or the whole new one, never a half-written one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=1))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file in one step, so that an interruption leaves nothing half-written; raises InputError if it cannot."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another file") from error

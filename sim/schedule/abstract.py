@@ -1,0 +1,265 @@
+"""Plays a schedule on abstract contents: what lies where, instead of numbers. ``check`` is built on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import reduce
+from typing import assert_never
+
+from sim.errors import ScheduleError
+from sim.schedule.contents import Content, Piece, brief, common, union
+from sim.schedule.dependencies import Dependencies
+from sim.schedule.held import Held, port_pieces
+from sim.schedule.ir import Schedule
+from sim.schedule.masks import MASKS, Span
+from sim.schedule.matching import Key, Matching, describe
+from sim.schedule.ops import (
+    Accumulate,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Barrier,
+    Collective,
+    Copy,
+    Exchange,
+    HostSync,
+    Kernel,
+    Merge,
+    Op,
+    ReduceScatter,
+)
+from sim.schedule.rules import AttentionRules
+from sim.schedule.show import window
+
+
+class AbstractPlayer:
+    """Plays all ranks: each begins its ops in list order, as soon as what they wait for has ended."""
+
+    def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
+        self._schedule = schedule
+        self._matching = matching
+        self._dependencies = dependencies
+        workload = schedule.header.workload
+        model = workload.model
+        self._rules = AttentionRules(MASKS[workload.mask], workload.seq, model.num_heads // model.num_kv_heads)
+        self._programs = schedule.programs
+        self._memory = [Held(program, self._rules) for program in self._programs]
+        self._begun = [0] * schedule.num_ranks
+        self._ended = [bytearray(len(program.ops)) for program in self._programs]
+        self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
+
+    def run(self) -> None:
+        """Play to the end, then look at the outputs."""
+        ready = deque(range(len(self._programs)))
+        while ready:
+            rank = ready.popleft()
+            ready.extend(self._advance(rank))
+        if any(self._begun[p.rank] < len(p.ops) for p in self._programs):
+            stuck = {p.rank: self._begun[p.rank] for p in self._programs if self._begun[p.rank] < len(p.ops)}
+            raise ScheduleError(f"deadlock: {self._standstill()}", window(self._programs, stuck))
+        for program in self._programs:
+            if not all(self._ended[program.rank]):
+                index = self._ended[program.rank].index(0)
+                raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends")
+        self._check_outputs()
+
+    def _standstill(self) -> str:
+        """Return what the first few ranks that stand still wait for."""
+        parts = []
+        for program in self._programs:
+            index = self._begun[program.rank]
+            if index == len(program.ops):
+                continue
+            blockers = [i for i in self._blockers(program.rank, index) if not self._ended[program.rank][i]]
+            waits = " and ".join(describe(self._schedule, (program.rank, i)).split(" ", 2)[2] for i in blockers)
+            parts.append(f"{describe(self._schedule, (program.rank, index))} waits for {waits}")
+        return "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
+
+    def _blockers(self, rank: int, index: int) -> list[int]:
+        """Return what must have ended before an op begins: its waits and its predecessor on the stream."""
+        stream = self._programs[rank].ops[index].stream
+        return [
+            *self._dependencies[rank].waits[index],
+            *(
+                [self._dependencies[rank].known[index][stream]]
+                if stream in self._dependencies[rank].known[index]
+                else []
+            ),
+        ]
+
+    def _advance(self, rank: int) -> set[int]:
+        """Begin as many ops of a rank as can begin; return the ranks that may go on because of it."""
+        woken: set[int] = set()
+        ops, ended = self._programs[rank].ops, self._ended[rank]
+        dependencies = self._dependencies[rank]
+        while self._begun[rank] < len(ops):
+            index = self._begun[rank]
+            op = ops[index]
+            before = dependencies.known[index].get(op.stream)
+            if (before is not None and not ended[before]) or not all(ended[i] for i in dependencies.waits[index]):
+                break
+            self._begun[rank] += 1
+            if isinstance(op, Kernel):
+                self._kernel(rank, index, op)
+                ended[index] = 1
+            elif isinstance(op, HostSync):
+                ended[index] = 1
+            elif isinstance(op, Exchange):
+                woken |= self._exchange(rank, index)
+            elif isinstance(op, Collective):
+                woken |= self._collective(rank, index)
+            else:
+                assert_never(op)
+        return woken - {rank}
+
+    def _kernel(self, rank: int, index: int, op: Kernel) -> None:
+        """Play one kernel on contents."""
+        memory = self._memory[rank]
+        with self._naming((rank, index)):
+            if isinstance(op, Attend):
+                ratio = op.q.shape[2] // op.k.shape[2]
+                out = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
+                memory.write(op.out, out)
+                memory.write(op.lse, [_renamed(piece, "lse") for piece in out])
+            elif isinstance(op, AttendBackward):
+                ratio = op.q.shape[2] // op.k.shape[2]
+                names = ("q", "k", "v", "out", "lse", "dout")
+                operands = {name: memory.read(view) for name, view in zip(names, op.reads, strict=True)}
+                grads = self._rules.attend_backward(operands, op.band, ratio)
+                for view, pieces in zip(op.writes, grads, strict=True):
+                    memory.write(view, pieces)
+            elif isinstance(op, Merge):
+                out, lse = memory.read(op.out), memory.read(op.lse)
+                into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
+                _check_pair(out, lse)
+                _check_pair(into_out, into_lse)
+                memory.write(op.into_out, _sum(into_out, out))
+                memory.write(op.into_lse, _sum(into_lse, lse))
+            elif isinstance(op, Accumulate):
+                memory.write(op.into, _sum(memory.read(op.into), memory.read(op.source)))
+            elif isinstance(op, Copy):
+                memory.write_parts(op.target, memory.read_parts(op.source))
+            else:
+                assert_never(op)
+
+    def _exchange(self, rank: int, index: int) -> set[int]:
+        """Begin an Exchange; carry out the transfers whose other side has begun too."""
+        key = (rank, index)
+        if not self._missing.get(key):
+            self._ended[rank][index] = 1
+        woken = set()
+        for number in self._matching.transfers_of.get(key, []):
+            transfer = self._matching.transfers[number]
+            peer, op = transfer.target if transfer.source == key else transfer.source
+            if self._begun[peer] <= op:
+                continue
+            with self._naming(transfer.source):
+                for view, target in transfer.pairs:
+                    self._memory[transfer.target[0]].write(target, self._memory[transfer.source[0]].read(view))
+            for side in (transfer.source, transfer.target):
+                self._missing[side] -= 1
+                if self._missing[side] == 0:
+                    self._ended[side[0]][side[1]] = 1
+                    woken.add(side[0])
+        return woken
+
+    def _collective(self, rank: int, index: int) -> set[int]:
+        """Begin a collective; carry it out if this is its last member."""
+        members = self._matching.groups[self._matching.group_of[rank, index]].members
+        if any(self._begun[member] <= op for member, op in members):
+            return set()
+        ops = [self._programs[member].ops[op] for member, op in members]
+        sent = [self._sent(key, op, len(ops)) for key, op in zip(members, ops, strict=True)]
+        for number, (op, key) in enumerate(zip(ops, members, strict=True)):
+            memory = self._memory[key[0]]
+            parts = [of_member[number] for of_member in sent if of_member]
+            if isinstance(op, AllToAll | AllGather):
+                memory.write_parts(op.recvs, parts)
+            elif isinstance(op, ReduceScatter):
+                memory.write(op.recv, reduce(_sum, parts))
+            elif isinstance(op, AllReduce):
+                memory.write(op.view, reduce(_sum, parts))
+            else:
+                assert isinstance(op, Barrier)
+        for member, op_index in members:
+            self._ended[member][op_index] = 1
+        return {member for member, _ in members}
+
+    def _sent(self, key: Key, op: Op, size: int) -> list[list[Piece]]:
+        """Return what one member of a collective sends to each."""
+        memory = self._memory[key[0]]
+        with self._naming(key):
+            if isinstance(op, AllToAll | ReduceScatter):
+                return memory.read_parts(op.sends)
+            if isinstance(op, AllGather):
+                return [memory.read(op.send)] * size
+            if isinstance(op, AllReduce):
+                return [memory.read(op.view)] * size
+            assert isinstance(op, Barrier)
+            return []
+
+    def _naming(self, key: Key) -> _Naming:
+        """Let errors say which op they came from."""
+        return _Naming(self._schedule, key)
+
+    def _check_outputs(self) -> None:
+        """Raise where an output is not what its port says, not complete, or owned by no rank or by two."""
+        owned: dict[str, Content] = {}
+        workload = self._schedule.header.workload
+        for program in self._programs:
+            for port in program.outputs:
+                where = f"rank {program.rank} output {port.tensor}"
+                for piece, expected in common(
+                    self._memory[program.rank].read(port.view), port_pieces(port, workload.batch)
+                ):
+                    if piece.content[:4] != expected.content[:4]:
+                        raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
+                    if not self._rules.complete(piece.content):
+                        raise ScheduleError(
+                            f"{where}: {brief(piece.content)} lacks contributions; it has {piece.content.seen}"
+                        )
+                blank = Content(port.tensor, 0, Span(0, 0), Span(0, 0))
+                boxes = tuple((span, port.heads) for span in port.tokens)
+                for box in boxes:  # one by one, so that a port that owns a token twice is found too
+                    owned[port.tensor] = union(owned.get(port.tensor, blank), blank._replace(seen=(box,)))
+        for tensor, content in owned.items():
+            heads = workload.model.num_kv_heads if tensor in {"dk", "dv"} else workload.model.num_heads
+            cells = sum(span.size * heads_.size for span, heads_ in content.seen)
+            if cells != workload.seq * heads:
+                raise ScheduleError(f"{cells} of {workload.seq * heads} (token, head) cells of {tensor} have an owner")
+
+
+class _Naming:
+    """A context in which a ScheduleError is told which op it came from; entered once per op, so kept cheap."""
+
+    __slots__ = ("_key", "_schedule")
+
+    def __init__(self, schedule: Schedule, key: Key) -> None:
+        self._schedule = schedule
+        self._key = key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ScheduleError):
+            where = window(self._schedule.programs, {self._key[0]: self._key[1]})
+            raise ScheduleError(f"{describe(self._schedule, self._key)}: {error}", where) from error
+
+
+def _renamed(piece: Piece, tensor: str) -> Piece:
+    return piece._replace(content=piece.content._replace(tensor=tensor))
+
+
+def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
+    """Raise where a log-sum-exp does not belong to its output."""
+    for x, y in common(out, lse):
+        if (x.content.tensor, y.content.tensor) != ("out", "lse") or x.content[1:] != y.content[1:]:
+            raise ScheduleError(f"merges {brief(x.content)} with {brief(y.content)} that saw other keys")
+
+
+def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
+    """Return the sum of two operands of one shape."""
+    return [x._replace(content=union(x.content, y.content)) for x, y in common(a, b)]

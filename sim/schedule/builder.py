@@ -1,0 +1,188 @@
+"""Writes the program of one rank: hands out buffers as views, and appends ops in the order of their issue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.schedule.ir import Communicator, Port, Program
+from sim.schedule.layout import num_tokens
+from sim.schedule.masks import Band, Span, Tokens
+from sim.schedule.ops import (
+    COMPUTE,
+    Accumulate,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Barrier,
+    Buffer,
+    Category,
+    Copy,
+    Exchange,
+    HostSync,
+    Merge,
+    Message,
+    Op,
+    Part,
+    ReduceScatter,
+    Split,
+    View,
+    parts_are_contiguous,
+)
+from sim.workload import Dtype, Workload, accumulation_dtype
+
+
+class ProgramBuilder:
+    """Collects the buffers and ops of one rank; ``part`` names the pass that is being written.
+
+    Shapes are written once: ``local`` below makes every attention tensor from its name, its tokens and its heads.
+    """
+
+    def __init__(self, rank: int, workload: Workload) -> None:
+        self.rank = rank
+        self.workload = workload
+        self.part: Part = "forward"
+        self._buffers: list[Buffer] = []
+        self._ops: list[Op] = []
+        self._inputs: list[Port] = []
+        self._outputs: list[Port] = []
+
+    def build(self) -> Program:
+        """Return what has been written."""
+        return Program(
+            rank=self.rank,
+            buffers=tuple(self._buffers),
+            ops=tuple(self._ops),
+            inputs=tuple(self._inputs),
+            outputs=tuple(self._outputs),
+        )
+
+    # Buffers
+
+    def buffer(self, name: str, dims: str, shape: Sequence[int], dtype: Dtype, category: Category) -> View:
+        """Return the whole of a new buffer."""
+        self._buffers.append(Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category))
+        return View(len(self._buffers) - 1, tuple((0, extent) for extent in shape))
+
+    def tensor(self, name: str, tokens: int, heads: int, category: Category, dtype: Dtype | None = None) -> View:
+        """Return a new (B, tokens, heads, D) buffer, by default in the model's data type."""
+        shape = (self.workload.batch, tokens, heads, self.workload.model.head_dim)
+        return self.buffer(name, "bshd", shape, dtype or self.workload.dtype, category)
+
+    def lse(self, name: str, tokens: int, heads: int, category: Category) -> View:
+        """Return a new (B, heads, tokens) buffer for a log-sum-exp, in the accumulation data type."""
+        shape = (self.workload.batch, heads, tokens)
+        return self.buffer(name, "bhs", shape, accumulation_dtype(self.workload.dtype), category)
+
+    def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None) -> View:
+        """Return a new buffer with the shape and dims of a view, by default with its data type too."""
+        buffer = self._buffers[view.buffer]
+        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
+
+    def dtype(self, view: View) -> Dtype:
+        """Return the data type of a view's buffer."""
+        return self._buffers[view.buffer].dtype
+
+    def parts_are_contiguous(self, split: Split) -> bool:
+        """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
+        return parts_are_contiguous(split, self._buffers[split.view.buffer])
+
+    def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
+        """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
+        new = self.lse if tensor == "lse" else self.tensor
+        view = new(tensor, num_tokens(tokens), heads.size, "other" if tensor == "dout" else "saved")
+        self._inputs.append(Port(tensor=tensor, view=view, tokens=tokens, heads=heads))
+        return view
+
+    def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
+        """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
+        self._outputs.append(Port(tensor=tensor, view=view, tokens=tokens, heads=heads))
+
+    # Kernels
+
+    def attend(self, q: View, k: View, v: View, out: View, lse: View, band: Band, label: str) -> None:
+        """Append attention of one block."""
+        self._ops.append(
+            Attend(stream=COMPUTE, part=self.part, label=label, q=q, k=k, v=v, out=out, lse=lse, band=band)
+        )
+
+    def attend_backward(
+        self,
+        saved: tuple[View, View, View, View, View],
+        dout: View,
+        grads: tuple[View, View, View],
+        band: Band,
+        label: str,
+    ) -> None:
+        """Append the backward pass of one block; ``saved`` is (q, k, v, out, lse) and ``grads`` (dq, dk, dv)."""
+        q, k, v, out, lse = saved
+        dq, dk, dv = grads
+        self._ops.append(
+            AttendBackward(
+                stream=COMPUTE, part=self.part, label=label, band=band,
+                q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv,
+            )
+        )  # fmt: skip
+
+    def merge(self, partial: tuple[View, View], into: tuple[View, View], label: str) -> None:
+        """Append the merge of a partial (out, lse) into an accumulated one."""
+        self._ops.append(
+            Merge(
+                stream=COMPUTE, part=self.part, label=label,
+                out=partial[0], lse=partial[1], into_out=into[0], into_lse=into[1],
+            )
+        )  # fmt: skip
+
+    def accumulate(self, source: View, into: View, label: str) -> None:
+        """Append into += source."""
+        self._ops.append(Accumulate(stream=COMPUTE, part=self.part, label=label, source=source, into=into))
+
+    def copy(self, source: View, target: View, label: str) -> None:
+        """Append target = source, cast where the data types differ."""
+        self.copy_parts(Split(source, 0, 1), Split(target, 0, 1), label)
+
+    def copy_parts(self, source: Split, target: Split, label: str) -> None:
+        """Append one kernel that copies part i of source into part i of target."""
+        self._ops.append(Copy(stream=COMPUTE, part=self.part, label=label, source=source, target=target))
+
+    # Communication: the stream of an op is its communicator
+
+    def exchange(self, over: Communicator, sends: Sequence[Message], recvs: Sequence[Message], label: str) -> None:
+        """Append a grouped exchange."""
+        self._ops.append(
+            Exchange(
+                stream=over.name, part=self.part, label=label,
+                communicator=over.name, sends=tuple(sends), recvs=tuple(recvs),
+            )
+        )  # fmt: skip
+
+    def all_to_all(self, over: Communicator, sends: Split, recvs: Split, label: str) -> None:
+        """Append an all-to-all; parts in the order of the group's members."""
+        self._ops.append(
+            AllToAll(stream=over.name, part=self.part, label=label, communicator=over.name, sends=sends, recvs=recvs)
+        )
+
+    def all_gather(self, over: Communicator, send: View, recvs: Split, label: str) -> None:
+        """Append an all-gather; parts in the order of the group's members."""
+        self._ops.append(
+            AllGather(stream=over.name, part=self.part, label=label, communicator=over.name, send=send, recvs=recvs)
+        )
+
+    def reduce_scatter(self, over: Communicator, sends: Split, recv: View, label: str) -> None:
+        """Append a reduce-scatter; parts in the order of the group's members."""
+        self._ops.append(
+            ReduceScatter(stream=over.name, part=self.part, label=label, communicator=over.name, sends=sends, recv=recv)
+        )
+
+    def all_reduce(self, over: Communicator, view: View, label: str) -> None:
+        """Append an all-reduce in place."""
+        self._ops.append(AllReduce(stream=over.name, part=self.part, label=label, communicator=over.name, view=view))
+
+    def barrier(self, over: Communicator, label: str = "barrier") -> None:
+        """Append a barrier of the communicator's group."""
+        self._ops.append(Barrier(stream=over.name, part=self.part, label=label, communicator=over.name))
+
+    def host_sync(self, *streams: str, label: str = "host sync") -> None:
+        """Append a wait of the host for all that it issued to these streams."""
+        self._ops.append(HostSync(stream="host", part=self.part, label=label, streams=streams))

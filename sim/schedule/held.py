@@ -1,0 +1,102 @@
+"""What the buffers of one rank hold while a schedule is played on abstract contents."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sim.errors import ScheduleError
+from sim.schedule.contents import Content, Piece, coalesced, without
+from sim.schedule.ir import Port, Program
+from sim.schedule.ops import Buffer, Split, View
+from sim.schedule.rules import AttentionRules
+
+
+class Held:
+    """The contents of all buffers of one rank. Most views are whole buffers, so those take a short way."""
+
+    def __init__(self, program: Program, rules: AttentionRules) -> None:
+        self._buffers = program.buffers
+        self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
+        self._pieces: list[list[Piece]] = [[] for _ in program.buffers]
+        self._full = [False] * len(program.buffers)
+        for port in program.inputs:
+            pieces = port_pieces(port, port.view.shape[0])
+            self.write(port.view, [piece._replace(content=rules.completed(piece.content)) for piece in pieces])
+
+    def read(self, view: View) -> list[Piece]:
+        """Return the pieces of a view, in its own coordinates; raises where part of it was never written."""
+        number, slices = view.buffer, view.slices
+        if self._full[number] and slices == self._whole[number]:
+            return self._pieces[number]
+        b, s, h = _box(self._buffers[number], slices)
+        found = [piece.clipped(b, s, h) for piece in self._pieces[number]]
+        pieces = [piece.moved(-b[0], -s[0], -h[0]) for piece in found if piece is not None]
+        if sum(piece.volume for piece in pieces) != (b[1] - b[0]) * (s[1] - s[0]) * (h[1] - h[0]):
+            raise ScheduleError(f"reads {slices} of buffer {self._buffers[number].name!r} before all of it is written")
+        return coalesced(pieces)
+
+    def read_parts(self, split: Split) -> list[list[Piece]]:
+        """Return the pieces of each part, in its own coordinates."""
+        axis = self._axis(split)
+        size = split.part_shape[split.dim]
+        parts: list[list[Piece]] = [[] for _ in range(split.parts)]
+        for piece in self.read(split.view):
+            low, high = (piece.b, piece.s, piece.h)[axis]
+            for number in range(low // size, -(-high // size)):
+                start = number * size
+                bounds = [piece.b, piece.s, piece.h]
+                bounds[axis] = (start, start + size)
+                part = piece.clipped(*bounds)
+                assert part is not None
+                parts[number].append(part.moved(*(-start if i == axis else 0 for i in range(3))))
+        return parts
+
+    def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
+        """Put pieces, in the coordinates of each part, in place of what was there."""
+        axis, size = self._axis(split), split.part_shape[split.dim]
+        self.write(
+            split.view,
+            [
+                piece.moved(*(number * size if i == axis else 0 for i in range(3)))
+                for number, pieces in enumerate(parts)
+                for piece in pieces
+            ],
+        )
+
+    def _axis(self, split: Split) -> int:
+        """Return which of (batch, tokens, heads) a split cuts."""
+        return "bsh".index(self._buffers[split.view.buffer].dims[split.dim])
+
+    def write(self, view: View, pieces: list[Piece]) -> None:
+        """Put pieces, in the view's coordinates, in place of what was there."""
+        number = view.buffer
+        if view.slices == self._whole[number]:
+            self._pieces[number] = coalesced(pieces)
+            self._full[number] = True
+            return
+        b, s, h = _box(self._buffers[number], view.slices)
+        kept = [part for piece in self._pieces[number] for part in without(piece, b, s, h)]
+        self._pieces[number] = kept + [piece.moved(b[0], s[0], h[0]) for piece in pieces]
+        self._full[number] = False
+
+
+@lru_cache(maxsize=65536)
+def _box(
+    buffer: Buffer, slices: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return the batch, token and head bounds of a view; raises where it cuts through another dimension."""
+    bounds = dict(zip(buffer.dims, slices, strict=True))
+    for dim, extent in zip(buffer.dims, buffer.shape, strict=True):
+        if dim not in "bsh" and bounds[dim] != (0, extent):
+            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut b, s and h")
+    return bounds["b"], bounds["s"], bounds["h"]
+
+
+def port_pieces(port: Port, batch: int) -> list[Piece]:
+    """Return what a port says that its view holds, in the view's coordinates."""
+    pieces, at = [], 0
+    for span in port.tokens:
+        content = Content(port.tensor, 0, span, port.heads)
+        pieces.append(Piece((0, batch), (at, at + span.size), (0, port.heads.size), content))
+        at += span.size
+    return pieces

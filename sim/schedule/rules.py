@@ -1,0 +1,157 @@
+"""What attention makes of abstract contents: which keys were attended, which gradients summed, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from sim.errors import ScheduleError
+from sim.schedule.contents import ONE, Content, Piece, brief, common, meet, spell, union
+from sim.schedule.masks import Band, Span, block_band, count_pairs, same_pairs
+
+
+class AttentionRules(NamedTuple):
+    """How attention combines contents, for one mask and one ratio of query to key/value heads."""
+
+    mask: Band
+    seq: int
+    group: int
+
+    def attend(self, q: list[Piece], k: list[Piece], v: list[Piece], band: Band, ratio: int) -> list[Piece]:
+        """Return the pieces of out; raises ScheduleError where the block is not what the mask asks for.
+
+        ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices.
+        """
+        self._same_keys(k, v)
+        out = []
+        for piece, keys, _ in self._blocks(q, k, band, ratio):
+            partial = piece.content._replace(tensor="out", seen=())
+            for key in keys:
+                partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
+            out.append(piece._replace(content=partial))
+        return out
+
+    def attend_backward(
+        self, operands: dict[str, list[Piece]], band: Band, ratio: int
+    ) -> tuple[list[Piece], list[Piece], list[Piece]]:
+        """Return the pieces of dq, dk and dv; ``operands`` are those of q, k, v, out, lse and dout by name."""
+        q, k = operands["q"], operands["k"]
+        self._same_keys(k, operands["v"])
+        for name in ("out", "lse", "dout"):
+            for x, y in common(q, operands[name]):
+                if y.content[:4] != (name, *x.content[1:4]):
+                    raise ScheduleError(f"{brief(y.content)} where {name} of {brief(x.content)} is needed")
+                if name != "dout" and not self.complete(y.content):
+                    raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
+        dq: list[Piece] = []
+        sums: dict[Piece, Content] = {}
+        for piece, keys, offset in self._blocks(q, k, band, ratio):
+            queries = piece.content
+            partial = queries._replace(tensor="dq", seen=())
+            for key in keys:
+                partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
+                part = key.clipped(key.b, key.s, (piece.h[0] // ratio, -(-piece.h[1] // ratio)))
+                assert part is not None
+                empty = part.content._replace(tensor="dk", seen=())
+                low, width = offset + piece.h[0] % ratio, min(ratio, piece.h[1] - piece.h[0])
+                seen = ((queries.tokens, Span(low, low + width)),)
+                sums[part] = union(sums.get(part, empty), empty._replace(seen=seen))
+            dq.append(piece._replace(content=partial))
+        dk = [piece._replace(content=content) for piece, content in sums.items()]
+        return dq, dk, [piece._replace(content=piece.content._replace(tensor="dv")) for piece in dk]
+
+    def complete(self, content: Content) -> bool:
+        """Return whether everything that the mask keeps has been summed into this content."""
+        whole, tokens = Span(0, self.seq), content.tokens
+        if content.tensor in {"dk", "dv"}:
+            summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
+            return summed == _pairs(self.mask, whole, tokens) * self.group
+        if content.tensor in {"out", "lse", "dq"}:
+            return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
+        return True
+
+    def completed(self, content: Content) -> Content:
+        """Return an input as it comes from outside: out and lse with every key summed into them."""
+        if content.tensor not in {"out", "lse"}:
+            return content
+        return content._replace(seen=((Span(0, self.seq), ONE),))
+
+    def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
+        for x, y in common(k, v):
+            if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:4] != y.content[1:4]:
+                raise ScheduleError(f"{brief(x.content)} and {brief(y.content)} used as keys and values of one block")
+
+    def _blocks(
+        self, q: list[Piece], k: list[Piece], band: Band, ratio: int
+    ) -> Iterator[tuple[Piece, list[Piece], int]]:
+        """Yield pieces of q, each with the pieces of k for all of its heads and with the number, within the group of
+        its key/value head, of the query head that meets each first; checks that the heads belong together and that the
+        band keeps just what the mask keeps.
+        """
+        for whole in q:
+            if whole.content.tensor != "q":
+                raise ScheduleError(f"{brief(whole.content)} used as queries")
+            cuts = {whole.h[0], whole.h[1]} | {ratio * edge for key in k for edge in key.h}
+            edges = sorted(cut for cut in cuts if whole.h[0] <= cut <= whole.h[1])
+            for first, last in pairwise(edges):
+                piece = whole.clipped(whole.b, whole.s, (first, last))
+                assert piece is not None
+                keys = [
+                    key for key in k if key.h[0] * ratio <= first and last <= key.h[1] * ratio and meet(key.b, whole.b)
+                ]
+                offsets = set()
+                for key in keys:
+                    if key.b != piece.b or key.content.batch != piece.content.batch:
+                        raise ScheduleError(f"{brief(piece.content)} attends to another sequence of the batch")
+                    offset = _head_offset(
+                        piece.content.heads, key.content.heads, first - key.h[0] * ratio, ratio, self.group
+                    )
+                    if offset is None:
+                        raise ScheduleError(
+                            f"{brief(piece.content)} attends with the wrong key/value heads {spell(key.content.heads)}"
+                        )
+                    offsets.add(offset)
+                    if not _keeps_mask(
+                        self.mask, band, piece.content.tokens, key.content.tokens, piece.s[0] - key.s[0]
+                    ):
+                        raise ScheduleError(
+                            f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {band}, "
+                            f"which is not what the mask {self.mask} keeps of them"
+                        )
+                if len(offsets) != 1:
+                    raise ScheduleError(f"{brief(piece.content)} attends to no one set of key/value heads")
+                yield piece, keys, offsets.pop()
+
+
+@lru_cache(maxsize=65536)
+def _pairs(mask: Band, queries: Span, keys: Span) -> int:
+    return count_pairs(mask, queries, keys)
+
+
+@lru_cache(maxsize=65536)
+def _keeps_mask(mask: Band, band: Band, queries: Span, keys: Span, shift: int) -> bool:
+    """Return whether a band by local indices, moved by ``shift`` = first row - first column, equals the mask."""
+    left = None if band.left is None else band.left - shift
+    right = None if band.right is None else band.right + shift
+    wanted = block_band(mask, queries, keys)
+    if wanted is None:
+        return count_pairs(Band(left, right), Span(0, queries.size), Span(0, keys.size)) == 0
+    return same_pairs(Band(left, right), wanted, queries.size, keys.size)
+
+
+@lru_cache(maxsize=4096)
+def _head_offset(q_heads: Span, kv_heads: Span, first: int, ratio: int, group: int) -> int | None:
+    """Return which query head of its group each key/value head meets first; None if heads do not belong together.
+
+    ``first`` is the place of the first query head counted from the first key/value head's first one.
+    """
+    offsets = set()
+    for i in range(q_heads.size):
+        head = q_heads.start + i * q_heads.step
+        kv_head = kv_heads.start + (first + i) // ratio * kv_heads.step
+        if head // group != kv_head:
+            return None
+        offsets.add(head - kv_head * group - (first + i) % ratio)
+    return offsets.pop() if len(offsets) == 1 else None

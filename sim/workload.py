@@ -1,0 +1,138 @@
+"""What is to be computed, and over how many ranks: the model, the batch, and the degrees of parallelism.
+
+B batch · S sequence (global) · H query heads · H_kv key/value heads · D head dim · E model dim · F feed-forward dim
+L layers · V vocabulary · P = U * R context-parallel degree (Ulysses x ring)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sim.errors import InputError, unknown
+from sim.presets import load_toml, read_bytes
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Scope = Literal["attention"]
+Pass = Literal["forward", "backward", "both"]
+MaskName = Literal["causal", "full"]
+
+DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+def accumulation_dtype(dtype: Dtype) -> Dtype:
+    """Return promote(dtype, fp32): what partial results are added up in."""
+    return dtype if dtype == "fp64" else "fp32"
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only transformer."""
+
+    name: str
+    embed_dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    ffn_dim: Count
+    vocab_size: Count
+    dtype: Dtype = "bf16"
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        """Raise InputError where query heads do not divide among the key/value heads."""
+        if self.num_heads % self.num_kv_heads:
+            allowed = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise InputError(
+                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: allowed are "
+                f"{', '.join(map(str, allowed))}; set it with --set model.num_kv_heads=N"
+            )
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One step's work of one context-parallel group."""
+
+    model: ModelSpec
+    seq: Count
+    """Global sequence length S in tokens."""
+    batch: Count = 1
+    """Sequences per context-parallel group."""
+    mask: MaskName = "causal"
+    dtype: Dtype = "fp32"
+    scope: Scope = "attention"
+    passes: Pass = "both"
+    seed: int = 0
+
+    @property
+    def forward(self) -> bool:
+        """Whether the forward pass is part of the schedule."""
+        return self.passes != "backward"
+
+    @property
+    def backward(self) -> bool:
+        """Whether the backward pass is part of the schedule."""
+        return self.passes != "forward"
+
+
+class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the sequence is split: P = ``ulysses_degree`` * ``ring_degree`` ranks."""
+
+    ulysses_degree: Count = 1
+    ring_degree: Count = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """P, the context-parallel degree."""
+        return self.ulysses_degree * self.ring_degree
+
+
+def parse_length(text: str, where: str) -> int:
+    """Return a length in tokens: ``8192``, ``8K`` (x 1024) or ``1M`` (x 1024^2), as the field writes them."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KkMm]?)", text.strip())
+    length = float(match[1]) * {"": 1, "K": 1024, "M": 1024**2}[match[2].upper()] if match else 0.0
+    if length < 1 or length != int(length):
+        raise InputError(f"{where} {text}: expected a positive whole number of tokens such as 8192, 8K or 1M")
+    return int(length)
+
+
+def load_model(name: str) -> ModelSpec:
+    """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it."""
+    if name.endswith(".json"):
+        return _from_hugging_face(name, read_bytes("model", name, "--model"))
+    return load_toml("model", name, ModelSpec, "sim/models", "--model")
+
+
+def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
+    """Return the model that a Hugging Face ``config.json`` describes; raises InputError for what is missing."""
+    try:
+        config: Any = json.loads(data)
+        if not isinstance(config, dict):
+            raise TypeError("it is not an object")
+        heads = config["num_attention_heads"]
+        dtypes: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+        dtype = str(config.get("torch_dtype", config.get("dtype", "bfloat16")))
+        if dtype not in dtypes:
+            raise unknown("torch_dtype", dtype, dtypes, path)
+        fields = {
+            "name": str(config.get("_name_or_path") or config.get("model_type") or "config"),
+            "embed_dim": config["hidden_size"],
+            "num_layers": config["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads", heads),
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "ffn_dim": config["intermediate_size"],
+            "vocab_size": config["vocab_size"],
+            "dtype": dtypes[dtype],
+            "source": f"Hugging Face configuration {path}",
+        }
+        return msgspec.convert(fields, ModelSpec)
+    except KeyError as error:
+        raise InputError(f"model {path!r} lacks the key {error}; --model takes a Hugging Face config.json") from error
+    except (TypeError, ZeroDivisionError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
+        raise InputError(f"model {path!r}: {error}; --model takes a Hugging Face config.json") from error

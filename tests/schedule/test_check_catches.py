@@ -1,0 +1,334 @@
+"""What ``check`` is for: every way to get distributed attention wrong has to be found before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim.errors import ScheduleError
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.check import check
+from sim.schedule.ir import Communicator, Header, Program, Schedule
+from sim.schedule.masks import CAUSAL, FULL, Band, Span
+from sim.schedule.ops import (
+    Accumulate,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Exchange,
+    Merge,
+    Message,
+    Op,
+    Split,
+)
+from sim.workload import Parallel, Workload
+from tests.helpers import make_checked, make_model
+
+Change = Callable[[Op], Op | None]
+
+
+def changed(name: str, ranks: int, kind: type, change: Change, *, rank: int, number: int, **workload: Any) -> Schedule:
+    """Return a proved schedule with one op of one rank changed, or (None) left out."""
+    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "mask": "causal"} | workload
+    schedule = make_checked(name, Workload(**options), ranks).schedule
+    programs = schedule.programs
+    ops = list(programs[rank].ops)
+    index = [i for i, op in enumerate(ops) if isinstance(op, kind)][number]
+    new = change(ops[index])
+    ops[index : index + 1] = [] if new is None else [new]
+    programs[rank] = msgspec.structs.replace(programs[rank], ops=tuple(ops))
+    return Schedule(schedule.header, programs.__getitem__)
+
+
+def replace(**fields: Any) -> Change:
+    return lambda op: msgspec.structs.replace(op, **fields)
+
+
+def drop(_: Op) -> None:
+    return None
+
+
+def refuses(schedule: Schedule, message: str) -> ScheduleError:
+    with pytest.raises(ScheduleError, match=message) as error:
+        check(schedule)
+    assert "\n" not in str(error.value)
+    return error.value
+
+
+def test_a_missing_block() -> None:
+    refuses(changed("ring", 4, Merge, drop, rank=3, number=1), "not complete")
+
+
+def test_a_block_attended_twice() -> None:
+    def again(op: Op) -> Op:
+        assert isinstance(op, Attend)
+        return msgspec.structs.replace(op, k=first.k, v=first.v)
+
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32, mask="full"), 4).schedule
+    first = next(op for op in schedule.program(2).ops if isinstance(op, Attend))
+    refuses(changed("ring", 4, Attend, again, rank=2, number=1, mask="full"), "twice")
+
+
+def test_the_wrong_keys_in_the_right_buffer() -> None:
+    """One rank forgets a hop and passes its own keys on: declared coverage would not see it, contents do."""
+
+    def own(op: Op) -> Op:
+        assert isinstance(op, Exchange)
+        sends = tuple(Message(old.peer, new.view) for old, new in zip(op.sends, first.sends, strict=True))
+        return msgspec.structs.replace(op, sends=sends)
+
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32, mask="full"), 4).schedule
+    first = next(op for op in schedule.program(1).ops if isinstance(op, Exchange))
+    refuses(changed("ring", 4, Exchange, own, rank=1, number=1, mask="full"), "twice")
+
+
+def test_keys_and_values_of_different_tokens() -> None:
+    def swap(op: Op) -> Op:
+        assert isinstance(op, Exchange)
+        k, v = op.sends
+        return msgspec.structs.replace(op, sends=(Message(v.peer, v.view), Message(k.peer, k.view)))
+
+    refuses(changed("ring", 2, Exchange, swap, rank=0, number=0), "used as keys and values")
+
+
+@pytest.mark.parametrize("band", [FULL, Band(right=-1), Band(left=2, right=0)])
+def test_the_wrong_mask_in_a_diagonal_block(band: Band) -> None:
+    refuses(changed("ring", 2, Attend, replace(band=band), rank=1, number=0), "not what the mask")
+    refuses(changed("ring", 2, AttendBackward, replace(band=band), rank=1, number=0), "not what the mask")
+
+
+def test_a_causal_mask_where_the_block_is_full() -> None:
+    refuses(changed("ring", 2, Attend, replace(band=CAUSAL), rank=1, number=1), "not what the mask")
+
+
+def test_a_builder_that_claims_something_else_than_its_ops_do() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    assert schedule.header.claims is not None
+    for field, message in (("attention_flops", "FLOPs, but arXiv:2310.01889"), ("wire_bytes", "bytes are sent, but")):
+        claims = msgspec.structs.replace(schedule.header.claims, **{field: 1})
+        header = msgspec.structs.replace(schedule.header, claims=claims)
+        refuses(Schedule(header, schedule.program), message)
+
+
+def test_an_output_merged_with_the_log_sum_exp_of_other_keys() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=48, mask="full"), 3).schedule
+    merges = [op for op in schedule.program(0).ops if isinstance(op, Merge)]
+    stale = merges[0].lse
+    refuses(changed("ring", 3, Merge, replace(lse=stale), rank=0, number=1, mask="full", seq=48), "saw other keys")
+
+
+def test_backward_with_the_partial_log_sum_exp() -> None:
+    """The classic: gradients of a block from that block's own log-sum-exp instead of the global one."""
+    workload = Workload(model=make_model(8, 4), seq=32, mask="full")
+    schedule = make_checked("ring", workload, 2).schedule
+    part = [op for op in schedule.program(0).ops if isinstance(op, Attend)][1]
+    wrong = changed("ring", 2, AttendBackward, replace(lse=part.lse), rank=0, number=1, mask="full")
+    refuses(wrong, "not complete")
+
+
+def test_a_gradient_that_is_dropped() -> None:
+    refuses(changed("ring", 2, Accumulate, drop, rank=1, number=0), "lacks contributions")
+
+
+def test_a_gradient_added_twice() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    programs = schedule.programs
+    ops = list(programs[1].ops)
+    at = next(i for i, op in enumerate(ops) if isinstance(op, Accumulate))
+    ops.insert(at, ops[at])
+    programs[1] = msgspec.structs.replace(programs[1], ops=tuple(ops))
+    refuses(Schedule(schedule.header, programs.__getitem__), "twice")
+
+
+def test_heads_that_do_not_belong_together() -> None:
+    """Ulysses whose key/value heads arrive in another order than the query heads."""
+
+    def shifted(op: Op) -> Op:
+        assert isinstance(op, Attend)
+        return msgspec.structs.replace(op, q=op.q[:, :, 1:3], k=op.k[:, :, :1], v=op.v[:, :, :1], out=op.out[:, :, 1:3])
+
+    refuses(changed("ulysses", 2, Attend, shifted, rank=1, number=0, passes="forward"), "wrong key/value heads")
+
+
+def test_a_missing_hop_is_named_by_its_counterpart() -> None:
+    refuses(changed("ring", 2, Exchange, drop, rank=0, number=0), "rank 0 sends 1 times to rank 1, which receives 2")
+
+
+def test_a_missing_collective() -> None:
+    refuses(changed("ulysses", 2, AllToAll, drop, rank=0, number=0), "disagree on the number of collectives")
+
+
+def test_messages_of_different_size() -> None:
+    def shorter(op: Op) -> Op:
+        assert isinstance(op, Exchange)
+        return msgspec.structs.replace(op, sends=tuple(Message(m.peer, m.view[:, :4]) for m in op.sends))
+
+    refuses(changed("ring", 2, Exchange, shorter, rank=0, number=0), "sends .* but .* receives")
+
+
+# Small schedules of their own
+
+
+def schedule_of(programs: Callable[[ProgramBuilder, Communicator], None], ranks: int = 2, seq: int = 8) -> Schedule:
+    """Return a schedule whose ranks all hold the q of their own tokens in ``given`` and run ``programs``."""
+    workload = Workload(model=make_model(4, 4), seq=seq, passes="forward")
+    everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
+
+    def build(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        programs(b, everyone)
+        return b.build()
+
+    other = Communicator(name="other", groups=everyone.groups)
+    header = Header(
+        name="own", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(everyone, other)
+    )
+    return Schedule(header, build)
+
+
+def given(b: ProgramBuilder, tokens: int = 4) -> Any:
+    return b.input("q", (Span(b.rank * tokens, (b.rank + 1) * tokens),), Span(0, 4))
+
+
+def test_a_deadlock_names_who_waits_for_what_and_shows_the_grid() -> None:
+    """Separate sends and receives: each rank waits for the other's send, which comes behind its own receive."""
+
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view, peer = given(b), 1 - b.rank
+        taken = b.like("taken", view, "communication")
+        b.exchange(over, [], [Message(peer, taken)], "receive")
+        b.exchange(over, [Message(peer, view)], [], "send")
+
+    error = refuses(schedule_of(program), "deadlock: rank 0 op 1 .* waits for op 0 .*'receive'")
+    assert ">>> send <<<" in error.grid
+    assert error.grid.count("rank") == 2
+
+
+def test_grouped_they_do_not_deadlock() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view, peer = given(b), 1 - b.rank
+        b.exchange(over, [Message(peer, view)], [Message(peer, b.like("taken", view, "communication"))], "swap")
+
+    check(schedule_of(program))
+
+
+def test_collectives_on_two_communicators_in_opposite_order() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        other = Communicator(name="other", groups=over.groups)
+        for name in (over, other) if b.rank == 0 else (other, over):
+            total = b.like("total", view, "other")
+            b.copy(view, total, "copy")
+            b.barrier(name)
+            b.host_sync(name.name)
+
+    refuses(schedule_of(program), "deadlock")
+
+
+def test_reading_what_was_never_written() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        b.accumulate(view, b.like("empty", view, "other"), "add")
+
+    refuses(schedule_of(program), "buffer 'empty' before all of it is written")
+
+
+def test_writing_to_an_input() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        b.accumulate(view, view, "double")
+
+    refuses(schedule_of(program), "writes to the input 'q'")
+
+
+def test_sending_a_view_with_gaps() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view, peer = given(b), 1 - b.rank
+        part = view[:, :, :2]
+        b.exchange(over, [Message(peer, part)], [Message(peer, b.like("taken", part, "communication"))], "send")
+
+    refuses(schedule_of(program), "with gaps")
+
+
+def test_splitting_along_an_inner_dimension() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        taken = b.like("taken", view, "communication")
+        b.all_to_all(over, Split(view, 2, 2), Split(taken, 2, 2), "all-to-all")
+
+    refuses(schedule_of(program), "along dimension 2, which leaves gaps")
+
+
+def test_exchanging_with_oneself() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        b.exchange(over, [Message(b.rank, view)], [Message(b.rank, b.like("taken", view, "other"))], "self")
+
+    refuses(schedule_of(program), "its own rank")
+
+
+def test_one_communicator_on_two_streams() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view, peer = given(b), 1 - b.rank
+        for stream in ("all", "another"):
+            b.exchange(over, [Message(peer, view)], [Message(peer, b.like("taken", view, "other"))], "swap")
+            b._ops[-1] = msgspec.structs.replace(b._ops[-1], stream=stream)
+
+    refuses(schedule_of(program), "on a second stream")
+
+
+def test_a_split_that_does_not_fit_the_group() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        taken = b.like("taken", view, "communication")
+        b.all_to_all(over, Split(view, 1, 4), Split(taken, 1, 4), "all-to-all")
+
+    refuses(schedule_of(program), "4 parts, but its group has 2 members")
+
+
+def test_outputs_that_two_ranks_own() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = b.input("q", (Span(0, 4),), Span(0, 4))
+        held = b.like("held", view, "other")
+        b.copy(view, held, "copy")
+        b.output("q", held, (Span(0, 4),), Span(0, 4))
+
+    refuses(schedule_of(program), "twice")
+
+
+def test_outputs_that_nobody_owns() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b, tokens=2)
+        held = b.like("held", view, "other")
+        b.copy(view, held, "copy")
+        b.output("q", held, (Span(b.rank * 2, b.rank * 2 + 2),), Span(0, 4))
+
+    refuses(schedule_of(program), "have an owner")
+
+
+def test_outputs_that_hold_something_else() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        held = b.like("held", view, "other")
+        b.copy(view, held, "copy")
+        b.output("q", held, (Span(4 - b.rank * 4, 8 - b.rank * 4),), Span(0, 4))
+
+    refuses(schedule_of(program), r"holds q\[tokens 0..4")
+
+
+def test_collectives_move_and_sum_what_they_say() -> None:
+    """All-gather, all-to-all and back, reduce-scatter and all-reduce of the same tensor: contents follow."""
+
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        whole = b.tensor("whole", 8, 4, "other")
+        b.all_gather(over, view, Split(whole, 1, 2), "gather")
+        back = b.like("back", view, "other")
+        b.reduce_scatter(over, Split(whole, 1, 2), back, "scatter")
+        b.all_reduce(over, whole, "reduce")
+        b.output("q", back, (Span(b.rank * 4, b.rank * 4 + 4),), Span(0, 4))
+
+    check(schedule_of(program))

@@ -1,0 +1,101 @@
+"""Derived dependencies against brute force: random programs, every conflicting pair of ops ordered."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.dependencies import derive
+from sim.schedule.ir import Program
+from sim.schedule.ops import Copy, HostSync, Op, Split, View
+from sim.workload import Workload
+from tests.helpers import make_model
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Copies between random boxes of a few buffers, on three streams, with host synchronisations between them."""
+    b = ProgramBuilder(0, Workload(model=make_model(4, 4), seq=8))
+    buffers = [b.tensor(f"buffer {i}", 4, 4, "other") for i in range(3)]
+    for number in range(draw(st.integers(1, 14))):
+        stream = draw(st.sampled_from(("compute", "a", "b")))
+        if draw(st.integers(0, 6)) == 0:
+            b.host_sync(*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)))
+            continue
+        source, target = (draw(boxes(draw(st.sampled_from(buffers)))) for _ in range(2))
+        op = Copy(
+            stream=stream, part="forward", label=str(number), source=Split(source, 0, 1), target=Split(target, 0, 1)
+        )
+        b._ops.append(op)
+    return b.build()
+
+
+def boxes(whole: View) -> st.SearchStrategy[View]:
+    def cut(a: int, b: int, c: int, d: int) -> View:
+        return whole[:, min(a, b) : max(a, b) + 1, min(c, d) : max(c, d) + 1]
+
+    numbers = st.integers(0, 3)
+    return st.builds(cut, numbers, numbers, numbers, numbers)
+
+
+def conflict(a: Op, b: Op) -> bool:
+    def meet(xs: tuple[View, ...], ys: tuple[View, ...]) -> bool:
+        return any(
+            x.buffer == y.buffer and all(s < f and e < t for (s, t), (e, f) in zip(x.slices, y.slices, strict=True))
+            for x in xs
+            for y in ys
+        )
+
+    return meet(a.writes, b.writes) or meet(a.reads, b.writes) or meet(a.writes, b.reads)
+
+
+def closure(edges: list[set[int]]) -> list[set[int]]:
+    """Return all that comes before each op."""
+    before: list[set[int]] = []
+    for found in edges:
+        before.append(found.union(*(before[other] for other in found)))
+    return before
+
+
+@given(programs())
+def test_data_dependencies_alone_order_every_conflict(program: Program) -> None:
+    dependencies = derive(program)
+    before = closure([set(found) for found in dependencies.data])
+    for j, late in enumerate(program.ops):
+        for i, early in enumerate(program.ops[:j]):
+            assert (i in before[j]) or not conflict(early, late), (i, j)
+
+
+@given(programs())
+def test_waits_and_stream_order_imply_all_dependencies(program: Program) -> None:
+    dependencies = derive(program)
+    edges: list[set[int]] = []
+    last: dict[str, int] = {}
+    synced: set[int] = set()
+    for index, op in enumerate(program.ops):
+        edges.append({*dependencies.waits[index], *([last[op.stream]] if op.stream in last else []), *synced})
+        last[op.stream] = index
+        if isinstance(op, HostSync):
+            synced = {index}
+    before = closure(edges)
+    for index, found in enumerate(dependencies.data):
+        assert set(found) <= before[index]
+        for stream, known in dependencies.known[index].items():
+            assert known in before[index]
+            assert program.ops[known].stream == stream
+        for other in dependencies.waits[index]:
+            if not isinstance(program.ops[index], HostSync):
+                assert other not in closure([*edges[:index], edges[index] - {other}])[index], "a wait too many"
+
+
+def test_slots_are_reused_only_after_they_were_read() -> None:
+    """A pool of two buffers throttles by itself: the third use waits for the reader of the first."""
+    b = ProgramBuilder(0, Workload(model=make_model(4, 4), seq=8))
+    source, sink = b.tensor("source", 2, 4, "other"), b.tensor("sink", 2, 4, "other")
+    slots = [b.tensor(f"slot {i}", 2, 4, "communication") for i in range(2)]
+    for step in range(3):
+        b.copy(source, slots[step % 2], f"fill {step}")
+        b.copy(slots[step % 2], sink, f"use {step}")
+    dependencies = derive(b.build())
+    assert 1 in dependencies.data[4]
