@@ -1,0 +1,181 @@
+"""What an op costs: the activity that it is on a cluster, by a profile's efficiencies or at datasheet rates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from sim.engine.collectives import link_traffic
+from sim.engine.network import Activity, Demands, Flow, Latency, Wait
+from sim.engine.tables import TRANSFERS, Figures, KernelTable, TransferTable
+from sim.errors import InputError
+from sim.profile import Profile
+from sim.schedule.kernels import KernelUse
+from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
+from sim.workload import Dtype
+from topology.cluster import Cluster
+from topology.specs import ClusterSpec
+
+_COLLECTIVE: dict[type, str] = {
+    AllToAll: "all_to_all",
+    AllGather: "all_gather",
+    ReduceScatter: "reduce_scatter",
+    AllReduce: "all_reduce",
+}
+
+
+class _Moving(NamedTuple):
+    """Bytes on the move."""
+
+    kernel: str
+    ranks: tuple[int, ...]
+    """Whose memory and threads this activity uses."""
+    group: int
+    """How many ranks communicate at the same time."""
+    load: dict[int, float]
+    """Bytes per link."""
+    latency_s: float
+    sent_bytes: float
+    """Bytes that pass through the memory of each rank."""
+
+
+class CostModel:
+    """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates: a lower bound."""
+
+    def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
+        self._cluster = cluster
+        self._kernels: KernelTable | None = None
+        self._transfers: TransferTable | None = None
+        self._kernel_cache: dict[tuple[int, KernelUse], Activity] = {}
+        self._transfer_cache: dict[tuple[int, int, int, int], Activity] = {}
+        self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
+        self.notes: set[str] = set()
+        """What was extrapolated, or taken from the datasheet although there is a profile."""
+        if profile is not None:
+            self._read(profile)
+
+    def _read(self, profile: Profile) -> None:
+        """Turn a profile's times into efficiencies relative to the machine that it was measured on."""
+        spec = measured_cluster(profile)
+        if spec.gpu.name != self._cluster.spec.gpu.name:
+            raise InputError(
+                f"profile {profile.name!r} is of {spec.gpu.name!r}, but cluster {self._cluster.spec.name!r} has "
+                f"{self._cluster.spec.gpu.name!r}: set --profile to one of that device, or to datasheet"
+            )
+
+        def figures(dtype: Dtype) -> Figures:
+            peak = spec.gpu.peak_flops_per_s
+            return Figures(peak.get(dtype, max(peak.values())), spec.hbm.bytes_per_s)
+
+        self._kernels = KernelTable(profile, figures)
+        if any(point.kernel in TRANSFERS for point in profile.points):
+            route = Cluster(spec).route(0, 1)
+            self._transfers = TransferTable(profile, Figures(1.0, route.bytes_per_s, route.latency_s))
+
+    def kernel(self, rank: int, use: KernelUse) -> Activity:
+        """Return a kernel on a rank's device: it flows over the SMs (or a core) and the memory that it works on."""
+        key = (rank, use)
+        if key not in self._kernel_cache:
+            self._kernel_cache[key] = self._kernel(rank, use)
+        return self._kernel_cache[key]
+
+    def _kernel(self, rank: int, use: KernelUse) -> Activity:
+        device = self._cluster.devices[rank]
+        peak = self._cluster.peak_flops_per_s(rank, use.dtype)
+        now = Figures(peak, self._cluster.spec.hbm.bytes_per_s)
+        found = self._kernels.seconds(use, now) if self._kernels else None
+        if found:
+            seconds, note = found
+            self.notes |= {note} if note else set()
+        else:
+            seconds = max(use.flops / now.flops_per_s, use.hbm_bytes / now.bytes_per_s)
+            if self._kernels:
+                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, datasheet rate")
+        memory = min(use.hbm_bytes / seconds, now.bytes_per_s) if seconds > 0 else 0.0
+        return (Flow(seconds, ((device.compute, device.compute_units), (device.hbm, memory))),)
+
+    def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
+        """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
+
+        ``group`` ranks exchange at the same time, each sending and receiving.
+        """
+        key = (source, target, nbytes, group)
+        if key not in self._transfer_cache:
+            route = self._cluster.route(source, target)
+            load = dict.fromkeys(route.resources, float(nbytes))
+            moving = _Moving("exchange", (source, target), group, load, route.latency_s, nbytes)
+            self._transfer_cache[key] = self._moving(moving)
+        return self._transfer_cache[key]
+
+    def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int) -> Activity:
+        """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole)."""
+        key = (type(op), ranks, nbytes)
+        if key not in self._collective_cache:
+            traffic = link_traffic(op, ranks, nbytes, self._cluster)
+            if isinstance(op, Barrier) or len(ranks) == 1:
+                self._collective_cache[key] = (Latency(traffic.latency_s),)
+            else:
+                kernel = _COLLECTIVE[type(op)]
+                moving = _Moving(kernel, ranks, len(ranks), traffic.nbytes, traffic.latency_s, traffic.sent_bytes)
+                self._collective_cache[key] = self._moving(moving)
+        return self._collective_cache[key]
+
+    def handoff(self, rank: int) -> Activity:
+        """Return what it takes until a thread of a CPU rank goes on after another has ended what it waited for."""
+        spec = self._cluster.spec
+        if spec.host is None or spec.gpu.kind != "cpu":
+            return ()
+        return (Wait(self._cluster.devices[rank].compute, spec.host.wakeup_s), Latency(spec.host.handoff_s))
+
+    def communication_holds(self, rank: int) -> Demands:
+        """Return what a communication kernel holds on its device from its launch to its end."""
+        held = self._cluster.spec.gpu.communication_sms
+        return ((self._cluster.devices[rank].compute, float(held)),) if held else ()
+
+    def _moving(self, what: _Moving) -> Activity:
+        """Return the activity of bytes that move: their time by the profile or the links, and what they occupy."""
+        resources = self._cluster.resources
+        slowest = max(what.load, key=lambda link: (what.load[link] / resources[link].capacity, -link))
+        ideal_s = what.load[slowest] / resources[slowest].capacity
+        delay_s, flow_s = what.latency_s, ideal_s
+        now = Figures(1.0, resources[slowest].capacity, what.latency_s)
+        if self._transfers:
+            found = self._transfers.seconds(what.kernel, what.group, what.load[slowest], now)
+            if found:
+                delay_s, total_s, note = found
+                flow_s = max(total_s - delay_s, ideal_s)
+            else:
+                note = f"{what.kernel}: not in the profile, datasheet rate"
+            self.notes |= {note} if note else set()
+        if flow_s <= 0:
+            return (Latency(delay_s),)
+        demands = {link: nbytes / flow_s for link, nbytes in what.load.items()}
+        for rank in what.ranks:
+            memory = self._cluster.devices[rank].hbm
+            rate = demands.get(memory, 0.0) + what.sent_bytes / flow_s
+            demands[memory] = min(rate, resources[memory].capacity)
+        return (*self._threads(what, demands), Latency(delay_s), Flow(flow_s, tuple(sorted(demands.items()))))
+
+    def _threads(self, what: _Moving, demands: dict[int, float]) -> Activity:
+        """On a CPU, threads carry the bytes through the TCP stack: add the cores that they take, return their queue.
+
+        When the time was measured, all of the group moved at once and together had no more than all cores.
+        """
+        host = self._cluster.spec.host
+        if host is None or self._cluster.spec.gpu.kind != "cpu":
+            return ()
+        cores = [self._cluster.devices[rank].compute for rank in what.ranks]
+        at_once = min(host.transfer_cores * what.group, host.cores)
+        share = at_once / what.group if what.kernel == "exchange" else at_once
+        for resource in cores:
+            demands[resource] = demands.get(resource, 0.0) + share / len(cores)
+        return (Wait(cores[0], host.wakeup_s),)
+
+
+def measured_cluster(profile: Profile) -> ClusterSpec:
+    """Return the spec of the machine that a profile was measured on; raises InputError if it carries none."""
+    try:
+        return msgspec.convert(profile.cluster, ClusterSpec, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"profile {profile.name!r}: {error}; longstep calibrate makes a new one") from error

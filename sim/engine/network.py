@@ -1,0 +1,250 @@
+"""Activities on shared resources: phases that queue, delay or flow; and holds, taken off the top.
+
+A flow has a solo time and a demand on every resource that it uses, at relative speed x = 1. Where the demands on a
+resource exceed what holds leave of it, speeds are cut by progressive filling (max-min fair in x): all rise together
+until a resource is full, its users stop there, the others go on. An activity slows only when something that it uses is
+full. Only what hangs together through overloaded resources is solved again, so an uncontended machine costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeAlias, assert_never
+
+import simpy
+
+from topology.cluster import Resource
+
+Demands: TypeAlias = tuple[tuple[int, float], ...]
+"""(resource, amount per second at x = 1, or amount held)."""
+
+_SLACK = 1.0 + 1e-9
+"""Loads are sums of floats; a resource that is exactly full is not overloaded."""
+
+
+class Wait(NamedTuple):
+    """Queue for a resource that is full when this phase begins: ``seconds`` for each whole round of users ahead."""
+
+    resource: int
+    seconds: float
+
+
+class Latency(NamedTuple):
+    """A delay that nothing shares."""
+
+    seconds: float
+
+
+class Flow(NamedTuple):
+    """Work that takes ``seconds`` alone and slows when a resource that it demands is full."""
+
+    seconds: float
+    demands: Demands
+
+
+Phase: TypeAlias = Wait | Latency | Flow
+
+
+Activity: TypeAlias = tuple[Phase, ...]
+"""What an op does to the machine, one phase after the other."""
+
+
+class _Running:
+    """A flow under way; ``then`` is called at its end."""
+
+    __slots__ = ("last_s", "left_s", "number", "speed", "then", "timer", "uses")
+
+    def __init__(self, number: int, flow: Flow, then: Callable[[], None], now: float) -> None:
+        self.number = number
+        self.uses = flow.demands
+        self.left_s = flow.seconds
+        self.speed = 0.0
+        self.last_s = now
+        self.timer = 0
+        self.then = then
+
+
+def _end(event: simpy.Event) -> None:
+    event.succeed()
+
+
+class Network:
+    """The resources of a cluster and everything that runs on them."""
+
+    def __init__(self, env: simpy.Environment, resources: list[Resource]) -> None:
+        self._env = env
+        self._capacity = [resource.capacity for resource in resources]
+        self._held = [0.0] * len(resources)
+        self._limit = [resource.capacity * _SLACK for resource in resources]
+        self._load = [0.0] * len(resources)
+        self._users: list[dict[_Running, float]] = [{} for _ in resources]
+        self._queues: dict[int, deque[tuple[float, simpy.Event]]] = {}
+        self._dirty: dict[int, None] = {}
+        self._created = 0
+
+    def done(self, activity: Activity) -> simpy.Event:
+        """Begin an activity; return the event of its end."""
+        event = self._env.event()
+        self.run(activity, lambda: _end(event))
+        return event
+
+    def run(self, activity: Activity, then: Callable[[], None]) -> None:
+        """Begin an activity; call ``then`` at its end."""
+        if not activity:
+            then()
+            return
+        phase, rest = activity[0], activity[1:]
+        follow = (lambda: self.run(rest, then)) if rest else then
+        if isinstance(phase, Flow):
+            self._start(phase, follow)
+        elif isinstance(phase, Latency):
+            self._after(phase.seconds, follow)
+        elif isinstance(phase, Wait):
+            rounds = self._load[phase.resource] * _SLACK // self._free(phase.resource)
+            self._after(rounds * phase.seconds, follow)
+        else:
+            assert_never(phase)
+
+    def _after(self, seconds: float, then: Callable[[], None]) -> None:
+        """Call ``then`` after a delay; at once if there is none."""
+        if seconds <= 0:
+            then()
+            return
+        timer = self._env.timeout(seconds)
+        assert timer.callbacks is not None
+        timer.callbacks.append(lambda _: then())
+
+    def hold(self, resource: int, amount: float) -> Generator[simpy.Event, Any, None]:
+        """Take an amount of a resource off the top, first come first served; something is always left for flows."""
+        queue = self._queues.setdefault(resource, deque())
+        if queue or self._held[resource] + amount >= self._capacity[resource]:
+            turn = self._env.event()
+            queue.append((amount, turn))
+            yield turn
+        else:
+            self._change_hold(resource, amount)
+
+    def release(self, resource: int, amount: float) -> None:
+        """Give back what was held."""
+        self._change_hold(resource, -amount)
+        queue = self._queues[resource]
+        while queue and self._held[resource] + queue[0][0] < self._capacity[resource]:
+            amount, turn = queue.popleft()
+            self._change_hold(resource, amount)
+            turn.succeed()
+
+    def _free(self, resource: int) -> float:
+        return self._capacity[resource] - self._held[resource]
+
+    def _overloaded(self, resource: int) -> bool:
+        return self._load[resource] > self._limit[resource]
+
+    def _start(self, flow: Flow, then: Callable[[], None]) -> None:
+        self._created += 1
+        running = _Running(self._created, flow, then, self._env.now)
+        contended = []
+        for resource, amount in flow.demands:
+            self._users[resource][running] = amount
+            self._load[resource] += amount
+            if self._load[resource] > self._limit[resource]:
+                contended.append(resource)
+        if contended:
+            self._adjust(running, contended)
+        else:
+            self._set_speed(running, 1.0)
+
+    def _finish(self, running: _Running) -> None:
+        for resource, amount in running.uses:
+            users = self._users[resource]
+            if len(users) > 1 and self._overloaded(resource):
+                self._settle_soon(resource)
+            del users[running]
+            self._load[resource] = self._load[resource] - amount if users else 0.0
+        running.then()
+
+    def _change_hold(self, resource: int, amount: float) -> None:
+        before = self._overloaded(resource)
+        self._held[resource] += amount
+        self._limit[resource] = self._free(resource) * _SLACK
+        if before or self._overloaded(resource):
+            users = self._users[resource]
+            if len(users) == 1:
+                (running,) = users
+                self._adjust(running, [r for r, _ in running.uses if self._overloaded(r)])
+            else:
+                self._settle_soon(resource)
+
+    def _adjust(self, running: _Running, contended: list[int]) -> None:
+        """Set the speed of one flow at once if nothing shares what it finds full, else leave it to the settling."""
+        if all(len(self._users[resource]) == 1 for resource in contended):
+            shares = [self._free(resource) / self._users[resource][running] for resource in contended]
+            self._set_speed(running, min(shares, default=1.0))
+        else:
+            for resource in contended:
+                self._settle_soon(resource)
+
+    def _set_speed(self, running: _Running, speed: float) -> None:
+        """Change the speed of a flow and the time at which it will end."""
+        now = self._env.now
+        running.left_s -= (now - running.last_s) * running.speed
+        running.last_s = now
+        running.speed = speed
+        running.timer += 1
+        version = running.timer
+        if speed > 0:
+            end = self._env.timeout(max(running.left_s, 0.0) / speed)
+            assert end.callbacks is not None
+            end.callbacks.append(lambda _: self._finish(running) if running.timer == version else None)
+
+    def _settle_soon(self, resource: int) -> None:
+        """Solve again once everything that happens at this moment has happened."""
+        if not self._dirty:
+            moment = self._env.timeout(0)
+            assert moment.callbacks is not None
+            moment.callbacks.append(self._settle)
+        self._dirty[resource] = None
+
+    def _settle(self, _: simpy.Event) -> None:
+        flows, full = self._component()
+        for running, speed in self._filled(flows, full).items():
+            if speed != running.speed:
+                self._set_speed(running, speed)
+
+    def _component(self) -> tuple[list[_Running], list[int]]:
+        """Return the flows on changed resources and all that hangs together with them through overloaded ones."""
+        reached, self._dirty = self._dirty, {}
+        stack = list(reached)
+        flows: dict[_Running, None] = {}
+        while stack:
+            for running in self._users[stack.pop()]:
+                if running in flows:
+                    continue
+                flows[running] = None
+                for resource, _ in running.uses:
+                    if resource not in reached and self._overloaded(resource):
+                        reached[resource] = None
+                        stack.append(resource)
+        ordered = sorted(flows, key=lambda running: running.number)
+        return ordered, sorted(resource for resource in reached if self._overloaded(resource))
+
+    def _filled(self, flows: list[_Running], full: list[int]) -> dict[_Running, float]:
+        """Return the max-min fair relative speeds."""
+        speeds = dict.fromkeys(flows, 1.0)
+        rising = {resource: dict(self._users[resource]) for resource in full}
+        left = {resource: self._free(resource) for resource in full}
+        while rising:
+            levels = {r: max(left[r], 0.0) / sum(users.values()) for r, users in rising.items()}
+            tight = min(levels, key=levels.__getitem__)
+            level = levels[tight]
+            if level >= 1.0:
+                break
+            for running in rising.pop(tight):
+                speeds[running] = level
+                for resource, amount in running.uses:
+                    if resource in rising:
+                        left[resource] -= amount * level
+                        del rising[resource][running]
+                        if not rising[resource]:
+                            del rising[resource]
+        return speeds

@@ -1,0 +1,139 @@
+"""What a simulation says: one object with the figures that ``longstep simulate --json`` prints."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sim.breakdown import PartName, breakdown, critical_rank
+from sim.engine.collectives import link_traffic
+from sim.engine.simulate import Simulation, part_bytes
+from sim.memory import walk
+from sim.profile import Profile
+from sim.schedule.attention import attention_flops
+from sim.schedule.check import Checked
+from sim.schedule.ops import Collective
+from topology.cluster import Cluster
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prediction rests on."""
+
+    profile: str
+    measured_on: str
+    created: str
+    complete: bool
+    notes: list[str]
+    """What was extrapolated or came from elsewhere."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated step. Times in seconds, sizes in bytes."""
+
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
+    peak_hbm_bytes: int
+    fits: bool | None
+    """None below the scope "step": parameters and optimiser are not part of it."""
+    memory: dict[str, int]
+    """At the peak of the rank that needs most, by category."""
+    breakdown: dict[PartName, float]
+    """Of the critical rank: the one with the least waiting."""
+    critical_rank: int
+    bound_by: str
+    floors: dict[str, float]
+    """Times that nothing can beat: by FLOPs at the peak, and by bytes on each kind of link."""
+    schedule_hash: str
+    evidence: Evidence
+
+
+def report(checked: Checked, simulation: Simulation, profile: Profile | None) -> Report:
+    """Return the figures of a simulated schedule."""
+    schedule, trace, cluster = checked.schedule, simulation.trace, simulation.cluster
+    workload, ranks = schedule.header.workload, schedule.num_ranks
+    step_s = trace.step_time_s
+    critical = critical_rank(trace)
+    parts = breakdown(trace, critical)
+    walks = [walk(p, d) for p, d in zip(schedule.programs, checked.dependencies, strict=True)]
+    most = max(walks, key=lambda found: found.peak_bytes)
+    lower = floors(checked, cluster)
+    peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+    return Report(
+        step_time_s=step_s,
+        tokens_per_s_per_gpu=workload.batch * workload.seq / ranks / step_s if step_s else 0.0,
+        mfu=_model_flops(checked) / (peak * step_s) if step_s else None,
+        peak_hbm_bytes=most.peak_bytes,
+        fits=None,
+        memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
+        breakdown=parts,
+        critical_rank=critical,
+        bound_by=bound_by(parts, lower),
+        floors=lower,
+        schedule_hash=trace.schedule_hash,
+        evidence=evidence(simulation, profile),
+    )
+
+
+def _model_flops(checked: Checked) -> float:
+    """Return the FLOPs that the model asks for. A backward pass needs four matmuls; the fifth, which the kernels do and
+    ``attention_flops`` counts, recomputes the scores.
+    """
+    workload = checked.schedule.header.workload
+    forward = attention_flops(msgspec.structs.replace(workload, passes="forward"))
+    return forward * (workload.forward + 2 * workload.backward)
+
+
+def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
+    """Return lower bounds of the step: the most loaded device at its peak, the most loaded link of each kind."""
+    schedule = checked.schedule
+    own: list[float] = []
+    shared: dict[int, float] = {}
+    for rank, uses in enumerate(checked.kernels):
+        device = cluster.devices[rank]
+        busy_s = sum(use.flops / cluster.peak_flops_per_s(rank, use.dtype) for use in uses if use)
+        at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
+        own.append(busy_s)
+        shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
+    lower = {"compute": max([*own, *shared.values()], default=0.0)}
+    load: dict[int, float] = {}
+    for transfer in checked.matching.transfers:
+        for link in cluster.route(transfer.source[0], transfer.target[0]).resources:
+            load[link] = load.get(link, 0.0) + transfer.nbytes
+    for group in checked.matching.groups:
+        rank, index = group.members[0]
+        op = schedule.program(rank).ops[index]
+        assert isinstance(op, Collective)
+        ranks = tuple(member for member, _ in group.members)
+        traffic = link_traffic(op, ranks, part_bytes(schedule.program(rank), op), cluster)
+        for link, nbytes in traffic.nbytes.items():
+            load[link] = load.get(link, 0.0) + nbytes
+    for link, nbytes in load.items():
+        resource = cluster.resources[link]
+        lower[resource.group] = max(lower.get(resource.group, 0.0), nbytes / resource.capacity)
+    return dict(sorted(lower.items()))
+
+
+def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:
+    """Return what most of the step goes to: compute, copy, imbalance, host, or the kind of link with most to do."""
+    largest = max(parts, key=lambda name: parts[name])
+    if largest == "communication":
+        links = {name: seconds for name, seconds in lower.items() if name != "compute"}
+        return max(links, key=lambda name: links[name], default="communication")
+    return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
+
+
+def evidence(simulation: Simulation, profile: Profile | None) -> Evidence:
+    """Return what a simulation rests on."""
+    notes = sorted(simulation.cost.notes)
+    if profile is None:
+        name = simulation.cluster.spec.name
+        rates = f"every kernel and link at the rates of the datasheet of {name!r}: a lower bound, nothing was measured"
+        return Evidence(profile="datasheet", measured_on="", created="", complete=True, notes=[rates, *notes])
+    return Evidence(
+        profile=profile.name,
+        measured_on=profile.machine.gpu,
+        created=profile.created,
+        complete=profile.complete,
+        notes=notes,
+    )

@@ -1,0 +1,216 @@
+"""Lookup of measured times: exact at a measured point, else interpolation of the efficiency between points.
+
+    t = fixed_s + max(flops / (e_c * peak), bytes / (e_m * bandwidth))
+
+A series holds the points of one kernel and variant; its efficiency is taken relative to the figures of the machine that
+was measured, along log(size). ``fixed_s`` is the intercept of the two smallest points. Beyond a factor of two of the
+measured sizes the last efficiency is kept and the lookup says "extrapolated".
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sim.profile import Point, Profile
+from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
+from sim.workload import Dtype
+
+
+class Figures(NamedTuple):
+    """What limits a kernel or a transfer on one machine."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class Work(NamedTuple):
+    """What is to be done, and the size by which its series is sorted."""
+
+    flops: int
+    nbytes: int
+    size: float
+
+
+class Series:
+    """Times over size, as efficiencies of the resource that bounds them."""
+
+    def __init__(self, points: list[tuple[Work, float]], measured_on: Figures) -> None:
+        ordered = sorted(points, key=lambda pair: pair[0].size)
+        self._on = measured_on
+        self._sizes = [math.log(work.size) for work, _ in ordered]
+        self.fixed_s = _intercept(ordered, measured_on)
+        self._efficiency = [_ideal_s(work, measured_on) / (seconds - self.fixed_s) for work, seconds in ordered]
+
+    def seconds(self, work: Work, now: Figures) -> float:
+        """Return the time on a machine with the figures ``now``; never less than its FLOPs take at the peak.
+
+        The term that bounds on the measured machine carries the measured efficiency, the other one has efficiency 1: so
+        a measured point comes back exactly, and a figure that is scaled far enough takes over as the bound.
+        """
+        efficiency = self._at(math.log(work.size))
+        compute_s, memory_s = work.flops / now.flops_per_s, work.nbytes / now.bytes_per_s
+        if work.flops * self._on.bytes_per_s >= work.nbytes * self._on.flops_per_s:
+            bound_s = max(compute_s / efficiency, memory_s)
+        else:
+            bound_s = max(compute_s, memory_s / efficiency)
+        return max(self.delay_s(now) + bound_s, compute_s)
+
+    def delay_s(self, now: Figures) -> float:
+        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
+        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
+
+    def extrapolates(self, size: float) -> bool:
+        """Return whether a size lies more than a factor of two outside the measured ones."""
+        at = math.log(size)
+        return not self._sizes[0] - math.log(2) - 1e-9 <= at <= self._sizes[-1] + math.log(2) + 1e-9
+
+    def _at(self, position: float) -> float:
+        """Return the efficiency at log(size): linear between points, constant outside."""
+        sizes, values = self._sizes, self._efficiency
+        after = bisect.bisect_left(sizes, position)
+        if after in {0, len(sizes)}:
+            return values[min(after, len(sizes) - 1)]
+        share = (position - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
+        return values[after - 1] + share * (values[after] - values[after - 1])
+
+
+def _ideal_s(work: Work, on: Figures) -> float:
+    """Return the time at efficiency 1."""
+    return max(work.flops / on.flops_per_s, work.nbytes / on.bytes_per_s)
+
+
+def _intercept(ordered: list[tuple[Work, float]], on: Figures) -> float:
+    """Return what the two smallest points would take at size zero, between 0 and nine tenths of the least time."""
+    if len(ordered) < 2:
+        return 0.0
+    (small, t0), (large, t1) = ordered[0], ordered[1]
+    x0, x1 = _ideal_s(small, on), _ideal_s(large, on)
+    slope = (t1 - t0) / (x1 - x0) if x1 > x0 else 0.0
+    return min(max(0.0, t0 - slope * x0), 0.9 * min(seconds for _, seconds in ordered))
+
+
+class KernelTable:
+    """All measured points of the kernels of one profile."""
+
+    def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures]) -> None:
+        self._series: dict[tuple[str, str, Dtype], dict[tuple[int, ...], Series]] = {}
+        grouped: dict[tuple[str, str, Dtype], dict[tuple[int, ...], dict[tuple[int, ...], Point]]] = {}
+        for point in profile.points:
+            if point.condition == "idle" and point.kernel not in TRANSFERS:
+                rows = grouped.setdefault((point.kernel, point.variant, point.dtype), {})
+                rows.setdefault(_row(point.kernel, point.shape), {})[point.shape] = point
+        for key, rows in grouped.items():
+            self._series[key] = {
+                row: Series(
+                    [(Work(p.flops, p.nbytes, _size(p.kernel, p.shape)), p.median_s) for p in points.values()],
+                    figures(key[2]),
+                )
+                for row, points in rows.items()
+            }
+
+    def seconds(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
+        """Return the time of a kernel and a note where it was extrapolated (else ""); None if nothing like it was
+        measured.
+        """
+        key, note = self._nearest(use)
+        if key is None:
+            return None
+        rows = self._series[key]
+        wanted, size = _row(use.kernel, use.shape), _size(use.kernel, use.shape)
+        if use.kernel not in ATTENTION_KERNELS:
+            series = rows[wanted]
+            return series.seconds(Work(use.flops, use.hbm_bytes, size), now), note or _beyond(use, series, size)
+        heads, head_dim = wanted
+        dims = min((dim for _, dim in rows), key=lambda dim: (abs(math.log(dim / head_dim)), dim))
+        if dims != head_dim and not note:
+            note = f"{use.kernel} of head dim {head_dim}: efficiency of head dim {dims}"
+        measured = sorted(count for count, dim in rows if dim == dims)
+        below, above, share = _between(measured, heads)
+        per_head = []
+        for count in (below, above):
+            series = rows[count, dims]
+            work = Work(use.flops * count // heads, use.hbm_bytes * count // heads, size)
+            per_head.append(series.seconds(work, now) / count)
+            note = note or _beyond(use, series, size)
+        seconds = heads * (per_head[0] + share * (per_head[1] - per_head[0]))
+        return max(seconds, use.flops / now.flops_per_s), note
+
+    def _nearest(self, use: KernelUse) -> tuple[tuple[str, str, Dtype] | None, str]:
+        """Return the measured kernel closest to this one, and a note if it is another variant or data type."""
+        exact = (use.kernel, use.variant, use.dtype)
+        if exact in self._series:
+            return exact, ""
+        like = sorted(key for key in self._series if key[0] == use.kernel)
+        if not like:
+            return None, ""
+        key = min(like, key=lambda k: (k[2] != use.dtype, k[1] != use.variant, k))
+        return key, f"{use.kernel} {use.variant} {use.dtype}: efficiency of {key[1]} {key[2]}".replace("  ", " ")
+
+
+class TransferTable:
+    """All measured points of communication of one profile, by kind and number of ranks."""
+
+    def __init__(self, profile: Profile, measured_on: Figures) -> None:
+        self._series: dict[str, dict[int, Series]] = {}
+        for kernel in TRANSFERS:
+            by_ranks: dict[int, dict[int, Point]] = {}
+            for point in profile.points:
+                if point.kernel == kernel and point.condition == "idle":
+                    by_ranks.setdefault(point.shape[0], {})[point.nbytes] = point
+            if by_ranks:
+                self._series[kernel] = {
+                    ranks: Series([(Work(0, n, float(n)), p.mean_s) for n, p in points.items()], measured_on)
+                    for ranks, points in by_ranks.items()
+                }
+
+    def seconds(self, kernel: str, ranks: int, nbytes: float, now: Figures) -> tuple[float, float, str] | None:
+        """Return (latency part, whole time, note) of a transfer that puts ``nbytes`` on its slowest link, between the
+        measured numbers of ranks in proportion to the logarithm; None if nothing like it was measured.
+        """
+        if kernel not in self._series:
+            return None
+        by_ranks = self._series[kernel]
+        below, above, share = _between(sorted(by_ranks), ranks)
+        work = Work(0, round(nbytes), max(nbytes, 1.0))
+        times = []
+        for count in (below, above):
+            series = by_ranks[count]
+            times.append((series.delay_s(now), series.seconds(work, now)))
+        delay_s, total_s = (a + share * (b - a) for a, b in zip(*times, strict=True))
+        beyond = by_ranks[below].extrapolates(work.size) or not below / 2 <= ranks <= 2 * above
+        note = f"{kernel} of {work.nbytes} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
+        return min(delay_s, total_s), total_s, note
+
+
+TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
+    """Return the measured counts below and above a wanted one (its nearest twice outside), and how far up it is."""
+    above = min(bisect.bisect_left(measured, wanted), len(measured) - 1)
+    below = above if measured[above] <= wanted else max(above - 1, 0)
+    if below == above:
+        return measured[below], measured[above], 0.0
+    share = math.log(wanted / measured[below]) / math.log(measured[above] / measured[below])
+    return measured[below], measured[above], min(max(share, 0.0), 1.0)
+
+
+def _row(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what selects a series among the points of a kernel: attention (batch x heads, head dim)."""
+    return (shape[0] * shape[3], shape[5]) if kernel in ATTENTION_KERNELS else ()
+
+
+def _size(kernel: str, shape: tuple[int, ...]) -> float:
+    """Return the size along which a series runs: attention the mean length of queries and keys, others elements."""
+    return math.sqrt(shape[1] * shape[2]) if kernel in ATTENTION_KERNELS else float(shape[0])
+
+
+def _beyond(use: KernelUse, series: Series, size: float) -> str:
+    """Return the note for a size that was not measured, empty if it was."""
+    return (
+        f"{use.kernel} {use.variant} of size {size:.0f}: beyond the measured range" if series.extrapolates(size) else ""
+    )

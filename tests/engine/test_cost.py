@@ -1,0 +1,203 @@
+"""Measured costs: points come back, what-ifs reach them, and what was not measured is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.engine.cost import CostModel
+from sim.engine.network import Activity, Flow, Latency
+from sim.engine.report import floors
+from sim.engine.simulate import simulate
+from sim.engine.tables import Figures, Series, Work
+from sim.errors import InputError
+from sim.presets import override
+from sim.profile import Machine, Point, Profile
+from sim.schedule.kernels import KernelUse, attention_use
+from sim.schedule.masks import CAUSAL, FULL
+from sim.workload import Workload
+from tests.helpers import make_checked, make_cluster_spec, make_model
+from topology.cluster import Cluster
+from topology.specs import ClusterSpec, HbmSpec, LinkSpec
+
+SPEC = make_cluster_spec(
+    4, hbm=HbmSpec(capacity_bytes=2**40, bytes_per_s=1e11), nvlink=LinkSpec(bytes_per_s=1e10, latency_s=1e-5)
+)
+
+
+def point(kernel: str, shape: tuple[int, ...], seconds: float, **fields: Any) -> Point:
+    times = {"median_s": seconds, "mean_s": seconds, "low_s": seconds, "high_s": seconds, "runs": 5}
+    options: dict[str, Any] = {"dtype": "fp32", "condition": "idle"} | times | fields
+    return Point(kernel=kernel, shape=shape, **options)
+
+
+def attention_point(length: int, efficiency: float, heads: int = 4, *, causal: bool = False) -> Point:
+    use = attention(length, heads, causal=causal)
+    return point(
+        use.kernel, use.shape, use.flops / 1e12 / efficiency, variant=use.variant, flops=use.flops, nbytes=use.hbm_bytes
+    )
+
+
+def attention(length: int, heads: int = 4, *, causal: bool = False) -> KernelUse:
+    return attention_use(False, "fp32", (1, length, heads, 64), length, heads, CAUSAL if causal else FULL)
+
+
+def profile(*points: Point, spec: ClusterSpec = SPEC) -> Profile:
+    return Profile(
+        name="test",
+        created="2026-01-01",
+        command="",
+        complete=True,
+        machine=Machine(gpu=spec.gpu.name, cores=1, threads_per_rank=1, software={}),
+        cluster=msgspec.to_builtins(spec, str_keys=True),
+        points=points,
+    )
+
+
+def seconds(activity: Activity) -> float:
+    return sum(phase.seconds for phase in activity if isinstance(phase, Flow | Latency))
+
+
+def cost(*points: Point, spec: ClusterSpec = SPEC) -> CostModel:
+    return CostModel(Cluster(spec), profile(*points))
+
+
+def test_a_measured_point_comes_back_exactly() -> None:
+    model = cost(attention_point(512, 0.4), attention_point(1024, 0.6), attention_point(4096, 0.7))
+    for length, efficiency in ((512, 0.4), (1024, 0.6), (4096, 0.7)):
+        use = attention(length)
+        assert seconds(model.kernel(0, use)) == pytest.approx(use.flops / 1e12 / efficiency)
+    assert not model.notes
+
+
+def test_between_points_the_efficiency_is_interpolated_along_the_logarithm() -> None:
+    points = [attention_point(length, efficiency) for length, efficiency in ((1024, 0.6), (2048, 0.6), (8192, 0.8))]
+    use = attention(4096)
+    assert seconds(cost(*points).kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.7)
+
+
+def test_time_grows_with_the_number_of_heads() -> None:
+    points = [attention_point(1024, 0.5, heads) for heads in (4, 16)]
+    for heads in (2, 4, 8, 16, 64):
+        use = attention(1024, heads)
+        assert seconds(cost(*points).kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.5)
+
+
+def test_beyond_twice_the_measured_range_it_says_so() -> None:
+    points = [attention_point(length, 0.5) for length in (512, 1024)]
+    for length, extrapolated in ((256, False), (2048, False), (4096, True), (128, True)):
+        model = cost(*points)
+        model.kernel(0, attention(length))
+        assert any("beyond the measured range" in note for note in model.notes) == extrapolated
+
+
+def test_another_mask_head_dim_or_type_borrows_and_says_so() -> None:
+    model = cost(attention_point(1024, 0.5))
+    use = attention(1024, causal=True)
+    assert seconds(model.kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.5)
+    assert model.notes == {"attention_forward causal fp32: efficiency of full fp32"}
+    model = cost(attention_point(1024, 0.5))
+    model.kernel(0, attention_use(False, "fp32", (1, 1024, 4, 128), 1024, 4, FULL))
+    assert model.notes == {"attention_forward of head dim 128: efficiency of head dim 64"}
+    model = cost(attention_point(1024, 0.5))
+    model.kernel(0, attention_use(True, "bf16", (1, 1024, 4, 64), 1024, 4, FULL))
+    assert model.notes == {"attention_backward bf16: not in the profile, datasheet rate"}
+
+
+def test_what_ifs_reach_measured_costs() -> None:
+    """Attention is bound by compute: twice the peak halves it, twice the memory bandwidth changes nothing. A copy is
+    the other way round. A transfer follows the link's rate and latency.
+    """
+    copy = KernelUse("copy", "", "fp32", (2**20,), 0, 2**23)
+    points = (
+        attention_point(1024, 0.5),
+        point("copy", (2**20,), 2**23 / 0.8e11, nbytes=2**23),
+        *(point("exchange", (4, n), 2e-5 + n / 0.5e10, nbytes=n) for n in (2**16, 2**20, 2**24)),
+    )
+    base = cost(*points)
+
+    def what_if(key: str, value: str) -> CostModel:
+        return CostModel(Cluster(override(SPEC, key, value, "--set")), profile(*points))
+
+    use = attention(1024)
+    faster = what_if("gpu.peak_flops_per_s.fp32", "*2")
+    assert seconds(faster.kernel(0, use)) == pytest.approx(seconds(base.kernel(0, use)) / 2)
+    assert seconds(faster.kernel(0, copy)) == seconds(base.kernel(0, copy))
+    wider = what_if("hbm.bytes_per_s", "*2")
+    assert seconds(wider.kernel(0, use)) == seconds(base.kernel(0, use))
+    assert seconds(wider.kernel(0, copy)) == pytest.approx(seconds(base.kernel(0, copy)) / 2)
+    slow = what_if("gpu[0].speed", "0.5")
+    assert seconds(slow.kernel(0, use)) == pytest.approx(2 * seconds(base.kernel(0, use)))
+    assert seconds(slow.kernel(1, use)) == seconds(base.kernel(1, use))
+    size = 2**24
+    assert seconds(base.transfer(0, 1, size, 4)) == pytest.approx(2e-5 + size / 0.5e10)
+    linked = what_if("nvlink.bytes_per_s", "*4")
+    assert seconds(linked.transfer(0, 1, size, 4)) == pytest.approx(2e-5 + size / 2e10)
+    near = what_if("nvlink.latency_s", "/2")
+    assert seconds(near.transfer(0, 1, size, 4)) == pytest.approx(1e-5 + size / 0.5e10)
+
+
+def test_memory_takes_over_as_the_bound_when_it_is_made_slow() -> None:
+    use = attention(1024)
+    slow = CostModel(Cluster(override(SPEC, "hbm.bytes_per_s", "1e6", "--set")), profile(attention_point(1024, 0.5)))
+    assert seconds(slow.kernel(0, use)) == pytest.approx(use.hbm_bytes / 1e6)
+
+
+def test_a_cache_resident_kernel_is_no_slower_than_measured() -> None:
+    """A copy that was measured at four times the memory bandwidth demands the memory's capacity, not more."""
+    copy = KernelUse("copy", "", "fp32", (2**16,), 0, 2**19)
+    model = cost(point("copy", (2**16,), 2**19 / 4e11, nbytes=2**19))
+    (flow,) = model.kernel(0, copy)
+    assert isinstance(flow, Flow)
+    assert flow.seconds == pytest.approx(2**19 / 4e11)
+    assert max(amount for _, amount in flow.demands) == 1e11
+
+
+def test_a_profile_of_another_device_is_refused() -> None:
+    other = make_cluster_spec(4, gpu=msgspec.structs.replace(SPEC.gpu, name="other GPU"))
+    with pytest.raises(InputError, match="is of 'toy GPU', but cluster 'toy' has 'other GPU'.*--profile"):
+        CostModel(Cluster(other), profile(attention_point(1024, 0.5)))
+
+
+SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=6, unique=True)
+
+
+@given(SIZES, st.lists(st.floats(0.05, 1.0), min_size=6, max_size=6), st.integers(1, 10**7))
+def test_no_lookup_is_below_the_peak(sizes: list[int], efficiencies: list[float], wanted: int) -> None:
+    on = Figures(1e12, 1e11)
+    points = [
+        (Work(flops=1000 * n, nbytes=1, size=n), 1000 * n / 1e12 / e) for n, e in zip(sizes, efficiencies, strict=False)
+    ]
+    series = Series(points, on)
+    assert series.seconds(Work(1000 * wanted, 1, wanted), on) >= 1000 * wanted / 1e12 * (1 - 1e-12)
+    for work, time in points:
+        assert series.seconds(work, on) == pytest.approx(time)
+
+
+@given(
+    st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4),
+    st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),
+    st.sampled_from(("ring", "ulysses")),
+    st.sampled_from((2, 4)),
+)
+def test_no_measured_prediction_is_below_a_floor(
+    kernels: list[float], links: list[float], name: str, ranks: int
+) -> None:
+    sizes = (64, 256, 1024, 4096)
+    points = [
+        attention_point(length, e, 8, causal=c) for length, e in zip(sizes, kernels, strict=True) for c in (True, False)
+    ]
+    points += [
+        point(kind, (ranks, n), 2e-5 + n / 1e10 / e, nbytes=n)
+        for kind in ("exchange", "all_to_all")
+        for n, e in zip((2**10, 2**16, 2**22), links, strict=True)
+    ]
+    workload = Workload(model=make_model(8, 4, 64), seq=512 * ranks)
+    checked, cluster = make_checked(name, workload, ranks), Cluster(SPEC)
+    step_s = simulate(checked, cluster, profile(*points)).trace.step_time_s
+    for resource, lower in floors(checked, cluster).items():
+        assert step_s >= lower * (1 - 1e-9), resource
