@@ -1,0 +1,142 @@
+"""Attention kernels with a log-sum-exp, behind one interface: forward and backward of one block.
+
+Layouts as in the ops: q, out, dout, dq (B, S_q, H, D); k, v, dk, dv (B, S_k, H_kv, D); lse (B, H, S_q), natural
+logarithm, scaled scores. Traps that this file takes care of:
+
+* torch's causal mask with S_q != S_k is top-left on the CPU, but bottom-right in flash-attention on CUDA.
+* The CPU kernel knows only full and causal masks; others go through its float mask, where a row without any key comes
+  back with lse 0 instead of -inf, which would corrupt every merge.
+* Backward takes the global out and lse, so the parts of a ring add up without a correction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sim.errors import InputError
+from sim.schedule.kernels import mask_variant
+from sim.schedule.masks import Band
+
+Tensor = torch.Tensor
+
+
+class Forward(NamedTuple):
+    """Output and log-sum-exp of one block."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Backward(NamedTuple):
+    """Gradients of one block."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class AttentionKernel(Protocol):
+    """An implementation of attention on one kind of device."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
+        """Return output and log-sum-exp."""
+        ...
+
+    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
+        """Return the gradients; ``saved`` is (q, k, v, out, lse) with out and lse over all keys."""
+        ...
+
+
+def attention_kernel(device: torch.device) -> AttentionKernel:
+    """Return the best implementation for a device."""
+    return CpuFlash() if device.type == "cpu" else CudaFlash()
+
+
+class CpuFlash:
+    """torch's flash attention for CPUs: fp64, fp32, bf16, fp16; lse in fp32, or fp64 for fp64."""
+
+    name = "aten flash for cpu"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
+        """See AttentionKernel."""
+        causal, mask = _cpu_mask(band, q, k)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=mask
+        )
+        if mask is not None:
+            lse = lse.masked_fill((mask == -math.inf).all(dim=-1), -math.inf)
+        return Forward(out.transpose(1, 2), lse)
+
+    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
+        """See AttentionKernel."""
+        q, k, v, out, lse = saved
+        causal, mask = _cpu_mask(band, q, k)
+        if mask is not None:  # exp(-inf - -inf) is not a number; any finite lse gives such rows probability 0
+            lse = lse.masked_fill(lse == -math.inf, 0.0)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+            lse,
+            0.0,
+            causal,
+            attn_mask=mask,
+        )
+        return Backward(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _cpu_mask(band: Band, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+    """Return (is_causal, float mask) for the CPU kernel."""
+    variant = mask_variant(band)
+    if variant != "masked":
+        return variant == "causal", None
+    rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None, :]
+    drop = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool)
+    if band.right is not None:
+        drop |= columns > rows + band.right
+    if band.left is not None:
+        drop |= columns < rows - band.left
+    return False, torch.zeros(drop.shape, dtype=q.dtype).masked_fill_(drop, -math.inf)
+
+
+class CudaFlash:
+    """flash-attention as torch carries it (aten), on CUDA: bf16 and fp16. Reviewed, but not run yet: see README."""
+
+    name = "aten flash for cuda"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
+        """See AttentionKernel."""
+        causal = _cuda_causal(band, q, k)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False
+        )
+        return Forward(out, lse)
+
+    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
+        """See AttentionKernel."""
+        q, k, v, out, lse = saved
+        causal = _cuda_causal(band, q, k)
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # random state of dropout, which is 0
+        grads = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused
+        )
+        return Backward(*grads)
+
+
+def _cuda_causal(band: Band, q: Tensor, k: Tensor) -> bool:
+    """Return is_causal for flash-attention; raises InputError for what its minimal path does not do."""
+    variant = mask_variant(band)
+    if variant == "masked" or (variant == "causal" and q.shape[1] != k.shape[1]):
+        raise InputError(
+            f"attention on CUDA runs full and square causal blocks, not {band} on {q.shape[1]}x{k.shape[1]}"
+        )
+    if q.dtype not in {torch.bfloat16, torch.float16}:
+        raise InputError(f"attention on CUDA runs bf16 and fp16, not {q.dtype}; set --dtype bf16")
+    return variant == "causal"

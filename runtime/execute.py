@@ -1,0 +1,123 @@
+"""Executes one rank of a checked schedule on torch.distributed, and stamps what happened when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, assert_never
+
+import torch
+
+from runtime.attention import attention_kernel
+from runtime.groups import Groups, start_together
+from runtime.inputs import fill_inputs
+from runtime.kernels import run_kernel
+from runtime.streams import Event, Streams, open_streams
+from runtime.tensors import Storage, ends_at
+from sim.memory import lifetimes
+from sim.schedule.check import Checked
+from sim.schedule.ops import Collective, Exchange, HostSync, Kernel
+from sim.trace import Row
+
+
+class Executed(NamedTuple):
+    """What one rank did in one step."""
+
+    rows: list[Row]
+    """Times since ``start_s``; group ops begin when posted here, since one rank cannot see the others."""
+    start_s: float
+    """On the clock of the host, or 0 on CUDA, where ranks start together."""
+    peak_bytes: int
+    """Largest sum of the rank's buffers."""
+
+
+class RankPlayer:
+    """One rank of one schedule, ready to be played as often as wanted.
+
+    ``progress`` is told the number of the op that the host is at, and whether it waits there, so that a watcher can
+    name it.
+    """
+
+    def __init__(
+        self, checked: Checked, rank: int, device: torch.device, progress: Callable[[int, bool], None] = lambda *_: None
+    ) -> None:
+        self._rank = rank
+        self._ranks = checked.schedule.num_ranks
+        self._program = checked.schedule.program(rank)
+        self._dependencies = checked.dependencies[rank]
+        self._ends = ends_at(lifetimes(self._program, self._dependencies), len(self._program.ops))
+        self._device = device
+        self._groups = Groups(checked.schedule, rank)
+        self._attention = attention_kernel(device)
+        self._streams = open_streams(device)
+        self._progress = progress
+        self._storage = Storage(self._program, device)
+        fill_inputs(self._program, checked.schedule.header.workload, self._storage)
+
+    def play(self) -> Executed:
+        """Carry out one step and return what happened; its outputs stay until the next one."""
+        self._storage = storage = self._fresh()
+        events: list[Event] = []
+        start_together(self._ranks, self._device)
+        start_s = self._streams.start()
+        ran = self._issue(self._streams, storage, events)
+        self._wait(len(events) - 1, events)
+        rows = []
+        for index, (op, event) in enumerate(zip(self._program.ops, events, strict=True)):
+            posted_s, end_s = (at - start_s for at in event.times())
+            kind = type(op).__name__
+            rows.append(
+                Row(
+                    self._rank, index, op.stream, kind, op.part, op.label, posted_s, posted_s, end_s, ran.get(index, "")
+                )
+            )
+        return Executed(rows, start_s, storage.peak_bytes)
+
+    def _fresh(self) -> Storage:
+        """Return a storage that holds the inputs and nothing else."""
+        fresh = Storage(self._program, self._device)
+        for port in self._program.inputs:
+            fresh.put(port.view, self._storage.read(port.view))
+        return fresh
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Return what the output ports hold after the last step."""
+        return {port.tensor: self._storage.read(port.view).cpu() for port in self._program.outputs}
+
+    def close(self) -> None:
+        """End the streams and the process groups."""
+        self._streams.close()
+        self._groups.close()
+
+    def _wait(self, index: int, events: list[Event]) -> None:
+        """Block until all of ``events`` have ended."""
+        if events:
+            self._progress(index, True)
+            for event in events:
+                event.wait()
+            self._progress(index, False)
+
+    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> dict[int, str]:
+        """Issue all ops in order; return the names of the kernels that ran."""
+        ran: dict[int, str] = {}
+
+        def kernel(index: int, op: Kernel) -> list[torch.distributed.Work]:
+            ran[index] = run_kernel(op, storage, self._attention)
+            return []
+
+        for index, op in enumerate(self._program.ops):
+            self._progress(index, False)
+            storage.drop(self._ends[index])
+            after = [events[other] for other in self._dependencies.waits[index]]
+            if isinstance(op, Kernel):
+                if streams.inline:
+                    self._wait(index, after)
+                    after = []
+                events.append(streams.issue(op.stream, partial(kernel, index, op), after))
+            elif isinstance(op, Exchange | Collective):
+                events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))
+            elif isinstance(op, HostSync):
+                events.append(streams.synchronize(after))
+            else:
+                assert_never(op)
+        return ran

@@ -1,0 +1,110 @@
+"""Runs a schedule on the processes of a session, as often as wanted, and joins what the ranks saw into one trace."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from runtime.execute import Executed, RankPlayer
+from runtime.launch import RankContext, Session
+from runtime.verify import output_errors, verifiable
+from sim.errors import InputError
+from sim.schedule.check import Checked, check
+from sim.schedule.ir import Schedule
+from sim.schedule.matching import describe
+from sim.trace import Row, Trace
+
+
+class Step(NamedTuple):
+    """One executed step."""
+
+    trace: Trace
+    peak_bytes: list[int]
+    """Per rank, the largest sum of its buffers."""
+
+
+class ScheduleRun:
+    """One schedule on a session."""
+
+    def __init__(self, session: Session, checked: Checked) -> None:
+        ranks = checked.schedule.num_ranks
+        if ranks != session.ranks:
+            raise InputError(f"a schedule of {ranks} ranks cannot run on a session of {session.ranks}")
+        self._session = session
+        self._checked = checked
+        self._key = checked.schedule.hash
+        self._name_ops()
+        session.call(_prepare, self._key, checked.schedule.to_json())
+
+    def step(self) -> Step:
+        """Execute one step on all ranks."""
+        self._name_ops()
+        done: list[Executed] = self._session.call(_step, self._key)
+        zero_s = min(executed.start_s for executed in done)
+        rows = {
+            (row.rank, row.op): row._replace(
+                posted_s=row.posted_s + executed.start_s - zero_s,
+                begin_s=row.begin_s + executed.start_s - zero_s,
+                end_s=row.end_s + executed.start_s - zero_s,
+            )
+            for executed in done
+            for row in executed.rows
+        }
+        trace = Trace(
+            player="executed",
+            schedule_hash=self._key,
+            num_ranks=self._session.ranks,
+            rows=_with_group_begins(rows, self._checked),
+        )
+        return Step(trace, [executed.peak_bytes for executed in done])
+
+    def errors(self) -> dict[str, float]:
+        """Return how far the outputs of the last step are from the reference, see ``output_errors``."""
+        verifiable(self._checked.schedule.header.workload)
+        held: list[dict[str, Any]] = self._session.call(_outputs, self._key)
+        tensors = [{name: torch.from_numpy(value) for name, value in of_rank.items()} for of_rank in held]
+        return output_errors(self._checked, tensors)
+
+    def close(self) -> None:
+        """Free what the ranks hold for this schedule."""
+        self._session.call(_close, self._key)
+
+    def _name_ops(self) -> None:
+        self._session.name_ops(lambda rank, op: describe(self._checked.schedule, (rank, op)))
+
+
+def _with_group_begins(rows: dict[tuple[int, int], Row], checked: Checked) -> list[Row]:
+    """Return the rows by rank and op, with group ops beginning when the last of those involved has posted."""
+    begins: dict[tuple[int, int], float] = {}
+    for transfer in checked.matching.transfers:
+        both = max(rows[transfer.source].posted_s, rows[transfer.target].posted_s)
+        for side in (transfer.source, transfer.target):
+            begins[side] = max(begins.get(side, 0.0), both)
+    for group in checked.matching.groups:
+        last = max(rows[member].posted_s for member in group.members)
+        begins.update(dict.fromkeys(group.members, last))
+    return [
+        row._replace(begin_s=min(begins[key], row.end_s)) if key in begins else row for key, row in sorted(rows.items())
+    ]
+
+
+def _prepare(context: RankContext, key: str, schedule: bytes) -> None:
+    if key not in context.state:
+        checked = check(Schedule.from_json(schedule))
+        context.state[key] = RankPlayer(checked, context.rank, context.device, context.progress)
+
+
+def _step(context: RankContext, key: str) -> Executed:
+    player: RankPlayer = context.state[key]
+    return player.play()
+
+
+def _outputs(context: RankContext, key: str) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    player: RankPlayer = context.state[key]
+    return {tensor: value.double().numpy() for tensor, value in player.outputs().items()}
+
+
+def _close(context: RankContext, key: str) -> None:
+    context.state.pop(key).close()

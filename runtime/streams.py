@@ -1,0 +1,214 @@
+"""Streams and events behind one interface: CUDA's own, and on the CPU a thread per communicator.
+
+The host issues all ops of a program in order. On CUDA issuing returns at once; on the CPU kernels run in the issuing
+thread itself, while a communicator's thread waits for what its op needs, carries it out and stamps its times.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sim.schedule.ops import COMPUTE
+
+Work = Callable[[], list[dist.Work]]
+"""Begins an op; returns what to wait for until it has ended (nothing for a kernel)."""
+
+
+class Event(Protocol):
+    """The end of an op."""
+
+    def wait(self) -> None:
+        """Block the host until the op has ended; raise what it raised."""
+        ...
+
+    def times(self) -> tuple[float, float]:
+        """Return (posted, ended) of an op that has ended, in seconds on the clock of the streams."""
+        ...
+
+
+class Streams(Protocol):
+    """Where a rank's ops are issued to."""
+
+    inline: bool
+    """Whether the issuing thread runs the kernels itself, and so must wait before it issues one."""
+
+    def issue(self, stream: str, work: Work, after: list[Event]) -> Event:
+        """Issue an op behind the earlier ones of its stream and behind ``after``."""
+        ...
+
+    def synchronize(self, after: list[Event]) -> Event:
+        """Block the host until all of ``after`` have ended; return that moment as an event."""
+        ...
+
+    def start(self) -> float:
+        """Return the time at which a step starts, on the clock of the events."""
+        ...
+
+    def close(self) -> None:
+        """End the streams."""
+        ...
+
+
+class _HostEvent:
+    """The end of an op on the CPU."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._times = (0.0, 0.0)
+
+    def run(self, work: Work) -> None:
+        posted = time.perf_counter()
+        try:
+            for part in work():
+                part.wait()
+        except BaseException as error:  # noqa: BLE001 - whatever it was, it belongs to the thread that waits
+            self._error = error
+        self._times = (posted, time.perf_counter())
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def times(self) -> tuple[float, float]:
+        return self._times
+
+
+class HostStreams:
+    """Streams of a CPU rank: the issuing thread computes, each communicator has a thread of its own."""
+
+    inline = True
+
+    def __init__(self) -> None:
+        self._queues: dict[str, queue.SimpleQueue[tuple[Work, list[Event], _HostEvent] | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> float:
+        """See Streams."""
+        return time.perf_counter()
+
+    def issue(self, stream: str, work: Work, after: list[Event]) -> Event:
+        """See Streams."""
+        event = _HostEvent()
+        if stream == COMPUTE:
+            assert not after, "whoever computes has waited before"
+            event.run(work)
+            event.wait()
+        else:
+            if stream not in self._queues:
+                self._open(stream)
+            self._queues[stream].put((work, after, event))
+        return event
+
+    def synchronize(self, after: list[Event]) -> Event:
+        """See Streams."""
+        for other in after:
+            other.wait()
+        return self.issue(COMPUTE, list, [])
+
+    def close(self) -> None:
+        """See Streams."""
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _open(self, stream: str) -> None:
+        self._queues[stream] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(self._queues[stream],), name=stream, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    @staticmethod
+    def _serve(waiting: queue.SimpleQueue[tuple[Work, list[Event], _HostEvent] | None]) -> None:
+        while (item := waiting.get()) is not None:
+            work, after, event = item
+            try:
+                for other in after:
+                    other.wait()
+            except BaseException as error:  # noqa: BLE001 - passed on to whoever waits for this op
+                event.fail(error)
+            else:
+                event.run(work)
+
+
+class _CudaEvent:
+    """The end of an op on a CUDA stream."""
+
+    def __init__(self, base: torch.cuda.Event) -> None:
+        self._base = base
+        self.posted = torch.cuda.Event(enable_timing=True)
+        self.ended = torch.cuda.Event(enable_timing=True)
+
+    def wait(self) -> None:
+        self.ended.synchronize()
+
+    def times(self) -> tuple[float, float]:
+        return (self._base.elapsed_time(self.posted) * 1e-3, self._base.elapsed_time(self.ended) * 1e-3)
+
+
+class CudaStreams:
+    """Streams of a CUDA rank; the host never blocks but for HostSync. Reviewed, but not run yet: see README."""
+
+    inline = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream(device)}
+        self._base = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> float:
+        """See Streams."""
+        torch.cuda.synchronize(self._device)
+        self._base.record(self._streams[COMPUTE])
+        return 0.0
+
+    def issue(self, stream: str, work: Work, after: list[Event]) -> _CudaEvent:
+        """See Streams."""
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.Stream(self._device)
+        on = self._streams[stream]
+        event = _CudaEvent(self._base)
+        if stream != COMPUTE:
+            # A receive buffer may take memory that a kernel issued before still reads, under another name. Waiting for
+            # the kernels issued so far is what torch's own process groups do, for the same reason.
+            on.wait_stream(self._streams[COMPUTE])
+        with torch.cuda.stream(on):
+            for other in after:
+                assert isinstance(other, _CudaEvent)
+                on.wait_event(other.ended)
+            event.posted.record(on)
+            for part in work():
+                part.wait()  # NCCL: lets this stream wait, not the host
+            event.ended.record(on)
+        return event
+
+    def synchronize(self, after: list[Event]) -> Event:
+        """See Streams."""
+        event = self.issue(COMPUTE, list, [])
+        for other in after:
+            other.wait()
+        event.ended.record(self._streams[COMPUTE])
+        return event
+
+    def close(self) -> None:
+        """See Streams."""
+        torch.cuda.synchronize(self._device)
+
+
+def open_streams(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return HostStreams() if device.type == "cpu" else CudaStreams(device)

@@ -1,0 +1,82 @@
+"""The buffers of one rank as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sim.memory import Lifetime
+from sim.schedule.ir import Program
+from sim.schedule.ops import View
+from sim.workload import Dtype
+
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Storage:
+    """The buffers of one rank, taken when first written and dropped when their lifetime ends.
+
+    With ``poison`` a new buffer is full of NaN, so that whatever is read before it is written shows.
+    """
+
+    def __init__(self, program: Program, device: torch.device, *, poison: bool = False) -> None:
+        self._buffers = program.buffers
+        self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
+        self._device = device
+        self._poison = poison
+        self._tensors: dict[int, torch.Tensor] = {}
+        self.in_use_bytes = 0
+        self.peak_bytes = 0
+
+    def read(self, view: View) -> torch.Tensor:
+        """Return a view as a tensor that shares memory with its buffer; the buffer must have been written."""
+        return self._slice(self._tensors[view.buffer], view)
+
+    def write(self, view: View) -> torch.Tensor:
+        """Return a view to be written to; takes the buffer if this is its first use."""
+        if view.buffer not in self._tensors:
+            buffer = self._buffers[view.buffer]
+            new = torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=self._device)
+            self._take(view.buffer, new.fill_(float("nan")) if self._poison else new)
+        return self._slice(self._tensors[view.buffer], view)
+
+    def put(self, view: View, value: torch.Tensor) -> None:
+        """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
+        buffer = self._buffers[view.buffer]
+        fits = value.dtype == TORCH_DTYPE[buffer.dtype] and value.is_contiguous() and value.device == self._device
+        if fits and view.slices == self._whole[view.buffer]:
+            self.drop([view.buffer])
+            self._take(view.buffer, value)
+        else:
+            self.write(view).copy_(value)
+
+    def drop(self, buffers: Iterable[int]) -> None:
+        """Give buffers back."""
+        for buffer in buffers:
+            if self._tensors.pop(buffer, None) is not None:
+                self.in_use_bytes -= self._buffers[buffer].nbytes
+
+    def _take(self, buffer: int, tensor: torch.Tensor) -> None:
+        self._tensors[buffer] = tensor
+        self.in_use_bytes += self._buffers[buffer].nbytes
+        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+
+    def _slice(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
+        if view.slices == self._whole[view.buffer]:
+            return tensor
+        return tensor[tuple(slice(start, stop) for start, stop in view.slices)]
+
+
+def ends_at(lifetimes: list[Lifetime], count: int) -> list[list[int]]:
+    """Return, per op, the buffers to give back before it; buffers that live to the end are in none."""
+    ends: list[list[int]] = [[] for _ in range(count)]
+    for buffer, lifetime in enumerate(lifetimes):
+        if lifetime.end < count:
+            ends[lifetime.end].append(buffer)
+    return ends

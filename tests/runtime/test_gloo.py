@@ -1,0 +1,221 @@
+"""Real processes: the same schedules over gloo, exact, in the order that they say, with nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.launch import RankContext, Session
+from runtime.run import ScheduleRun
+from sim.breakdown import breakdown
+from sim.engine.simulate import simulate
+from sim.errors import InputError, RankError
+from sim.memory import walk
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.catalog import SCHEDULES
+from sim.schedule.check import check
+from sim.schedule.ir import Communicator, Header, Program, Schedule
+from sim.schedule.masks import Span
+from sim.schedule.ops import Split
+from sim.workload import Parallel, Workload
+from tests.helpers import make_checked, make_cluster_spec, make_model
+from topology.cluster import Cluster
+
+pytestmark = pytest.mark.gloo
+
+BOUND = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 2e-2}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    with Session(request.param, timeout_s=60) as opened:
+        yield opened
+    assert not any(process.is_alive() for process in opened.processes)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_outputs_and_gradients_equal_the_reference(
+    session: Session, name: str, heads: tuple[int, int], dtype: str
+) -> None:
+    options: dict[str, Any] = {"model": make_model(*heads), "seq": 48, "batch": 2, "dtype": dtype}
+    try:
+        checked = make_checked(name, Workload(**options), session.ranks)
+    except InputError as error:
+        assert "allowed are" in str(error) or "set --gpus 1" in str(error)
+        return
+    run = ScheduleRun(session, checked)
+    run.step()
+    errors = run.errors()
+    run.close()
+    assert errors.keys() == {"out", "dq", "dk", "dv"}
+    assert all(error <= BOUND[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_one_pass_alone_and_full_attention(session: Session, passes: str) -> None:
+    options: dict[str, Any] = {"passes": passes, "mask": "full", "dtype": "fp64", "seq": 32}
+    for name in ("ring", "ulysses"):
+        run = ScheduleRun(session, make_checked(name, Workload(model=make_model(8, 4), **options), session.ranks))
+        run.step()
+        assert all(error <= 1e-12 for error in run.errors().values())
+        run.close()
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
+def test_both_players_play_the_same_score(session: Session, name: str) -> None:
+    """Same hash, same ops, streams in the order of the schedule, dependencies kept, memory as the walk says."""
+    checked = make_checked(name, Workload(model=make_model(8, 4), seq=64), session.ranks)
+    run = ScheduleRun(session, checked)
+    run.step()
+    step = run.step()
+    run.close()
+    executed = step.trace
+    simulated = simulate(checked, Cluster(make_cluster_spec(session.ranks)), None).trace
+    assert executed.schedule_hash == simulated.schedule_hash == checked.schedule.hash
+    assert {row[:6] for row in executed.rows} == {row[:6] for row in simulated.rows}
+    assert sum(breakdown(executed, 0).values()) == pytest.approx(executed.step_time_s)
+    for program, dependencies, peak in zip(
+        checked.schedule.programs, checked.dependencies, step.peak_bytes, strict=True
+    ):
+        rows = {row.op: row for row in executed.of_rank(program.rank)}
+        last: dict[str, float] = {}
+        for index, op in enumerate(program.ops):
+            row = rows[index]
+            assert row.posted_s <= row.begin_s <= row.end_s
+            assert row.posted_s >= last.get(op.stream, 0.0)
+            last[op.stream] = row.end_s
+            assert all(row.posted_s >= rows[other].end_s for other in dependencies.data[index])
+            assert (row.ran != "") == (op.stream == "compute")
+        assert peak <= walk(program, dependencies).peak_bytes
+
+
+def test_a_step_can_be_repeated_and_gives_the_same_bits(session: Session) -> None:
+    run = ScheduleRun(session, make_checked("ring", Workload(model=make_model(8, 4), seq=32), session.ranks))
+    run.step()
+    first = run.errors()
+    run.step()
+    assert run.errors() == first
+    run.close()
+
+
+def test_all_collectives_over_gloo(session: Session) -> None:
+    ranks = session.ranks
+    everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
+    workload = Workload(model=make_model(4, 4), seq=2 * ranks, dtype="fp32", passes="forward")
+
+    def build(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        tokens = (Span(rank * 2, rank * 2 + 2),)
+        given = b.input("q", tokens, Span(0, 4))
+        whole, mine = b.tensor("whole", 2 * ranks, 4, "other"), b.like("mine", given, "other")
+        turned = b.like("turned", whole, "other")
+        b.all_gather(everyone, given, Split(whole, 1, ranks), "gather")
+        b.barrier(everyone)
+        b.all_reduce(everyone, whole, "reduce")
+        b.host_sync("all")
+        b.reduce_scatter(everyone, Split(whole, 1, ranks), mine, "scatter")
+        b.all_to_all(everyone, Split(whole, 1, ranks), Split(turned, 1, ranks), "all to all")
+        b.copy(turned[:, :2], b.like("end", given, "other"), "end")
+        return b.build()
+
+    header = Header(name="all", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(everyone,))
+    run = ScheduleRun(session, check(Schedule(header, build)))
+    rows = run.step().trace.rows
+    assert [row.kind for row in rows if row.rank == 0] == [
+        "AllGather", "Barrier", "AllReduce", "HostSync", "ReduceScatter", "AllToAll", "Copy"
+    ]  # fmt: skip
+    run.close()
+
+
+# Runs that go wrong
+
+
+def stop_in_the_middle(session: Session, sign: int) -> str:
+    """Signal rank 1 while a long run is under way; return what the run says."""
+    workload = Workload(model=make_model(8, 4, head_dim=64), seq=4096)
+    run = ScheduleRun(session, make_checked("ring", workload, 2))
+    run.step()
+    pid = session.processes[1].pid
+    assert pid is not None
+    timer = threading.Timer(0.15, os.kill, (pid, sign))
+    timer.start()
+    with pytest.raises(RankError) as error:
+        while True:
+            run.step()
+    timer.join()
+    assert not any(process.is_alive() for process in session.processes)
+    return str(error.value)
+
+
+def test_a_rank_that_dies_is_named_with_its_op() -> None:
+    with Session(2, timeout_s=30) as session:
+        message = stop_in_the_middle(session, signal.SIGKILL)
+    assert "rank 1 op" in message
+    assert "killed by signal SIGKILL" in message
+    assert "\n" not in message
+
+
+def test_a_rank_that_hangs_is_named_with_its_op_within_the_limit() -> None:
+    begin = time.monotonic()
+    with Session(2, timeout_s=2) as session:
+        message = stop_in_the_middle(session, signal.SIGSTOP)
+    assert "no progress for 2 s: rank 1 op" in message
+    assert time.monotonic() - begin < 40
+
+
+def fail(context: RankContext, rank: int) -> None:
+    if context.rank == rank:
+        context.progress(3, False)
+        raise ValueError("something is wrong\nwith a second line")
+    torch.distributed.barrier()
+
+
+def test_a_rank_that_raises_is_named() -> None:
+    with Session(2, timeout_s=30) as session:
+        session.name_ops(lambda rank, op: f"rank {rank} op {op} (a test)")
+        with pytest.raises(RankError, match=r"^rank 1 op 3 \(a test\) failed: ValueError: something is wrong$"):
+            session.call(fail, 1)
+        assert not any(process.is_alive() for process in session.processes)
+
+
+def test_no_orphan_stays_when_the_parent_is_killed() -> None:
+    script = (
+        "import time\n"
+        "from runtime.launch import Session\n"
+        "session = Session(2)\n"
+        "print(*(process.pid for process in session.processes), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    time.sleep(3)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,115 @@
+"""Attention on the CPU with a log-sum-exp, and the merge: exact, and right where kernels have traps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.attention import CpuFlash
+from runtime.kernels import merge
+from runtime.reference import attention, relative_error
+from sim.schedule.masks import CAUSAL, FULL, Band
+
+BANDS = [FULL, CAUSAL, Band(right=-1), Band(right=3), Band(left=2, right=0), Band(left=1, right=1)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def tensors(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+
+    def draw(tokens: int, count: int) -> torch.Tensor:
+        return torch.randn(batch, tokens, count, 16, generator=generator, dtype=torch.float64)
+
+    return [draw(queries, heads), draw(keys, kv_heads), draw(keys, kv_heads), draw(queries, heads)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(("queries", "keys"), [(24, 24), (24, 40), (40, 24), (3, 24)])
+def test_every_mask_forward_and_backward(band: Band, dtype: torch.dtype, queries: int, keys: int) -> None:
+    """Top-left causal on rectangles, bands with fully masked rows, grouped heads, two sequences."""
+    q, k, v, dout = (tensor.to(dtype) for tensor in tensors(queries, keys))
+    exact = attention(*(tensor.double() for tensor in (q, k, v, dout)), band)
+    kernel = CpuFlash()
+    out, lse = kernel.forward(q, k, v, band)
+    masked = torch.isneginf(exact.lse)
+    assert torch.equal(torch.isneginf(lse), masked)
+    assert out.shape == q.shape
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = TOLERANCE[dtype]
+    assert relative_error(out, exact.out) <= tolerance
+    assert relative_error(lse.masked_fill(masked, 0), exact.lse.masked_fill(masked, 0)) <= tolerance
+    grads = kernel.backward((q, k, v, out, lse), dout, band)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert relative_error(grad, getattr(exact, name)) <= tolerance, name
+
+
+def test_views_of_a_packed_tensor() -> None:
+    """Heads sliced out of one buffer, as all-to-alls leave them."""
+    q, k, v, _ = tensors(24, 24, kv_heads=4)
+    packed = torch.cat([q, k, v], dim=2)
+    sliced = [packed[:, :, i * 4 : (i + 1) * 4] for i in range(3)]
+    assert torch.equal(CpuFlash().forward(*sliced, CAUSAL).out, CpuFlash().forward(q, k, v, CAUSAL).out)
+
+
+@given(st.floats(-120, 120), st.booleans())
+def test_merging_is_exact_for_any_gap_and_either_order(gap: float, swap: bool) -> None:
+    """Also beyond 88, where exp overflows in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    outs = [torch.randn(1, 4, 2, 8, generator=generator, dtype=torch.float64) for _ in range(2)]
+    lses = [torch.randn(1, 2, 4, generator=generator, dtype=torch.float64) + shift for shift in (0.0, gap)]
+    weights = [torch.exp(lse - torch.logaddexp(*lses)).transpose(1, 2).unsqueeze(-1) for lse in lses]
+    exact = outs[0] * weights[0] + outs[1] * weights[1]
+    first, second = (1, 0) if swap else (0, 1)
+    into_out, into_lse = outs[first].float(), lses[first].float()
+    merge(outs[second].float(), lses[second].float(), into_out, into_lse)
+    assert relative_error(into_out, exact) < 1e-5
+    assert (into_lse - torch.logaddexp(*lses)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(True, False), (False, True), (True, True)])
+def test_merging_with_blocks_that_saw_nothing(mine: bool, theirs: bool) -> None:
+    """lse = -inf weighs nothing, on either side or on both; nothing becomes NaN."""
+    out, other = torch.full((1, 2, 1, 4), 3.0), torch.full((1, 2, 1, 4), 5.0)
+    lse, other_lse = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2)
+    if mine:
+        out.zero_()
+        lse.fill_(-math.inf)
+    if theirs:
+        other.zero_()
+        other_lse.fill_(-math.inf)
+    merge(other, other_lse, out, lse)
+    expected = {(True, False): 5.0, (False, True): 3.0, (True, True): 0.0}[mine, theirs]
+    assert torch.equal(out, torch.full_like(out, expected))
+    assert torch.equal(lse, torch.full_like(lse, -math.inf if mine and theirs else 0.0))
+
+
+@given(st.permutations(range(4)))
+def test_blocks_merged_in_any_order_give_attention_to_all(order: list[int]) -> None:
+    q, k, v, _ = tensors(8, 32)
+    whole = attention(q, k, v, None, FULL)
+    parts = [attention(q, k[:, i * 8 : i * 8 + 8], v[:, i * 8 : i * 8 + 8], None, FULL) for i in order]
+    out, lse = parts[0].out, parts[0].lse
+    for part in parts[1:]:
+        merge(part.out, part.lse, out, lse)
+    assert relative_error(out, whole.out) < 1e-13
+    assert relative_error(lse, whole.lse) < 1e-13
+
+
+def test_gradients_of_a_ring_of_blocks_add_up_with_the_global_log_sum_exp() -> None:
+    """And with each block's own they do not: this is the mistake that check refuses."""
+    q, k, v, dout = tensors(8, 32)
+    exact = attention(q, k, v, dout, FULL)
+    kernel = CpuFlash()
+    right, wrong = torch.zeros_like(q), torch.zeros_like(q)
+    for i in range(4):
+        keys, values = k[:, i * 8 : i * 8 + 8], v[:, i * 8 : i * 8 + 8]
+        right += kernel.backward((q, keys, values, exact.out, exact.lse), dout, FULL).dq
+        own = kernel.forward(q, keys, values, FULL)
+        wrong += kernel.backward((q, keys, values, own.out, own.lse), dout, FULL).dq
+    assert relative_error(right, exact.dq) < 1e-12
+    assert relative_error(wrong, exact.dq) > 0.1
