@@ -1,0 +1,1 @@
+"""Calibration: times the kernels and links that the runtime uses, and writes them down as a profile."""

@@ -1,0 +1,110 @@
+"""From measured points to the figures of this machine: what its cores, memory and loopback can do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+import msgspec
+
+from calibrate.links import BESIDE_TOKENS, LinkTimes
+from sim.profile import Point
+from sim.schedule.kernels import ATTENTION_KERNELS
+from topology.specs import ClusterSpec, HostSpec, LinkSpec
+
+_LARGE_BYTES = 2**22
+"""Transfers from here on are bound by bandwidth, not latency."""
+_COLD_BYTES = 2**25
+"""Copies from here on do not fit into a cache."""
+
+
+def fitted_spec(
+    nominal: ClusterSpec, kernels: list[Point], links: list[LinkTimes], launch_s: float, when: str
+) -> ClusterSpec:
+    """Return the nominal spec of a host with the figures that the measurements give; each says so in ``sources``."""
+    assert nominal.host is not None
+    assert nominal.loopback is not None
+    points = [link.point for link in links if link.point.shape[0] <= nominal.host.cores]
+    cores = nominal.host.cores / _slowdown(kernels)
+    loopback = LinkSpec(
+        bytes_per_s=max((p.nbytes / p.median_s for p in points), default=nominal.loopback.bytes_per_s),
+        latency_s=min((p.median_s for p in points if p.condition == "idle"), default=nominal.loopback.latency_s),
+    )
+    host = HostSpec(
+        cores=cores,
+        wakeup_s=_wakeup_s(points),
+        handoff_s=_median([gap for link in links for gap in link.handoff_s]),
+        transfer_cores=_transfer_cores(kernels, links),
+    )
+    peaks = dict(nominal.gpu.peak_flops_per_s)
+    for point in kernels:
+        if point.flops:
+            peaks[point.dtype] = max(peaks.get(point.dtype, 0.0), point.flops / point.median_s)
+    measured = f"measured by longstep calibrate, {when}: "
+    sources = {
+        "gpu.launch_s": measured + "time from the end of one small kernel to the start of the next",
+        "hbm.bytes_per_s": measured + "copy of 32 MiB and more, by all cores together",
+        "loopback.bytes_per_s": measured + "fastest transfer of any size and kind",
+        "loopback.latency_s": measured + "smallest transfer",
+        "host.cores": measured + "cores of the machine over the slowdown of attention when all are busy",
+        "host.wakeup_s": measured + "what a small transfer takes longer while all cores compute",
+        "host.handoff_s": measured + "time from the end of a transfer to the begin of the kernel that waits for it",
+        "host.transfer_cores": measured + "what attention loses beside a large transfer, per second of it",
+        "gpu.peak_flops_per_s": "the nominal peak, or the fastest kernel that was measured if that was faster",
+    }
+    return msgspec.structs.replace(
+        nominal,
+        gpu=msgspec.structs.replace(nominal.gpu, launch_s=launch_s, peak_flops_per_s=peaks),
+        hbm=msgspec.structs.replace(nominal.hbm, bytes_per_s=_memory_bytes_per_s(nominal, kernels)),
+        loopback=loopback,
+        host=host,
+        sources=nominal.sources | sources,
+    )
+
+
+def _slowdown(kernels: list[Point]) -> float:
+    """Return how much longer attention takes when every core runs it; at least 1."""
+    ratios = [busy.median_s / idle.median_s for idle, busy in _pairs(kernels) if idle.kernel in ATTENTION_KERNELS]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _pairs(points: list[Point]) -> Iterable[tuple[Point, Point]]:
+    """Yield what was measured both idle and busy."""
+    idle = {(p.kernel, p.variant, p.dtype, p.shape): p for p in points if p.condition == "idle"}
+    for point in points:
+        key = (point.kernel, point.variant, point.dtype, point.shape)
+        if point.condition == "busy" and key in idle:
+            yield idle[key], point
+
+
+def _memory_bytes_per_s(nominal: ClusterSpec, kernels: list[Point]) -> float:
+    """Return the bandwidth of copies that fit into no cache, of all cores together where that is more."""
+    assert nominal.host is not None
+    copies = [p for p in kernels if p.kernel == "copy" and p.nbytes >= _COLD_BYTES]
+    rates = [p.nbytes / p.median_s * (nominal.host.cores if p.condition == "busy" else 1) for p in copies]
+    return max(rates, default=nominal.hbm.bytes_per_s)
+
+
+def _wakeup_s(points: list[Point]) -> float:
+    """Return what the smallest transfers take longer while all cores compute."""
+    pairs = [(idle, busy) for idle, busy in _pairs(points) if busy.nbytes < _LARGE_BYTES]
+    return _median([busy.median_s - idle.median_s for idle, busy in pairs])
+
+
+def _transfer_cores(kernels: list[Point], links: list[LinkTimes]) -> float:
+    """Return the cores that one rank's part in a large transfer takes from the kernels beside it."""
+    alone = [p for p in kernels if p.kernel == "attention_forward" and p.variant == "full" and p.condition == "busy"]
+    shares = []
+    points = [link.point for link in links]
+    idle = {(p.kernel, p.shape): p.median_s for p in points if p.condition == "idle"}
+    for link in links:
+        key = (link.point.kernel, link.point.shape)
+        like = [p.median_s for p in alone if p.shape[1] == BESIDE_TOKENS]
+        if link.beside_s and like and key in idle and link.point.nbytes >= _LARGE_BYTES:
+            shares.append((statistics.median(link.beside_s) - like[-1]) / idle[key])
+    return _median(shares)
+
+
+def _median(values: list[float]) -> float:
+    """Return the median of quantities that cannot be negative but for noise; 0 if there are none."""
+    return max(0.0, statistics.median(values)) if values else 0.0

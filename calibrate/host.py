@@ -1,0 +1,136 @@
+"""Calibrates this machine: what to time, in which order, and what to keep when it is interrupted."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import NamedTuple, Self
+
+import msgspec
+
+from calibrate.fit import fitted_spec
+from calibrate.kernels import KernelCase, kernel_cases, time_kernel
+from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
+from runtime.launch import Session
+from sim.profile import Condition, Machine, Point, Profile
+from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.workload import Dtype, ModelSpec
+from topology.cluster import load_cluster
+from topology.host import host_facts
+
+MAX_RANKS = 16
+"""Processes that a calibration starts at most; on larger machines "busy" means that many cores."""
+
+_QUICK_BUSY_TOKENS = 2048
+
+
+class Plan(NamedTuple):
+    """What a calibration covers."""
+
+    name: str
+    model: ModelSpec
+    """Heads, head dim: the shapes that are timed."""
+    dtypes: tuple[Dtype, ...]
+    quick: bool
+    command: str
+
+
+class Step(NamedTuple):
+    """One measurement to make."""
+
+    label: str
+    run: Callable[[], None]
+
+
+class HostCalibration:
+    """A calibration under way: ``steps`` in turn, then ``profile``; whatever has been measured by then counts.
+
+    A context manager, since it starts processes.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._cores = min(max(host_facts().cores, 2), MAX_RANKS)
+        self._session: Session | None = None
+        self._kernels: list[Point] = []
+        self._links: list[LinkTimes] = []
+        self._launch_s: float | None = None
+        self._budget_s = 0.15 if plan.quick else 1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._session:
+            self._session.__exit__(kind)
+
+    def steps(self) -> list[Step]:
+        """Return all measurements: launch, links, then kernels by size, so that an early end leaves the small ones.
+
+        Links are timed with a rank per core, and with two, which then have to share.
+        """
+        plan = self._plan
+        links = [
+            Step(f"{link.label}, {ranks} ranks", partial(self._time_link, link, ranks))
+            for ranks in (2 * self._cores, self._cores)
+            for link in link_cases(quick=plan.quick, shared=ranks > self._cores)
+        ]
+        cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, quick=plan.quick)]
+        kernels = [
+            Step(f"{case.label}, {condition}", partial(self._time_kernel, case, condition))
+            for case in sorted(cases, key=lambda case: (case.tokens, case))
+            for condition in self._conditions(case)
+        ]
+        return [*links, Step("launch", self._time_launch), *kernels]
+
+    def profile(self, *, complete: bool) -> Profile:
+        """Return what has been measured."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        nominal = load_cluster("host")
+        launch_s = nominal.gpu.launch_s if self._launch_s is None else self._launch_s
+        spec = fitted_spec(nominal, self._kernels, self._links, launch_s, now)
+        facts = host_facts()
+        return Profile(
+            name=self._plan.name,
+            created=now,
+            command=self._plan.command,
+            complete=complete,
+            machine=Machine(
+                gpu=spec.gpu.name,
+                cores=facts.cores,
+                threads_per_rank=spec.gpu.sms,
+                software={
+                    "longstep": version("longstep"),
+                    "python": platform.python_version(),
+                    "torch": version("torch"),
+                    "kernel": platform.release(),
+                },
+            ),
+            cluster=msgspec.to_builtins(spec, str_keys=True),
+            points=tuple(self._kernels + [link.point for link in self._links]),
+        )
+
+    def _conditions(self, case: KernelCase) -> tuple[Condition, ...]:
+        """Return in which conditions to time a kernel; quick leaves out the longest with all cores busy."""
+        long = case.kernel in ATTENTION_KERNELS and case.tokens > _QUICK_BUSY_TOKENS
+        return ("idle",) if self._plan.quick and long else ("idle", "busy")
+
+    def _on(self, ranks: int) -> Session:
+        """Return a session of that many ranks: the present one, or a new one in its place."""
+        if self._session is None or self._session.ranks != ranks:
+            if self._session:
+                self._session.close()
+            self._session = Session(ranks)
+        return self._session
+
+    def _time_launch(self) -> None:
+        self._launch_s = time_launch(self._on(self._cores), self._plan.model, self._plan.dtypes[0])
+
+    def _time_link(self, case: LinkCase, ranks: int) -> None:
+        self._links.append(time_link(self._on(ranks), case, self._plan.model, self._plan.dtypes[0]))
+
+    def _time_kernel(self, case: KernelCase, condition: Condition) -> None:
+        self._kernels.append(time_kernel(self._on(self._cores), case, condition, self._budget_s))

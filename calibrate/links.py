@@ -1,0 +1,167 @@
+"""Times communication between processes: small schedules, played like any other, idle and beside computation."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+from calibrate.kernels import sample
+from runtime.launch import Session
+from runtime.run import ScheduleRun
+from sim.profile import Condition, Point
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.check import check
+from sim.schedule.ir import Communicator, Header, Program, Schedule
+from sim.schedule.masks import FULL, Span
+from sim.schedule.ops import Message, Split
+from sim.trace import Row
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+
+LinkKernel = Literal["exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+
+_STEPS = 4
+_PER_STEP = 6
+_WARM = 2
+_LAUNCHES = 200
+BESIDE_TOKENS = 1024
+_PAUSE_TOKENS = 64
+
+
+class LinkCase(NamedTuple):
+    """One kind of communication at one size, alone or beside attention."""
+
+    kernel: LinkKernel
+    nbytes: int
+    """Size of the whole tensor on each rank: what an exchange sends, what an all-gather receives."""
+    condition: Condition
+
+    @property
+    def label(self) -> str:
+        """What a progress bar shows."""
+        beside = " beside attention" if self.condition == "busy" else ""
+        return f"{self.kernel} of {self.nbytes} bytes{beside}"
+
+
+class LinkTimes(NamedTuple):
+    """A measured point, and what else the run showed."""
+
+    point: Point
+    beside_s: list[float]
+    """How long the attention beside it took, where there was one."""
+    handoff_s: list[float]
+    """Time from the end of the transfer to the begin of the kernel that waited for it, where there was one."""
+
+
+def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
+    """Return what is to be timed: four decades of size idle, and some of ring and Ulysses busy.
+
+    ``shared`` is for more ranks than cores, which are never all busy with something else: fewer sizes, idle only.
+    """
+    kinds: tuple[LinkKernel, ...] = ("exchange", "all_to_all") if quick else get_args(LinkKernel)
+    if shared:
+        return [LinkCase(kind, 2**n, "idle") for kind in kinds for n in (12, 16, 20, 24)]
+    idle = [LinkCase(kind, 2**n, "idle") for kind in kinds for n in range(12, 25, 2)]
+    return idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 18, 22, 24)]
+
+
+def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) -> LinkTimes:
+    """Return the time of a communication op among all ranks of a session; ``model`` shapes what computes beside it."""
+    schedule = link_schedule(case, session.ranks, model, dtype)
+    run = ScheduleRun(session, check(schedule))
+    rows: list[Row] = []
+    for step in range(_WARM + _STEPS):
+        trace = run.step().trace
+        rows += trace.rows if step >= _WARM else []
+    run.close()
+    times = sample([row.busy_s for row in rows if row.stream == "link"])
+    point = Point(
+        kernel=case.kernel,
+        dtype=dtype,
+        shape=(session.ranks, case.nbytes),
+        condition=case.condition,
+        nbytes=_sent_bytes(case, session.ranks),
+        **times._asdict(),
+    )
+    return LinkTimes(point, [row.busy_s for row in rows if row.label == "attend beside"], _handoffs(rows))
+
+
+def _handoffs(rows: list[Row]) -> list[float]:
+    """Return how long the thread that computes took to go on after each awaited transfer."""
+    gaps, ended = [], {}
+    for row in rows:
+        if row.stream == "link":
+            ended[row.rank] = row.end_s
+        elif row.label == "await":
+            gaps.append(row.begin_s - ended[row.rank])
+    return gaps
+
+
+def time_launch(session: Session, model: ModelSpec, dtype: Dtype) -> float:
+    """Return the time between the end of one small kernel and the begin of the next: what issuing an op costs."""
+    workload = Workload(model=model, seq=1, dtype=dtype, passes="forward")
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        given = b.input("dout", (Span(0, 1),), Span(0, model.num_heads))
+        total = b.like("sum", given, "attention")
+        b.copy(given, total, "first")
+        for _ in range(_LAUNCHES):
+            b.accumulate(given, total, "small kernel")
+        return b.build()
+
+    header = Header(name="launch", workload=workload, parallel=Parallel(ring_degree=session.ranks))
+    run = ScheduleRun(session, check(Schedule(header, program)))
+    gaps = []
+    for _ in range(_STEPS):
+        rows = run.step().trace.of_rank(0)
+        gaps += [after.posted_s - before.end_s for before, after in pairwise(rows)]
+    run.close()
+    return sample(gaps).median_s
+
+
+def _sent_bytes(case: LinkCase, ranks: int) -> int:
+    """Return the bytes that each rank puts on the wire (rings for all but exchange and all-to-all)."""
+    if case.kernel == "exchange":
+        return case.nbytes
+    share = case.nbytes * (ranks - 1) // ranks
+    return 2 * share if case.kernel == "all_reduce" else share
+
+
+def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) -> Schedule:
+    """Return a schedule that does the same communication several times, each time beside one block of attention."""
+    row_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[dtype]
+    tokens = max(case.nbytes // row_bytes // ranks, 1) * ranks
+    link = Communicator(name="link", groups=(tuple(range(ranks)),))
+    workload = Workload(model=model, seq=max(tokens, BESIDE_TOKENS), mask="full", dtype=dtype, passes="forward")
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        heads, kv_heads = Span(0, model.num_heads), Span(0, model.num_kv_heads)
+        given = b.input("dout", (Span(0, tokens),), heads)
+        taken = b.like("taken", given, "communication")
+        block = (Span(0, BESIDE_TOKENS),)
+        q, k, v = b.input("q", block, heads), b.input("k", block, kv_heads), b.input("v", block, kv_heads)
+        out, lse = b.like("out", q, "attention"), b.lse("lse", BESIDE_TOKENS, model.num_heads, "attention")
+        awaited = b.like("awaited", taken[:, :1], "attention")
+        for _ in range(_PER_STEP):
+            if case.kernel == "exchange":
+                sends = [Message((rank + 1) % ranks, given)]
+                b.exchange(link, sends, [Message((rank - 1) % ranks, taken)], case.label)
+            elif case.kernel == "all_to_all":
+                b.all_to_all(link, Split(given, 1, ranks), Split(taken, 1, ranks), case.label)
+            elif case.kernel == "all_gather":
+                b.all_gather(link, given[:, : tokens // ranks], Split(taken, 1, ranks), case.label)
+            elif case.kernel == "reduce_scatter":
+                b.reduce_scatter(link, Split(given, 1, ranks), taken[:, : tokens // ranks], case.label)
+            else:
+                b.copy(given, taken, "copy")
+                b.all_reduce(link, taken, case.label)
+            if case.condition == "busy":
+                b.attend(q, k, v, out, lse, FULL, "attend beside")
+            else:  # let it be awaited, and let the threads that carried it fall asleep, as in a step
+                b.copy(taken[:, :1], awaited, "await")
+                b.attend(q[:, :_PAUSE_TOKENS], k, v, out[:, :_PAUSE_TOKENS], lse[:, :, :_PAUSE_TOKENS], FULL, "pause")
+        return b.build()
+
+    header = Header(name="link", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(link,))
+    return Schedule(header, program)

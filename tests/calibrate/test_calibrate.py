@@ -1,0 +1,165 @@
+"""Calibration: what is timed is what runs, figures follow from points, and an interruption keeps what there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from calibrate.fit import fitted_spec
+from calibrate.host import HostCalibration, Plan
+from calibrate.kernels import KernelCase, case_program, kernel_cases, time_kernel
+from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from runtime.launch import Session
+from sim.engine.cost import measured_cluster
+from sim.engine.simulate import simulate
+from sim.profile import Point, Profile
+from sim.schedule.check import check
+from sim.schedule.kernels import kernel_use
+from sim.schedule.ops import Kernel
+from sim.workload import Workload, load_model
+from tests.helpers import make_checked, make_model
+from topology.cluster import Cluster, load_cluster
+from topology.host import HostFacts, with_facts
+
+TINY = load_model("tiny")
+NOMINAL = with_facts(load_cluster("host"), HostFacts("Test CPU", 2, 2**34))
+
+
+def point(kernel: str, shape: tuple[int, ...], seconds: float, **fields: Any) -> Point:
+    times = {"median_s": seconds, "mean_s": seconds, "low_s": seconds, "high_s": seconds, "runs": 5}
+    options: dict[str, Any] = {"dtype": "fp32", "condition": "idle"} | times | fields
+    return Point(kernel=kernel, shape=shape, **options)
+
+
+def test_every_kernel_of_the_schedules_is_timed() -> None:
+    """What ring and Ulysses run, in kernel and mask, is a subset of what a quick calibration covers."""
+    covered = {
+        (use.kernel, use.variant)
+        for case in kernel_cases(TINY, "bf16", quick=True)
+        for op in case_program(case).ops
+        if isinstance(op, Kernel)
+        for use in [kernel_use(op, case_program(case))]
+    }
+    for name in ("ring", "ulysses"):
+        for mask in ("causal", "full"):
+            workload = Workload(model=make_model(8, 4), seq=64, batch=2, mask=mask, dtype="bf16")
+            for uses in make_checked(name, workload, 4).kernels:
+                assert {(use.kernel, use.variant) for use in uses if use} <= covered
+
+
+@pytest.mark.parametrize("case", [*link_cases(quick=False, shared=False), *link_cases(quick=True, shared=True)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_schedules_that_time_links_are_schedules(case: LinkCase, ranks: int) -> None:
+    check(link_schedule(case, ranks, TINY, "fp32"))
+
+
+def test_figures_follow_from_the_points() -> None:
+    """By hand: attention 5 % slower when both cores run it; a cold copy at 20 GB/s alone and 2 x 15 together; small
+    transfers 0.2 ms, 0.3 beside computation; a large one takes 10 ms, and 8 ms from the 30 ms of attention beside it.
+    """
+    shape = (1, 1024, 1024, 8, 4, 64)
+    kernels = [
+        point("attention_forward", shape, 0.100, variant="full", flops=10**12),
+        point("attention_forward", shape, 0.105, variant="full", flops=10**12, condition="busy"),
+        point("copy", (2**23,), 2**26 / 20e9, nbytes=2**26),
+        point("copy", (2**23,), 2**26 / 15e9, nbytes=2**26, condition="busy"),
+    ]
+    links = [
+        LinkTimes(point("exchange", (2, 4096), 0.2e-3, nbytes=4096), [], [40e-6, 50e-6, 60e-6]),
+        LinkTimes(point("exchange", (2, 4096), 0.3e-3, nbytes=4096, condition="busy"), [], []),
+        LinkTimes(point("exchange", (2, 2**24), 10e-3, nbytes=2**24), [], [50e-6]),
+        LinkTimes(point("exchange", (2, 2**24), 20e-3, nbytes=2**24, condition="busy"), [0.113, 0.113], []),
+        LinkTimes(point("exchange", (4, 4096), 9e-3, nbytes=4096), [], []),
+    ]
+    spec = fitted_spec(NOMINAL, kernels, links, 3e-6, "now")
+    assert spec.host is not None
+    assert spec.loopback is not None
+    assert spec.host.cores == pytest.approx(2 / 1.05)
+    assert spec.hbm.bytes_per_s == pytest.approx(30e9)
+    assert spec.loopback.latency_s == pytest.approx(0.2e-3)
+    assert spec.loopback.bytes_per_s == pytest.approx(2**24 / 10e-3)
+    assert spec.host.wakeup_s == pytest.approx(0.1e-3)
+    assert spec.host.handoff_s == pytest.approx(50e-6)
+    assert spec.host.transfer_cores == pytest.approx(0.8)
+    assert spec.gpu.launch_s == 3e-6
+    assert spec.gpu.peak_flops_per_s["fp32"] == 10**13, "a peak that was beaten is none"
+    for figure in ("host.cores", "hbm.bytes_per_s", "loopback.latency_s", "host.transfer_cores"):
+        assert "measured by longstep calibrate, now" in spec.sources[figure]
+
+
+def test_without_points_the_nominal_figures_stay() -> None:
+    spec = fitted_spec(NOMINAL, [], [], 1e-6, "now")
+    assert spec.hbm == NOMINAL.hbm
+    assert spec.loopback == NOMINAL.loopback
+
+
+@pytest.mark.gloo
+def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
+    """A few steps of a real calibration; the profile that they make simulates."""
+    with Session(2, timeout_s=60) as session:
+        for kernel in ("attention_forward", "attention_backward", "merge", "accumulate", "copy"):
+            case = KernelCase(kernel, False, 64, 8, 4, 64, "bf16")
+            alone, together = (time_kernel(session, case, when, 0.01) for when in ("idle", "busy"))  # type: ignore[arg-type]
+            assert 0 < alone.low_s <= alone.median_s <= alone.high_s
+            assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)
+            assert together.runs >= 2 * 5
+        for kind in ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
+            for condition in ("idle", "busy"):
+                case_ = LinkCase(kind, 2**14, condition)  # type: ignore[arg-type]
+                found = time_link(session, case_, TINY, "fp32")
+                assert found.point.shape == (2, 2**14)
+                assert found.point.median_s > 0
+                assert bool(found.beside_s) == (condition == "busy")
+                assert bool(found.handoff_s) == (condition == "idle")
+        assert 0 < time_launch(session, TINY, "fp32") < 1e-2
+
+
+@pytest.mark.gloo
+def test_a_calibration_keeps_what_it_has() -> None:
+    with HostCalibration(Plan("host", TINY, ("fp32",), quick=True, command="test")) as calibration:
+        assert calibration.profile(complete=False).points == ()
+        steps = {step.label: step for step in calibration.steps()}
+        assert len(steps) > 100
+        for label in ("exchange of 4096 bytes, 2 ranks", "attention_forward causal 128 tokens, 8 heads, idle"):
+            if label in steps:
+                steps[label].run()
+        profile = calibration.profile(complete=False)
+    assert not profile.complete
+    assert profile.points
+    again = msgspec.json.decode(msgspec.json.encode(profile), type=Profile)
+    checked = make_checked("ring", Workload(model=TINY, seq=512), 2)
+    simulation = simulate(checked, Cluster(measured_cluster(again)), again)
+    assert simulation.trace.step_time_s > 0
+    assert simulation.cost.notes
+
+
+@pytest.mark.gloo
+def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    command = [sys.executable, "-m", "experiments.cli", "calibrate", "--quick", "--out", str(out)]
+    code = "from experiments.cli import main; import sys; main(sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command[3:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    time.sleep(25)
+    process.send_signal(signal.SIGINT)
+    printed, complained = process.communicate(timeout=60)
+    assert process.returncode == 130, complained
+    assert "interrupted" in printed
+    profile = msgspec.json.decode(out.read_bytes(), type=Profile)
+    assert not profile.complete
+    assert profile.points
+    assert not list(tmp_path.glob(".*"))
