@@ -1,0 +1,143 @@
+"""What simulating costs: build, check and simulate, as whole steps. ``make bench`` prints medians of interleaved runs.
+
+Nothing here is asserted: machines differ and are noisy. The targets are those that Longstep was designed for, on two
+cores of a small virtual machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+from rich.table import Table
+
+from experiments.cli import guarded, open_console
+from experiments.tables import seconds
+from sim.engine.simulate import simulate
+from sim.schedule import ring, ulysses
+from sim.schedule.attention import all_heads, attention_program
+from sim.schedule.check import check
+from sim.schedule.ir import Communicator, Header, Schedule
+from sim.schedule.layout import contiguous
+from sim.schedule.ops import Message, View
+from sim.workload import Parallel, Workload, load_model
+from topology.cluster import Cluster, load_cluster
+from topology.specs import ClusterSpec, PerGpu
+
+ROUNDS = 5
+
+
+class Case(NamedTuple):
+    """One thing to time."""
+
+    name: str
+    build: Callable[[], Schedule]
+    spec: ClusterSpec
+    target_s: float | None
+
+
+class TrafficRing(ring.RingAttention):
+    """Ring attention with other traffic beside every hop: messages of many sizes to another node."""
+
+    def _hop(self, over: Communicator, here: tuple[View, View], there: tuple[View, View], label: str) -> None:
+        super()._hop(over, here, there, label)
+        self._hops = getattr(self, "_hops", 0) + 1
+        ranks, view = over.groups[0], here[0]
+        away, source = ranks[(self._b.rank + 9) % len(ranks)], ranks[self._b.rank - 9]
+        taken = self._b.like("traffic", view[:, : self._tokens(source, view)], "communication")
+        self._b.exchange(
+            Communicator(name="traffic", groups=over.groups),
+            [Message(away, view[:, : self._tokens(self._b.rank, view)])],
+            [Message(source, taken)],
+            "traffic",
+        )
+
+    def _tokens(self, rank: int, view: View) -> int:
+        """Return how many tokens a rank sends beside this hop."""
+        return 1 + (7 * rank + 5 * self._hops) % view.shape[1]
+
+
+def desynchronised(workload: Workload, ranks: int) -> Schedule:
+    """Return a short ring with other traffic beside it: the worst case, where no two ranks do the same at a time."""
+    everyone = tuple(range(ranks))
+    layout = contiguous(workload.seq, ranks)
+    names = ("ring kv", "ring dkv", "traffic")
+    kv, dkv, traffic = (Communicator(name=name, groups=(everyone,)) for name in names)
+    header = Header(
+        name="ring beside traffic",
+        workload=workload,
+        parallel=Parallel(ring_degree=ranks),
+        communicators=(kv, dkv, traffic),
+    )
+    return Schedule(
+        header,
+        lambda rank: attention_program(
+            rank, workload, all_heads(workload.model, layout[rank]), lambda b: TrafficRing(b, kv, dkv, layout)
+        ),
+    )
+
+
+def cases() -> list[Case]:
+    """Return what is timed."""
+    model = load_model("llama3-8b")
+    one = load_cluster("hgx-h100")
+    eight = msgspec.structs.replace(one, nodes=8)
+    uneven = msgspec.structs.replace(eight, per_gpu={gpu: PerGpu(speed=1 - gpu % 13 / 200) for gpu in range(64)})
+    long = Workload(model=model, seq=1024 * 1024, dtype="bf16")
+    short = Workload(model=model, seq=64 * 1024, dtype="bf16")
+    wide = Workload(model=msgspec.structs.replace(model, num_heads=64, num_kv_heads=64), seq=1024 * 1024, dtype="bf16")
+    return [
+        Case("ring, P = 8", lambda: ring.build(long, Parallel(ring_degree=8)), one, 0.05),
+        Case("ring, P = 64", lambda: ring.build(long, Parallel(ring_degree=64)), eight, 1.5),
+        Case("ulysses, P = 8", lambda: ulysses.build(long, Parallel(ulysses_degree=8)), one, None),
+        Case("ulysses, P = 64", lambda: ulysses.build(wide, Parallel(ulysses_degree=64)), eight, None),
+        Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven, None),
+    ]
+
+
+class Taken(NamedTuple):
+    """How long one run of a case took."""
+
+    ops: int
+    build_s: float
+    check_s: float
+    simulate_s: float
+
+    @property
+    def all_s(self) -> float:
+        """The whole run."""
+        return self.build_s + self.check_s + self.simulate_s
+
+
+def timed(case: Case) -> Taken:
+    """Run a case once. What it made is freed on return, outside of what the next one times."""
+    begin = time.perf_counter()
+    schedule = case.build()
+    ops = sum(len(program.ops) for program in schedule.programs)
+    built = time.perf_counter()
+    checked = check(schedule)
+    proved = time.perf_counter()
+    simulate(checked, Cluster(case.spec), None)
+    return Taken(ops, built - begin, proved - built, time.perf_counter() - proved)
+
+
+def main() -> None:
+    """Time all cases in turn, several times, and print medians."""
+    taken: dict[str, list[Taken]] = {}
+    for _ in range(ROUNDS):
+        for case in cases():
+            taken.setdefault(case.name, []).append(timed(case))
+    table = Table("one layer of attention, forward and backward", "ops", "build", "check", "simulate", "all", "target")
+    for case in cases():
+        runs = taken[case.name]
+        parts = ([run.build_s for run in runs], [run.check_s for run in runs], [run.simulate_s for run in runs])
+        medians = [seconds(statistics.median(times)) for times in (*parts, [run.all_s for run in runs])]
+        table.add_row(case.name, str(runs[0].ops), *medians, seconds(case.target_s) if case.target_s else "")
+    open_console().print(table)
+
+
+if __name__ == "__main__":
+    guarded(main)

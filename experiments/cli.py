@@ -1,0 +1,115 @@
+"""The command ``longstep``: list, show, simulate, run, compare, calibrate.
+
+Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
+they are run: simulating works without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import Annotated, assert_never
+
+import tyro
+from rich.console import Console
+from rich.logging import RichHandler
+
+from experiments.calibrate import Calibrate, calibrate
+from experiments.compare import Compare, compare
+from experiments.execute import Run, run
+from experiments.show import List, Show, list_names, show
+from experiments.simulate import Simulate, simulate
+from sim.errors import LongstepError, RankError
+
+Command = (
+    Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
+)
+
+_ABOUT = "Predict, execute and compare schedules of long-context training."
+_WIDTH = 140
+"""Columns of tables that go to a file or a pipe."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command; exits with 0, with 2 after a mistake of the user's, with 1 after a failed run."""
+    guarded(functools.partial(command, arguments))
+
+
+def command(arguments: list[str] | None) -> None:
+    """Parse and run one command."""
+    parsed = parse(arguments)
+    console = open_console()
+    if isinstance(parsed, List):
+        list_names(parsed, console)
+    elif isinstance(parsed, Show):
+        show(parsed, console)
+    elif isinstance(parsed, Simulate):
+        simulate(parsed, console)
+    elif isinstance(parsed, Run):
+        run(parsed, console)
+    elif isinstance(parsed, Compare):
+        compare(parsed, console)
+    elif isinstance(parsed, Calibrate):
+        calibrate(parsed, console)
+    else:
+        assert_never(parsed)
+
+
+def guarded(action: Callable[[], None]) -> None:
+    """Do what a program is for; turn what can go wrong into one line on stderr and an exit code."""
+    gc.set_threshold(50_000, 20, 50)  # schedules are many small objects without cycles
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    try:
+        action()
+    except LongstepError as error:
+        _complain(str(error))
+        sys.exit(1 if isinstance(error, RankError) else 2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _complain("executing on real hardware needs torch: pip install 'longstep[runtime]'")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def open_console() -> Console:
+    """Return the console that results are printed on."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Calibrate:
+    """Return the command that was typed; what tyro says about a mistake is put into one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Command, prog="longstep", description=_ABOUT, args=arguments)
+    except SystemExit as stop:
+        if stop.code:
+            _complain(_one_line(said.getvalue()))
+        raise
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"longstep: {message}\n")
+
+
+def _one_line(box: str) -> str:
+    """Return the text inside the box that tyro draws around an error."""
+    lines = (re.sub(r"[╭╮╰╯│─]+|-{4,}", " ", line).strip() for line in box.splitlines())
+    return re.sub(r"\s+", " ", " ".join(line for line in lines if line))

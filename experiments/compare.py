@@ -1,0 +1,207 @@
+"""``longstep compare``: execute a schedule, simulate the same object, and lay both side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.execute import Execution, measured_steps, median_step, open_session
+from experiments.selection import Chosen, Selection, choose
+from experiments.simulate import predict, title, writable, write_trace
+from experiments.tables import evidence_lines, percent, seconds
+from sim.engine.report import Report
+from sim.errors import InputError
+from sim.profile import Point, Profile
+from sim.schedule.check import Checked
+from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.trace import Trace
+
+if TYPE_CHECKING:
+    from runtime.launch import Session
+
+
+_PROBE_S = 0.02
+"""Longest kernel that is timed again to see whether the machine has drifted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Execute and simulate the same schedule, and compare op kinds and the step."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
+    trace: str | None = None
+    """Write a Chrome trace with both to this file: the simulated step, and the executed one of median time."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated time beside executed ones."""
+
+    simulated_s: float
+    median_s: float
+    low_s: float
+    """Least of the executed times."""
+    high_s: float
+    """Largest of the executed times."""
+    error: float
+    """simulated / median - 1."""
+
+
+class KindRow(msgspec.Struct, frozen=True, kw_only=True):
+    """All ops of one kind, in seconds at work, averaged over the ranks."""
+
+    kind: str
+    part: str
+    count: int
+    times: Measured
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule, simulated and executed."""
+
+    schedule_hash: str
+    step: Measured
+    step_times_s: list[float]
+    kinds: list[KindRow]
+    drift: list[float]
+    """Before and after: how much longer one kernel takes now than when the machine was calibrated."""
+    report: Report
+
+
+def compare(command: Compare, console: Console) -> None:
+    """Execute and simulate, and print both."""
+    chosen = choose(command.selection)
+    if command.trace:
+        writable(command.trace)
+    calibrated(chosen)
+    checked = chosen.checked()
+    with open_session(chosen, checked, command.execution) as session:
+        found, traces = comparison(chosen, checked, session, command.execution.repeats)
+    if command.trace:
+        write_trace(command.trace, checked, traces)
+    if command.json:
+        console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
+        return
+    console.print(comparison_table(title(chosen, checked), found))
+    console.print(drift_line(found.drift), markup=False)
+    for line in evidence_lines(found.report.evidence):
+        console.print(line, markup=False)
+
+
+def calibrated(chosen: Chosen) -> Profile:
+    """Return the profile that a comparison rests on; raises InputError if there is none."""
+    if chosen.profile is None:
+        raise InputError(
+            "comparing needs a profile of this machine: run longstep calibrate --quick, then set --profile"
+        )
+    return chosen.profile
+
+
+def comparison(
+    chosen: Chosen, checked: Checked, session: Session, repeats: int, advance: Callable[[], None] = lambda: None
+) -> tuple[Comparison, list[Trace]]:
+    """Return the comparison, and the simulated and the (median) executed trace.
+
+    Every executed step is followed by a simulated one, which has to come out the same each time.
+    """
+    from runtime.run import ScheduleRun
+
+    profile = calibrated(chosen)
+    drift = [_drift(session, profile)]
+    run = ScheduleRun(session, checked)
+    _, simulation, report = predict(chosen)
+
+    def both() -> object:
+        step = run.step()
+        again = predict(chosen)[2].step_time_s
+        assert again == report.step_time_s, "a simulation came out differently"
+        advance()
+        return step
+
+    steps = measured_steps(both, repeats)
+    run.close()
+    drift.append(_drift(session, profile))
+    traces = [step.trace for step in steps]
+    times = [trace.step_time_s for trace in traces]
+    found = Comparison(
+        schedule_hash=checked.schedule.hash,
+        step=_measured(report.step_time_s, times),
+        step_times_s=times,
+        kinds=_kinds(simulation.trace, traces),
+        drift=drift,
+        report=report,
+    )
+    return found, [simulation.trace, median_step(steps).trace]
+
+
+def _measured(simulated: float, executed: list[float]) -> Measured:
+    median = statistics.median(executed)
+    return Measured(
+        simulated_s=simulated,
+        median_s=median,
+        low_s=min(executed),
+        high_s=max(executed),
+        error=simulated / median - 1 if median else 0.0,
+    )
+
+
+def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
+    """Return the time at work by op kind and pass, averaged over ranks."""
+    keys = sorted({(row.part, row.kind) for row in simulated.rows}, key=lambda key: (key[0] == "backward", key))
+
+    def total(trace: Trace, key: tuple[str, str]) -> float:
+        return sum(row.busy_s for row in trace.rows if (row.part, row.kind) == key) / trace.num_ranks
+
+    return [
+        KindRow(
+            kind=kind,
+            part=part,
+            count=sum((row.part, row.kind) == (part, kind) for row in simulated.rows),
+            times=_measured(total(simulated, (part, kind)), [total(trace, (part, kind)) for trace in executed]),
+        )
+        for part, kind in keys
+    ]
+
+
+def _drift(session: Session, profile: Profile) -> float:
+    """Return how much longer a kernel of the profile takes now: the median over a few milliseconds of it."""
+    from calibrate.kernels import KernelCase, time_kernel
+
+    attention = [p for p in profile.points if p.kernel == ATTENTION_KERNELS[0] and p.condition == "idle"]
+    probes = [point for point in attention if point.median_s < _PROBE_S]
+    if not probes:
+        return 0.0
+    probe: Point = max(probes, key=lambda point: point.median_s)
+    _, queries, _, heads, kv_heads, head_dim = probe.shape
+    case = KernelCase(probe.kernel, probe.variant == "causal", queries, heads, kv_heads, head_dim, probe.dtype)
+    return time_kernel(session, case, "idle", 0.3).median_s / probe.median_s - 1
+
+
+def comparison_table(name: str, found: Comparison) -> Table:
+    """Return simulated against measured, per op kind and for the step."""
+    table = Table("op kind", "ops", "simulated", "measured", "least", "most", "error", title=name, title_justify="left")
+    for row in found.kinds:
+        table.add_row(f"{row.kind} {row.part}", str(row.count), *_cells(row.times))
+    table.add_section()
+    table.add_row("step", "", *_cells(found.step))
+    return table
+
+
+def _cells(times: Measured) -> list[str]:
+    shown = [seconds(value) for value in (times.simulated_s, times.median_s, times.low_s, times.high_s)]
+    return [*shown, percent(times.error)]
+
+
+def drift_line(drift: list[float]) -> str:
+    """Return what one kernel says of the machine's speed since its calibration."""
+    before, after = (percent(value) for value in drift)
+    return f"machine: beside its calibration, a kernel takes {before} before these steps and {after} after them"

@@ -1,0 +1,134 @@
+"""``longstep run``: execute a schedule on this machine, and see that it computes the right thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.selection import Chosen, Selection, choose, one_of
+from experiments.simulate import title, writable, write_trace
+from experiments.tables import parts_line, seconds, size
+from sim.breakdown import breakdown, critical_rank
+from sim.errors import InputError
+from sim.schedule.check import Checked
+
+if TYPE_CHECKING:
+    from runtime.launch import Session
+    from runtime.run import Step
+
+WARM_UP = 3
+"""Steps before those that count: by then every rank has the memory that it needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How to execute."""
+
+    repeats: int = 5
+    """Steps to measure."""
+    device: str = "cpu"
+    """cpu (processes over gloo), or cuda (GPUs of this machine over NCCL; not verified yet, see the README)."""
+    timeout: float = 120.0
+    """Seconds that a rank may stand still before the run is ended."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Execute a schedule for real, one process per rank."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
+    verify: bool = False
+    """Compare outputs and gradients with a one-process reference in fp64."""
+    trace: str | None = None
+    """Write a Chrome trace (Perfetto opens it) to this file."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def run(command: Run, console: Console) -> None:
+    """Execute some steps, and print what happened."""
+    from runtime.run import ScheduleRun
+    from runtime.verify import verifiable
+
+    chosen = choose(command.selection)
+    if command.trace:
+        writable(command.trace)
+    checked = chosen.checked()
+    if command.verify:
+        verifiable(chosen.workload)
+    with open_session(chosen, checked, command.execution) as session:
+        schedule_run = ScheduleRun(session, checked)
+        steps = measured_steps(schedule_run.step, command.execution.repeats)
+        errors = schedule_run.errors() if command.verify else {}
+    median = median_step(steps)
+    if command.trace:
+        write_trace(command.trace, checked, [median.trace])
+    rank = critical_rank(median.trace)
+    times = [step.trace.step_time_s for step in steps]
+    result: dict[str, Any] = {
+        "step_time_s": statistics.median(times),
+        "step_times_s": times,
+        "peak_bytes": max(median.peak_bytes),
+        "breakdown": breakdown(median.trace, rank),
+        "critical_rank": rank,
+        "schedule_hash": median.trace.schedule_hash,
+        "errors": errors,
+    }
+    if command.json:
+        console.print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), markup=False)
+        return
+    table = Table("figure", "value", title=title(chosen, checked), title_justify="left")
+    table.add_row("step time, median", seconds(result["step_time_s"]))
+    table.add_row("  of", ", ".join(seconds(value) for value in times))
+    table.add_row("peak memory of its buffers", size(result["peak_bytes"]))
+    table.add_row(f"rank {rank}, the least waiting", parts_line(result["breakdown"]))
+    table.add_row("schedule", result["schedule_hash"])
+    for tensor, error in errors.items():
+        table.add_row(f"{tensor}: largest relative error", f"{error:.2g}")
+    console.print(table)
+
+
+@contextmanager
+def open_session(chosen: Chosen, checked: Checked, execution: Execution) -> Iterator[Session]:
+    """Start the processes that a schedule runs on; raises InputError if this machine cannot."""
+    import torch
+
+    from runtime.launch import Session
+
+    one_of("--device", execution.device, ("cpu", "cuda"))
+    if execution.repeats < 1:
+        raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
+    if execution.timeout <= 0:
+        raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0")
+    ranks = checked.schedule.num_ranks
+    if execution.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise InputError(
+            f"--device cuda: {ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; "
+            f"set --gpus, or --device cpu"
+        )
+    if execution.device == "cpu" and chosen.spec.gpu.kind != "cpu":
+        raise InputError(f"cluster {chosen.spec.name!r} is not this machine: executing takes --cluster host")
+    backend = "gloo" if execution.device == "cpu" else "nccl"
+    with Session(ranks, backend=backend, timeout_s=execution.timeout) as session:
+        yield session
+
+
+def measured_steps(step: Any, repeats: int) -> list[Step]:
+    """Return ``repeats`` steps after the warm-up."""
+    for _ in range(WARM_UP):
+        step()
+    return [step() for _ in range(repeats)]
+
+
+def median_step(steps: list[Step]) -> Step:
+    """Return the step whose time is the (lower) median."""
+    return sorted(steps, key=lambda step: step.trace.step_time_s)[(len(steps) - 1) // 2]

@@ -1,0 +1,240 @@
+"""The selection that every verb shares: which model, cluster, schedule and profile, from what the user typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import tyro
+
+from sim.engine.cost import measured_cluster
+from sim.errors import InputError, LongstepError, unknown
+from sim.presets import override
+from sim.profile import Profile, load_profile, profile_names
+from sim.schedule.catalog import SCHEDULES, Build, Splits
+from sim.schedule.check import Checked, check
+from sim.schedule.ir import Schedule
+from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, load_model, parse_length
+from topology.cluster import Cluster, load_cluster
+from topology.host import device_name, host_facts
+from topology.specs import ClusterSpec
+
+SCOPES = ("attention",)
+PASSES = ("forward", "backward", "both")
+MASK_NAMES = ("causal", "full")
+DATASHEET = "datasheet"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What to look at. Lengths take K = 1024 and M = 1024^2."""
+
+    model: str = "tiny"
+    """NAME, FILE.toml, or a config.json of Hugging Face."""
+    cluster: str = "host"
+    """NAME or FILE.toml; host is this machine."""
+    nodes: int | None = None
+    """Nodes of the cluster; by default as many as --gpus needs."""
+    gpus: int | None = None
+    """GPUs in all; on a host, processes. By default the product of the degrees, or one node (a host: its cores)."""
+    seq: str = "8K"
+    """Global sequence length."""
+    batch: int = 1
+    """Sequences per context-parallel group."""
+    schedule: str = "ring"
+    """NAME, or my_module.py:build for a schedule of your own."""
+    ulysses_degree: int | None = None
+    """Ranks that split the heads."""
+    ring_degree: int | None = None
+    """Ranks that split the sequence."""
+    mask: str = "causal"
+    """causal or full."""
+    dtype: str | None = None
+    """fp64, fp32, bf16 or fp16; by default the model's."""
+    seed: int = 0
+    """Seed of the inputs."""
+    layers: int = 1
+    """Layers; the scope attention plays one."""
+    scope: str = "attention"
+    """What is played: attention."""
+    passes: Annotated[str, tyro.conf.arg(name="pass")] = "both"
+    """forward, backward or both."""
+    profile: str | None = None
+    """NAME, FILE.json, or datasheet; by default the user's profile of the host, else datasheet."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
+    cluster.gpu[3].speed=0.95, model.num_kv_heads=4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What a selection stands for."""
+
+    workload: Workload
+    parallel: Parallel
+    build: Build
+    spec: ClusterSpec
+    profile: Profile | None
+
+    def checked(self) -> Checked:
+        """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
+        try:
+            schedule = self.build(self.workload, self.parallel)
+            if not isinstance(schedule, Schedule):
+                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.Schedule")
+            return check(schedule)
+        except LongstepError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
+
+    def cluster(self) -> Cluster:
+        """Return the cluster, built."""
+        return Cluster(self.spec)
+
+
+def choose(selection: Selection) -> Chosen:
+    """Return what a selection stands for; raises InputError that names the bad value and the allowed ones."""
+    overrides = [_split_override(text) for text in selection.set]
+    model = load_model(selection.model)
+    profile = _profile(selection)
+    spec = measured_cluster(profile) if profile and selection.cluster == "host" else load_cluster(selection.cluster)
+    build, splits = _builder(selection.schedule)
+    parallel = _parallel(selection, splits, spec)
+    spec = _sized(selection, spec, parallel.num_ranks)
+    for key, value in overrides:
+        root, _, path = key.partition(".")
+        if root == "model":
+            model = override(model, path, value, "--set model.")
+        elif root == "cluster":
+            spec = override(spec, path, value, "--set cluster.")
+        else:
+            raise unknown("prefix", root, ["cluster", "model"], "--set PREFIX.KEY=VALUE")
+    return Chosen(_workload(selection, model), parallel, build, spec, profile)
+
+
+def _split_override(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or "." not in key or not value:
+        raise InputError(f"--set {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
+    return key.strip(), value.strip()
+
+
+def _workload(selection: Selection, model: ModelSpec) -> Workload:
+    if selection.layers < 1:
+        raise InputError(f"--layers {selection.layers}: expected 1 or more")
+    one_of("--scope", selection.scope, SCOPES)
+    if selection.layers != 1:
+        raise InputError(f"--layers {selection.layers}: the scope attention plays one layer; set --layers 1")
+    if selection.batch < 1:
+        raise InputError(f"--batch {selection.batch}: expected 1 or more")
+    fields: dict[str, Any] = {
+        "model": model,
+        "seq": parse_length(selection.seq, "--seq"),
+        "batch": selection.batch,
+        "mask": one_of("--mask", selection.mask, MASK_NAMES),
+        "dtype": one_of("--dtype", selection.dtype or model.dtype, DTYPE_BYTES),
+        "passes": one_of("--pass", selection.passes, PASSES),
+        "seed": selection.seed,
+    }
+    return Workload(**fields)
+
+
+def one_of(option: str, value: str, allowed: Any) -> str:
+    """Return ``value`` if it is allowed, else raise InputError with what is."""
+    if value not in allowed:
+        raise unknown(f"value of {option}", value, allowed, option)
+    return value
+
+
+def _parallel(selection: Selection, splits: Splits, spec: ClusterSpec) -> Parallel:
+    """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
+    given = {"ulysses": selection.ulysses_degree, "ring": selection.ring_degree}
+    counts = {f"--{name}-degree": degree for name, degree in given.items()} | {"--gpus": selection.gpus}
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"{option} {value}: expected 1 or more")
+    product = (given["ulysses"] or 1) * (given["ring"] or 1)
+    gpus = selection.gpus
+    if gpus is None and (splits == "nothing" or product > 1):
+        gpus = product
+    elif gpus is None:
+        gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (selection.nodes or spec.nodes)
+    rest = "ulysses" if splits == "ulysses" else "ring"
+    if given[rest] is None and gpus % product == 0:
+        given[rest] = gpus // product
+    degrees = {name: degree or 1 for name, degree in given.items()}
+    if degrees["ulysses"] * degrees["ring"] != gpus:
+        raise InputError(
+            f"--gpus {gpus} is not ulysses degree {degrees['ulysses']} x ring degree {degrees['ring']}; "
+            f"set --gpus {degrees['ulysses'] * degrees['ring']}, or the degrees"
+        )
+    for name, degree in degrees.items():
+        if degree > 1 and splits in {"ring", "ulysses"} and splits != name:
+            raise InputError(f"--{name}-degree {degree}: schedule {selection.schedule!r} has none; set it to 1")
+    return Parallel(ulysses_degree=degrees["ulysses"], ring_degree=degrees["ring"])
+
+
+def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
+    """Return the spec with enough nodes, or as many as were asked for."""
+    if selection.nodes is not None and selection.nodes < 1:
+        raise InputError(f"--nodes {selection.nodes}: expected 1 or more")
+    if spec.gpu.kind == "cpu" and (selection.nodes or 1) > 1:
+        raise InputError(f"--nodes {selection.nodes}: the host is one machine; set --nodes 1")
+    nodes = selection.nodes or max(spec.nodes, -(-ranks // spec.gpus_per_node) if spec.nic else spec.nodes)
+    if nodes > 1 and spec.nic is None:
+        raise InputError(f"--nodes {nodes}: cluster {spec.name!r} has no [nic]; set --nodes 1")
+    spec = msgspec.structs.replace(spec, nodes=nodes)
+    if ranks > nodes * spec.gpus_per_node:
+        raise InputError(
+            f"--gpus {ranks}: cluster {spec.name!r} has {nodes} x {spec.gpus_per_node} = {nodes * spec.gpus_per_node}; "
+            f"set --gpus to at most that, or --nodes"
+        )
+    return spec
+
+
+def _profile(selection: Selection) -> Profile | None:
+    """Return the profile to use; raises InputError if it is of another machine."""
+    name = selection.profile
+    if name == DATASHEET or (name is None and (selection.cluster != "host" or "host" not in profile_names())):
+        return None
+    profile = load_profile(name or "host")
+    if selection.cluster == "host":
+        here = device_name(host_facts(), profile.machine.threads_per_rank)
+        if profile.machine.gpu != here:
+            raise InputError(
+                f"profile {profile.name!r} is of another machine: {profile.machine.gpu!r}, but this one is {here!r}; "
+                f"run longstep calibrate, or set --profile datasheet"
+            )
+    return profile
+
+
+def _builder(name: str) -> tuple[Build, Splits]:
+    """Return the builder of a schedule, and which degree its ranks make up."""
+    if name in SCHEDULES:
+        return SCHEDULES[name].build, SCHEDULES[name].splits
+    path, colon, function = name.partition(":")
+    if not colon:
+        raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "--schedule")
+    if not Path(path).is_file():
+        raise InputError(f"--schedule {name}: there is no file {path!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"--schedule {name}: importing {path} failed: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, function, None)):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown("function", function, public, f"--schedule {path}:FUNCTION")
+    return getattr(module, function), "anything"

@@ -1,0 +1,85 @@
+"""``longstep simulate``: predict one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console
+
+from experiments.selection import Chosen, Selection, choose
+from experiments.tables import evidence_lines, report_table
+from sim.engine.report import Report, report
+from sim.engine.simulate import Simulation
+from sim.engine.simulate import simulate as play
+from sim.errors import InputError
+from sim.memory import walk
+from sim.profile import write_whole
+from sim.schedule.check import Checked
+from sim.trace import Counter, Player, Trace, to_chrome
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Predict step time and memory of a schedule on a cluster."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    trace: str | None = None
+    """Write a Chrome trace (Perfetto opens it) to this file."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def simulate(command: Simulate, console: Console) -> None:
+    """Predict one step, and print what came out."""
+    chosen = choose(command.selection)
+    if command.trace:
+        writable(command.trace)
+    checked, simulation, found = predict(chosen)
+    if command.trace:
+        write_trace(command.trace, checked, [simulation.trace])
+    if command.json:
+        console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
+        return
+    console.print(report_table(title(chosen, checked), found))
+    for line in evidence_lines(found.evidence):
+        console.print(line, markup=False)
+
+
+def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
+    """Return the checked schedule, its simulation, and the figures."""
+    checked = chosen.checked()
+    simulation = play(checked, chosen.cluster(), chosen.profile)
+    return checked, simulation, report(checked, simulation, chosen.profile)
+
+
+def title(chosen: Chosen, checked: Checked) -> str:
+    """Return one line that names what was played."""
+    w = chosen.workload
+    return (
+        f"{checked.schedule.header.name} attention of {w.model.name}, {w.passes}: S {w.seq}, B {w.batch}, {w.dtype}, "
+        f"{w.mask}, {checked.schedule.num_ranks} x {chosen.spec.gpu.name} ({chosen.spec.name})"
+    )
+
+
+def writable(path: str) -> None:
+    """Raise InputError before any work is done if a file cannot be written there."""
+    folder = Path(path).parent
+    if not folder.is_dir() or Path(path).is_dir():
+        wrong = f"there is no folder {str(folder)!r}" if not folder.is_dir() else "it is a folder"
+        raise InputError(f"{path!r} cannot be written: {wrong}; choose another file")
+
+
+def write_trace(path: str, checked: Checked, traces: list[Trace]) -> None:
+    """Write traces of one schedule side by side, with the memory that its buffers take."""
+    counters: dict[Player, list[Counter]] = {trace.player: memory_counters(checked, trace) for trace in traces}
+    write_whole(Path(path), to_chrome(traces, counters))
+
+
+def memory_counters(checked: Checked, trace: Trace) -> list[Counter]:
+    """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds."""
+    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    return [Counter(row.rank, row.begin_s, walks[row.rank].in_use[row.op]) for row in trace.rows]

@@ -1,0 +1,321 @@
+"""The command line: the contract of its JSON, and one clear line for everything that can be typed wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from experiments.cli import main
+from sim.engine.report import Report
+from sim.profile import Machine, Profile, save_profile
+from sim.schedule.ir import Schedule
+from sim.trace import from_chrome
+from topology.cluster import load_cluster
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+from sim.schedule import ring
+from sim.workload import Parallel, Workload
+
+
+def build(workload: Workload, parallel: Parallel):
+    schedule = ring.build(workload, parallel)
+    {body}
+    return schedule
+
+
+def nothing(workload, parallel):
+    return None
+
+
+NUMBER = 1
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what a command prints; it has to succeed, silently on stderr."""
+    main(list(arguments))
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line that a command complains with."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.startswith("longstep: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, "simulate", "--json", *arguments))
+    return found
+
+
+H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K")
+
+
+def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, *H100)
+    assert list(found) == list(Report.__struct_fields__)
+    assert {
+        "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_hbm_bytes", "fits", "memory", "breakdown", "bound_by",
+        "floors", "schedule_hash", "evidence",
+    } <= found.keys()  # fmt: skip
+    assert found["fits"] is None
+    assert found["floors"].keys() == {"compute", "nvlink"}
+    assert found["evidence"]["profile"] == "datasheet"
+    assert "lower bound" in found["evidence"]["notes"][0]
+    assert found["step_time_s"] >= max(found["floors"].values())
+
+
+def test_simulating_is_the_same_in_every_process() -> None:
+    """Whatever the hash seed of Python."""
+    options = ["simulate", "--json", "--cluster", "hgx-h100", "--gpus", "16", "--dtype", "bf16"]
+    code = f"from experiments.cli import main; main({options})"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, check=True
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    assert len(printed) == 1
+
+
+def test_overrides_change_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    base = simulate(capsys, *H100)["step_time_s"]
+    assert simulate(capsys, *H100, "--set", "cluster.gpu.peak_flops_per_s.bf16=*2")["step_time_s"] < 0.6 * base
+    assert simulate(capsys, *H100, "--set", "cluster.nvlink.bytes_per_s=1e9")["step_time_s"] > 2 * base
+    slow = simulate(capsys, *H100, "--set", "cluster.gpu[7].speed=0.5")["step_time_s"]
+    assert slow == pytest.approx(2 * base, rel=0.05)
+    fewer = simulate(capsys, *H100, "--set", "model.num_kv_heads=1")
+    assert fewer["peak_hbm_bytes"] < simulate(capsys, *H100)["peak_hbm_bytes"]
+
+
+def test_more_gpus_take_more_nodes_and_the_nic(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, *H100, "--gpus", "16")
+    assert found["floors"].keys() == {"compute", "nic", "nvlink", "pcie"}
+    assert simulate(capsys, *H100, "--nodes", "2")["schedule_hash"] == found["schedule_hash"]
+
+
+def test_batch_mask_pass_and_dtype_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    base = simulate(capsys, *H100, "--schedule", "ulysses")
+    for options, factor in (
+        (("--batch", "2"), 2),
+        (("--mask", "full"), 2),
+        (("--pass", "forward"), 1 / 3.5),
+        (("--pass", "backward"), 2.5 / 3.5),
+    ):
+        found = simulate(capsys, *H100, "--schedule", "ulysses", *options)
+        assert found["step_time_s"] == pytest.approx(factor * base["step_time_s"], rel=0.05)
+    assert simulate(capsys, *H100, "--dtype", "fp32")["step_time_s"] > 5 * base["step_time_s"]
+
+
+def test_simulate_writes_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    run(capsys, "simulate", *H100, "--trace", str(target))
+    (trace,) = from_chrome(target.read_bytes())
+    assert trace.num_ranks == 8
+    assert any(event["ph"] == "C" for event in json.loads(target.read_bytes())["traceEvents"])
+
+
+def test_show_in_all_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("show", "--cluster", "hgx-h100", "--gpus", "4", "--seq", "1K", "--dtype", "bf16")
+    grid = run(capsys, *options)
+    assert "rank 3" in grid
+    assert "A:kv3" in grid
+    schedule = Schedule.from_json(run(capsys, *options, "--format", "json").encode())
+    assert schedule.num_ranks == 4
+    graph = run(capsys, *options, "--format", "dot", "--ranks", "0,2")
+    assert graph.startswith("digraph")
+    assert "cluster_1" not in graph
+    target = tmp_path / "schedule.json"
+    run(capsys, *options, "--format", "json", "--out", str(target))
+    assert Schedule.from_json(target.read_bytes()).hash == schedule.hash
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, "list")
+    for name in ("tiny", "llama3-8b", "hgx-h100", "host", "ring", "ulysses", "single", "datasheet"):
+        assert name in printed
+    assert "hgx-h100" not in run(capsys, "list", "models")
+
+
+def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "my_module.py"
+    path.write_text(OWN.format(body="pass"))
+    found = simulate(capsys, *H100, "--schedule", f"{path}:build")
+    assert found["schedule_hash"] == simulate(capsys, *H100)["schedule_hash"]
+
+
+def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "my_module.py"
+    dropped = """import msgspec
+    programs = schedule.programs
+    programs[1] = msgspec.structs.replace(programs[1], ops=programs[1].ops[:1] + programs[1].ops[2:])
+    schedule._build, schedule._programs = programs.__getitem__, {}"""
+    path.write_text(OWN.format(body=dropped))
+    own = ("--schedule", f"{path}:build", *H100)
+    assert "rank 1 op" in fails(capsys, "simulate", *own)
+    with pytest.raises(SystemExit):
+        main(["show", *own])
+    assert ">>>" in capsys.readouterr().out, "the place is shown"
+    path.write_text(OWN.format(body="1 / 0"))
+    assert "my_module.py:8: ZeroDivisionError" in fails(capsys, "simulate", *own)
+    assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
+    assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
+    assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
+    path.write_text("import nothing_of_that_name")
+    assert "importing" in fails(capsys, "simulate", *own)
+    assert "there is no file" in fails(capsys, "simulate", "--schedule", "none.py:build")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulat",), "simulat"),
+        ((), "Expected one of"),
+        (("simulate", "--sequence", "1K"), "--sequence"),
+        (("simulate", "--model", "tini"), "did you mean 'tiny'"),
+        (("simulate", "--model", "none.toml"), "cannot be read"),
+        (("simulate", "--cluster", "hgx"), "allowed are hgx-h100, host"),
+        (("simulate", "--schedule", "rign"), "did you mean 'ring'"),
+        (("simulate", "--profile", "none"), "unknown profile 'none'"),
+        (("simulate", "--profile", "none.json"), "cannot be read"),
+        (("simulate", "--mask", "diagonal"), "allowed are causal, full"),
+        (("simulate", "--dtype", "fp8"), "allowed are fp64, fp32, bf16, fp16"),
+        (("simulate", "--pass", "sideways"), "allowed are forward, backward, both"),
+        (("simulate", "--scope", "layer"), "allowed are attention"),
+        (("simulate", "--layers", "2"), "--layers 1"),
+        (("simulate", "--layers", "0"), "1 or more"),
+        (("simulate", "--seq", "0"), "8K or 1M"),
+        (("simulate", "--seq", "1Q"), "8K or 1M"),
+        (("simulate", "--seq", "1001", "--gpus", "2"), "the nearest are 1000 or 1002; set --seq"),
+        (("simulate", "--seq", "3", "--gpus", "8"), "the nearest are 8; set --seq"),
+        (("simulate", "--batch", "0"), "1 or more"),
+        (("simulate", "--batch", "two"), "--batch"),
+        (("simulate", "--gpus", "0"), "1 or more"),
+        (("simulate", "--gpus", "-2"), "1 or more"),
+        (("simulate", "--gpus", "3", "--schedule", "ulysses"), "allowed are 1, 2, 4"),
+        (("simulate", "--gpus", "8", "--schedule", "ulysses"), "num_kv_heads 4"),
+        (("simulate", "--gpus", "2", "--schedule", "single"), "set --gpus 1"),
+        (("simulate", "--gpus", "65"), "64"),
+        (("simulate", "--cluster", "hgx-h100", "--gpus", "9", "--nodes", "1"), "1 x 8 = 8"),
+        (("simulate", "--nodes", "2"), "the host is one machine"),
+        (("simulate", "--nodes", "0", "--cluster", "hgx-h100"), "1 or more"),
+        (("simulate", "--ulysses-degree", "2", "--gpus", "2"), "has none; set it to 1"),
+        (("simulate", "--ring-degree", "3", "--gpus", "4"), "set --gpus 3"),
+        (("simulate", "--ring-degree", "0"), "1 or more"),
+        (("simulate", "--set", "cluster.nvlnk.bytes_per_s=1", "--cluster", "hgx-h100"), "did you mean"),
+        (("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"), "`float` > 0"),
+        (("simulate", "--set", "cluster.nvlink.bytes_per_s", "--cluster", "hgx-h100"), "KEY=VALUE"),
+        (("simulate", "--set", "clusters.nvlink.bytes_per_s=1"), "allowed are cluster, model"),
+        (("simulate", "--set", "cluster.gpu[8].speed=1", "--cluster", "hgx-h100"), "0 to 7"),
+        (("simulate", "--set", "model.num_kv_heads=3"), "allowed are 1, 2, 4, 8"),
+        (("simulate", "--cluster", "hgx-h100", "--dtype", "fp64"), "has no peak for fp64"),
+        (("simulate", "--trace", "/nowhere/trace.json"), "there is no folder"),
+        (("show", "--format", "png"), "allowed are grid, json, dot"),
+        (("show", "--ranks", "0,9"), "0 to 1"),
+        (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
+        (("list", "things"), "allowed are models, clusters, schedules, profiles"),
+        (("compare", "--gpus", "2"), "run longstep calibrate --quick"),
+        (("run", "--cluster", "hgx-h100"), "--cluster host"),
+        (("run", "--device", "tpu", "--gpus", "2"), "allowed are cpu, cuda"),
+        (("run", "--repeats", "0"), "1 or more"),
+        (("run", "--timeout", "0"), "above 0"),
+        (("run", "--verify", "--seq", "64K", "--gpus", "1"), "at most 32768"),
+        (("run", "--device", "cuda", "--gpus", "1"), "this machine has 0"),
+        (("calibrate", "--name", "a/b"), "letters"),
+        (("calibrate", "--dtype", "int8"), "allowed are"),
+        (("calibrate", "--model", "none"), "unknown model"),
+        (("calibrate", "--out", "/nowhere/profile.json"), "there is no folder"),
+    ],
+)
+def test_what_is_typed_wrong(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    import torch
+
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    if arguments == ("show", "--ranks", "0,9"):
+        arguments = (*arguments, "--gpus", "2")
+    assert message in fails(capsys, *arguments)
+
+
+def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path, own_profiles: Path) -> None:
+    spec = load_cluster("host")
+    machine = Machine(gpu="a CPU of another make, 7 cores, 1 per rank", cores=7, threads_per_rank=1, software={})
+    foreign = Profile(
+        name="host",
+        created="2026-01-01",
+        command="",
+        complete=True,
+        machine=machine,
+        cluster=msgspec.to_builtins(spec, str_keys=True),
+        points=(),
+    )
+    save_profile(foreign, tmp_path / "foreign.json")
+    message = fails(capsys, "simulate", "--profile", str(tmp_path / "foreign.json"))
+    assert "is of another machine: 'a CPU of another make" in message
+    assert "longstep calibrate" in message
+    message = fails(capsys, "simulate", *H100, "--profile", str(tmp_path / "foreign.json"))
+    assert "but cluster 'hgx-h100' has 'H100-SXM-80GB'" in message
+    save_profile(foreign, own_profiles / "host.json")
+    assert "is of another machine" in fails(capsys, "simulate")
+    assert simulate(capsys, "--profile", "datasheet")["evidence"]["profile"] == "datasheet"
+
+
+def test_nothing_half_written_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    fails(capsys, "simulate", "--trace", str(target), "--seq", "1001", "--gpus", "2")
+    assert not list(tmp_path.glob("*.json*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+{code}
+"""
+
+
+def without(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which some packages cannot be imported."""
+    whole = BLOCK.format(names=names, code=code)
+    return subprocess.run([sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_base_install_simulates_without_torch() -> None:
+    play = "from experiments.cli import main; main(['simulate', '--cluster', 'hgx-h100', '--dtype', 'bf16'])"
+    ended = without({"torch"}, play)
+    assert ended.returncode == 0, ended.stderr
+    assert "step time" in ended.stdout
+
+
+def test_the_words_need_neither_torch_nor_simpy() -> None:
+    words = (
+        "import sim, sim.schedule.catalog, sim.schedule.check, sim.profile, sim.memory, sim.breakdown, topology.cluster"
+    )
+    ended = without({"torch", "simpy"}, words)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_executing_without_torch_says_what_to_install() -> None:
+    ended = without({"torch"}, "from experiments.cli import main; main(['run', '--gpus', '2'])")
+    assert ended.returncode == 2
+    assert "longstep[runtime]" in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,58 @@
+"""run and compare, on real processes, from the command line to their JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from calibrate.host import HostCalibration, Plan
+from experiments.cli import main
+from sim.profile import save_profile
+from sim.trace import from_chrome
+from sim.workload import load_model
+
+pytestmark = pytest.mark.gloo
+
+
+def test_run_executes_and_verifies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    main(["run", "--gpus", "2", "--seq", "512", "--repeats", "2", "--verify", "--json", "--trace", str(trace)])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["step_times_s"]) == 2
+    assert found["errors"].keys() == {"out", "dq", "dk", "dv"}
+    assert max(found["errors"].values()) < 2e-5
+    (executed,) = from_chrome(trace.read_bytes())
+    assert executed.player == "executed"
+    assert executed.schedule_hash == found["schedule_hash"]
+    main(["run", "--gpus", "2", "--seq", "512", "--repeats", "1", "--schedule", "ulysses"])
+    assert "step time, median" in capsys.readouterr().out
+
+
+def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path, own_profiles: Path) -> None:
+    """With a profile of a few points: what it lacks is said. The tables are joined on the same ops."""
+    with HostCalibration(Plan("host", load_model("tiny"), ("fp32",), quick=True, command="test")) as calibration:
+        for step in calibration.steps():
+            if "128 tokens" in step.label and "ranks" not in step.label:
+                step.run()
+        save_profile(calibration.profile(complete=False), own_profiles / "host.json")
+    trace = tmp_path / "trace.json"
+    options = ["compare", "--gpus", "2", "--seq", "256", "--repeats", "2", "--trace", str(trace)]
+    main([*options, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"]["error"] == pytest.approx(found["step"]["simulated_s"] / found["step"]["median_s"] - 1)
+    assert found["step"]["low_s"] <= found["step"]["median_s"] <= found["step"]["high_s"]
+    assert len(found["drift"]) == 2
+    kinds = {(row["kind"], row["part"]): row["count"] for row in found["kinds"]}
+    assert kinds["Attend", "forward"] == 3
+    assert kinds["Exchange", "backward"] == 2 + 4
+    simulated, executed = from_chrome(trace.read_bytes())
+    assert simulated.schedule_hash == executed.schedule_hash == found["schedule_hash"]
+    assert [row[:6] for row in simulated.rows] == [row[:6] for row in executed.rows]
+    assert any("not in the profile" in note for note in found["report"]["evidence"]["notes"])
+    main(options)
+    printed = capsys.readouterr().out
+    assert "Attend forward" in printed
+    assert "evidence: profile 'host'" in printed
+    assert ", interrupted" in printed
