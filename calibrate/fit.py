@@ -19,13 +19,17 @@ _COLD_BYTES = 2**25
 
 
 def fitted_spec(
-    nominal: ClusterSpec, kernels: list[Point], links: list[LinkTimes], launch_s: float, when: str
+    nominal: ClusterSpec, kernels: list[Point], links: list[LinkTimes], launch_s: float, ranks: int, when: str
 ) -> ClusterSpec:
-    """Return the nominal spec of a host with the figures that the measurements give; each says so in ``sources``."""
+    """Return the nominal spec of a host with the figures that the measurements give; each says so in ``sources``.
+
+    Of ``links`` only those among at most ``ranks`` ranks count, which is also how many kernels were busy at once.
+    """
     assert nominal.host is not None
     assert nominal.loopback is not None
-    points = [link.point for link in links if link.point.shape[0] <= nominal.host.cores]
-    cores = nominal.host.cores / _slowdown(kernels)
+    links = [link for link in links if link.point.shape[0] <= ranks]
+    points = [link.point for link in links]
+    cores = max(nominal.host.cores, ranks) / _slowdown(kernels)
     loopback = LinkSpec(
         bytes_per_s=max((p.nbytes / p.median_s for p in points), default=nominal.loopback.bytes_per_s),
         latency_s=min((p.median_s for p in points if p.condition == "idle"), default=nominal.loopback.latency_s),
@@ -55,7 +59,7 @@ def fitted_spec(
     return msgspec.structs.replace(
         nominal,
         gpu=msgspec.structs.replace(nominal.gpu, launch_s=launch_s, peak_flops_per_s=peaks),
-        hbm=msgspec.structs.replace(nominal.hbm, bytes_per_s=_memory_bytes_per_s(nominal, kernels)),
+        hbm=msgspec.structs.replace(nominal.hbm, bytes_per_s=_memory_bytes_per_s(nominal, kernels, ranks)),
         loopback=loopback,
         host=host,
         sources=nominal.sources | sources,
@@ -77,11 +81,10 @@ def _pairs(points: list[Point]) -> Iterable[tuple[Point, Point]]:
             yield idle[key], point
 
 
-def _memory_bytes_per_s(nominal: ClusterSpec, kernels: list[Point]) -> float:
+def _memory_bytes_per_s(nominal: ClusterSpec, kernels: list[Point], ranks: int) -> float:
     """Return the bandwidth of copies that fit into no cache, of all cores together where that is more."""
-    assert nominal.host is not None
     copies = [p for p in kernels if p.kernel == "copy" and p.nbytes >= _COLD_BYTES]
-    rates = [p.nbytes / p.median_s * (nominal.host.cores if p.condition == "busy" else 1) for p in copies]
+    rates = [p.nbytes / p.median_s * (ranks if p.condition == "busy" else 1) for p in copies]
     return max(rates, default=nominal.hbm.bytes_per_s)
 
 
@@ -99,9 +102,9 @@ def _transfer_cores(kernels: list[Point], links: list[LinkTimes]) -> float:
     idle = {(p.kernel, p.shape): p.median_s for p in points if p.condition == "idle"}
     for link in links:
         key = (link.point.kernel, link.point.shape)
-        like = [p.median_s for p in alone if p.shape[1] == BESIDE_TOKENS]
+        like = [p.median_s for p in alone if p.shape[1] == BESIDE_TOKENS and p.dtype == link.point.dtype]
         if link.beside_s and like and key in idle and link.point.nbytes >= _LARGE_BYTES:
-            shares.append((statistics.median(link.beside_s) - like[-1]) / idle[key])
+            shares.append((statistics.median(link.beside_s) - max(like)) / idle[key])
     return _median(shares)
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from calibrate.cases import KernelCase, kernel_cases
 from calibrate.fit import fitted_spec
-from calibrate.kernels import KernelCase, kernel_cases, time_kernel
+from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from runtime.launch import Session
 from sim.profile import Condition, Machine, Point, Profile
@@ -24,7 +25,7 @@ from topology.host import host_facts
 MAX_RANKS = 16
 """Processes that a calibration starts at most; on larger machines "busy" means that many cores."""
 
-_QUICK_BUSY_TOKENS = 2048
+_QUICK_BUSY_TOKENS = (512, 1024, 2048)
 
 
 class Plan(NamedTuple):
@@ -81,7 +82,7 @@ class HostCalibration:
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, quick=plan.quick)]
         kernels = [
             Step(f"{case.label}, {condition}", partial(self._time_kernel, case, condition))
-            for case in sorted(cases, key=lambda case: (case.tokens, case))
+            for case in cases
             for condition in self._conditions(case)
         ]
         return [*links, Step("launch", self._time_launch), *kernels]
@@ -91,7 +92,7 @@ class HostCalibration:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         nominal = load_cluster("host")
         launch_s = nominal.gpu.launch_s if self._launch_s is None else self._launch_s
-        spec = fitted_spec(nominal, self._kernels, self._links, launch_s, now)
+        spec = fitted_spec(nominal, self._kernels, self._links, launch_s, self._cores, now)
         facts = host_facts()
         return Profile(
             name=self._plan.name,
@@ -114,9 +115,13 @@ class HostCalibration:
         )
 
     def _conditions(self, case: KernelCase) -> tuple[Condition, ...]:
-        """Return in which conditions to time a kernel; quick leaves out the longest with all cores busy."""
-        long = case.kernel in ATTENTION_KERNELS and case.tokens > _QUICK_BUSY_TOKENS
-        return ("idle",) if self._plan.quick and long else ("idle", "busy")
+        """Return in which conditions to time a kernel; quick has few of them with all cores busy."""
+        use, few = case.use, False
+        if use.kernel in ATTENTION_KERNELS:
+            few = use.shape[1] not in _QUICK_BUSY_TOKENS or use.shape[3] < self._plan.model.num_heads
+        elif use.kernel == "gemm":
+            few = use.shape[0] not in _QUICK_BUSY_TOKENS
+        return ("idle",) if self._plan.quick and few else ("idle", "busy")
 
     def _on(self, ranks: int) -> Session:
         """Return a session of that many ranks: the present one, or a new one in its place."""

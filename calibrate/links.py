@@ -13,14 +13,15 @@ from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
 from sim.schedule.ir import Communicator, Header, Program, Schedule
 from sim.schedule.masks import FULL, Span
-from sim.schedule.ops import Message, Split
+from sim.schedule.ops import Message
+from sim.schedule.views import Split
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 LinkKernel = Literal["exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
-_STEPS = 4
-_PER_STEP = 6
+_STEPS = 3
+_PER_STEP = 4
 _WARM = 2
 _LAUNCHES = 200
 BESIDE_TOKENS = 1024
@@ -32,7 +33,7 @@ class LinkCase(NamedTuple):
 
     kernel: LinkKernel
     nbytes: int
-    """Size of the whole tensor on each rank: what an exchange sends, what an all-gather receives."""
+    """About the size of the whole tensor on each rank: what an exchange sends, what an all-gather receives."""
     condition: Condition
 
     @property
@@ -74,12 +75,13 @@ def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) 
         rows += trace.rows if step >= _WARM else []
     run.close()
     times = sample([row.busy_s for row in rows if row.stream == "link"])
+    nbytes = _num_tokens(case, session.ranks, model, dtype) * _row_bytes(model, dtype)
     point = Point(
         kernel=case.kernel,
         dtype=dtype,
-        shape=(session.ranks, case.nbytes),
+        shape=(session.ranks, nbytes),
         condition=case.condition,
-        nbytes=_sent_bytes(case, session.ranks),
+        nbytes=_sent_bytes(case.kernel, nbytes, session.ranks),
         **times._asdict(),
     )
     return LinkTimes(point, [row.busy_s for row in rows if row.label == "attend beside"], _handoffs(rows))
@@ -102,7 +104,7 @@ def time_launch(session: Session, model: ModelSpec, dtype: Dtype) -> float:
 
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
-        given = b.input("dout", (Span(0, 1),), Span(0, model.num_heads))
+        given = b.input("dq", (Span(0, 1),), Span(0, model.num_heads))
         total = b.like("sum", given, "attention")
         b.copy(given, total, "first")
         for _ in range(_LAUNCHES):
@@ -119,25 +121,33 @@ def time_launch(session: Session, model: ModelSpec, dtype: Dtype) -> float:
     return sample(gaps).median_s
 
 
-def _sent_bytes(case: LinkCase, ranks: int) -> int:
+def _row_bytes(model: ModelSpec, dtype: Dtype) -> int:
+    return model.num_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def _num_tokens(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) -> int:
+    """Return how many tokens make up about the size of a case: a whole number on every rank."""
+    return max(case.nbytes // _row_bytes(model, dtype) // ranks, 1) * ranks
+
+
+def _sent_bytes(kernel: LinkKernel, nbytes: int, ranks: int) -> int:
     """Return the bytes that each rank puts on the wire (rings for all but exchange and all-to-all)."""
-    if case.kernel == "exchange":
-        return case.nbytes
-    share = case.nbytes * (ranks - 1) // ranks
-    return 2 * share if case.kernel == "all_reduce" else share
+    if kernel == "exchange":
+        return nbytes
+    share = nbytes * (ranks - 1) // ranks
+    return 2 * share if kernel == "all_reduce" else share
 
 
 def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) -> Schedule:
     """Return a schedule that does the same communication several times, each time beside one block of attention."""
-    row_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[dtype]
-    tokens = max(case.nbytes // row_bytes // ranks, 1) * ranks
+    tokens = _num_tokens(case, ranks, model, dtype)
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
     workload = Workload(model=model, seq=max(tokens, BESIDE_TOKENS), mask="full", dtype=dtype, passes="forward")
 
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
         heads, kv_heads = Span(0, model.num_heads), Span(0, model.num_kv_heads)
-        given = b.input("dout", (Span(0, tokens),), heads)
+        given = b.input("dq", (Span(0, tokens),), heads)
         taken = b.like("taken", given, "communication")
         block = (Span(0, BESIDE_TOKENS),)
         q, k, v = b.input("q", block, heads), b.input("k", block, kv_heads), b.input("v", block, kv_heads)

@@ -22,7 +22,8 @@ from sim.schedule.attention import all_heads, attention_program
 from sim.schedule.check import check
 from sim.schedule.ir import Communicator, Header, Schedule
 from sim.schedule.layout import contiguous
-from sim.schedule.ops import Message, View
+from sim.schedule.ops import Message
+from sim.schedule.views import View
 from sim.workload import Parallel, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 import re
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -15,9 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.selection import one_of
 from experiments.simulate import writable
-from sim.errors import InputError
-from sim.profile import Profile, profile_folder, save_profile
+from sim.errors import InputError, RankError
+from sim.profile import Profile, make_folder, profile_folder, save_profile
 from sim.workload import DTYPE_BYTES, load_model
+
+if TYPE_CHECKING:
+    from calibrate.host import Step
+
+QUICK_S = 100.0
+"""Nothing new is begun after this time where it has to be quick; the largest sizes come last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,29 +52,44 @@ def calibrate(command: Calibrate, console: Console) -> None:
         raise InputError(f"--name {command.name!r}: expected letters, digits, '.', '_' and '-'")
     model = load_model(command.model)
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
-    if command.out:
-        writable(command.out)
     path = Path(command.out) if command.out else profile_folder() / f"{command.name}.json"
+    if not command.out:
+        make_folder(path.parent)
+    writable(str(path))
     line = " ".join(["longstep", *sys.argv[1:]])
     plan = Plan(command.name, model, tuple(dtypes), command.quick, line)  # type: ignore[arg-type]
-    complete = False
+    state, failure = "interrupted", None
     with HostCalibration(plan) as calibration:
-        with contextlib.suppress(KeyboardInterrupt):
-            steps = calibration.steps()
-            with _progress(console) as progress:
-                task = progress.add_task("", total=len(steps))
-                for step in steps:
-                    progress.update(task, description=step.label)
-                    step.run()
-                    progress.advance(task)
-            complete = True
-        profile = calibration.profile(complete=complete)
+        try:
+            state = _measure(calibration.steps(), QUICK_S if command.quick else math.inf, console)
+        except KeyboardInterrupt:
+            pass
+        except RankError as error:
+            failure = error
+        profile = calibration.profile(complete=not state)
+    if profile.points:
+        save_profile(profile, path)
+        _summary(profile, state, path, console)
+    if failure:
+        raise failure
     if not profile.points:
         raise InputError("interrupted before anything was measured; nothing was written")
-    save_profile(profile, path)
-    _summary(profile, path, console)
-    if not complete:
+    if state == "interrupted":
         sys.exit(130)
+
+
+def _measure(steps: Sequence[Step], limit_s: float, console: Console) -> str:
+    """Make the measurements that there is time for; return why some are missing, empty if none is."""
+    begin_s = time.monotonic()
+    with _progress(console) as progress:
+        task = progress.add_task("", total=len(steps))
+        for number, step in enumerate(steps):
+            if time.monotonic() - begin_s > limit_s:
+                return f"the {len(steps) - number} largest left out for lack of time"
+            progress.update(task, description=step.label)
+            step.run()
+            progress.advance(task)
+    return ""
 
 
 def _progress(console: Console) -> Progress:
@@ -80,10 +103,10 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=not console.is_terminal)
 
 
-def _summary(profile: Profile, path: Path, console: Console) -> None:
+def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
     """Print what was found, in the figures that the simulator uses."""
     host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
-    state = "" if profile.complete else " (interrupted: larger sizes will be extrapolated)"
+    state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
     console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)
     console.print(
         f"  {profile.machine.gpu}: {host['cores']:.3g} cores at once, memory {memory['bytes_per_s'] / 1e9:.3g} GB/s, "

@@ -83,6 +83,8 @@ def compare(command: Compare, console: Console) -> None:
     if command.trace:
         writable(command.trace)
     calibrated(chosen)
+    if command.execution.device != "cpu":
+        raise InputError(f"--device {command.execution.device}: a GPU cannot be calibrated yet; set --device cpu")
     checked = chosen.checked()
     with open_session(chosen, checked, command.execution) as session:
         found, traces = comparison(chosen, checked, session, command.execution.repeats)
@@ -174,15 +176,16 @@ def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
 
 def _drift(session: Session, profile: Profile) -> float:
     """Return how much longer a kernel of the profile takes now: the median over a few milliseconds of it."""
-    from calibrate.kernels import KernelCase, time_kernel
+    from calibrate.cases import case_of
+    from calibrate.kernels import time_kernel
 
     attention = [p for p in profile.points if p.kernel == ATTENTION_KERNELS[0] and p.condition == "idle"]
     probes = [point for point in attention if point.median_s < _PROBE_S]
     if not probes:
         return 0.0
     probe: Point = max(probes, key=lambda point: point.median_s)
-    _, queries, _, heads, kv_heads, head_dim = probe.shape
-    case = KernelCase(probe.kernel, probe.variant == "causal", queries, heads, kv_heads, head_dim, probe.dtype)
+    case = case_of(probe)
+    assert case is not None
     return time_kernel(session, case, "idle", 0.3).median_s / probe.median_s - 1
 
 

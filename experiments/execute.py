@@ -17,13 +17,14 @@ from experiments.selection import Chosen, Selection, choose, one_of
 from experiments.simulate import title, writable, write_trace
 from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
-from sim.errors import InputError
+from sim.errors import InputError, LongstepError
 from sim.schedule.check import Checked
 
 if TYPE_CHECKING:
     from runtime.launch import Session
     from runtime.run import Step
 
+_LONGEST_S = 1e6
 WARM_UP = 3
 """Steps before those that count: by then every rank has the memory that it needs."""
 
@@ -57,13 +58,13 @@ class Run:
 def run(command: Run, console: Console) -> None:
     """Execute some steps, and print what happened."""
     from runtime.run import ScheduleRun
-    from runtime.verify import verifiable
+    from runtime.verify import BOUNDS, verifiable
 
     chosen = choose(command.selection)
     if command.trace:
         writable(command.trace)
     checked = chosen.checked()
-    if command.verify:
+    if command.verify or not chosen.workload.forward:  # one pass alone gets its out and lse from the reference
         verifiable(chosen.workload)
     with open_session(chosen, checked, command.execution) as session:
         schedule_run = ScheduleRun(session, checked)
@@ -85,16 +86,26 @@ def run(command: Run, console: Console) -> None:
     }
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), markup=False)
-        return
-    table = Table("figure", "value", title=title(chosen, checked), title_justify="left")
+    else:
+        console.print(_table(title(chosen, checked), result))
+    bound = BOUNDS[chosen.workload.dtype]
+    wrong = [name for name, error in errors.items() if not error <= bound]
+    if wrong:
+        raise LongstepError(f"executed tensors differ from the reference by more than {bound:g}: {', '.join(wrong)}")
+
+
+def _table(name: str, result: dict[str, Any]) -> Table:
+    """Return the figures of a run."""
+    times, rank = result["step_times_s"], result["critical_rank"]
+    table = Table("figure", "value", title=name, title_justify="left")
     table.add_row("step time, median", seconds(result["step_time_s"]))
     table.add_row("  of", ", ".join(seconds(value) for value in times))
     table.add_row("peak memory of its buffers", size(result["peak_bytes"]))
     table.add_row(f"rank {rank}, the least waiting", parts_line(result["breakdown"]))
     table.add_row("schedule", result["schedule_hash"])
-    for tensor, error in errors.items():
+    for tensor, error in result["errors"].items():
         table.add_row(f"{tensor}: largest relative error", f"{error:.2g}")
-    console.print(table)
+    return table
 
 
 @contextmanager
@@ -107,14 +118,16 @@ def open_session(chosen: Chosen, checked: Checked, execution: Execution) -> Iter
     one_of("--device", execution.device, ("cpu", "cuda"))
     if execution.repeats < 1:
         raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
-    if execution.timeout <= 0:
-        raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0")
+    if not 0 < execution.timeout < _LONGEST_S:
+        raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks = checked.schedule.num_ranks
     if execution.device == "cuda" and torch.cuda.device_count() < ranks:
         raise InputError(
             f"--device cuda: {ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; "
             f"set --gpus, or --device cpu"
         )
+    if execution.device == "cuda" and chosen.workload.dtype not in {"bf16", "fp16"}:
+        raise InputError(f"--dtype {chosen.workload.dtype}: attention on CUDA runs bf16 and fp16; set --dtype bf16")
     if execution.device == "cpu" and chosen.spec.gpu.kind != "cpu":
         raise InputError(f"cluster {chosen.spec.name!r} is not this machine: executing takes --cluster host")
     backend = "gloo" if execution.device == "cpu" else "nccl"

@@ -24,7 +24,7 @@ from topology.cluster import Cluster, load_cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
 
-SCOPES = ("attention",)
+SCOPES = ("attention", "layer")
 PASSES = ("forward", "backward", "both")
 MASK_NAMES = ("causal", "full")
 DATASHEET = "datasheet"
@@ -59,9 +59,9 @@ class Selection:
     seed: int = 0
     """Seed of the inputs."""
     layers: int = 1
-    """Layers; the scope attention plays one."""
+    """Layers of the scope layer."""
     scope: str = "attention"
-    """What is played: attention."""
+    """What is played: attention of one layer, or whole layers."""
     passes: Annotated[str, tyro.conf.arg(name="pass")] = "both"
     """forward, backward or both."""
     profile: str | None = None
@@ -130,9 +130,6 @@ def _split_override(text: str) -> tuple[str, str]:
 def _workload(selection: Selection, model: ModelSpec) -> Workload:
     if selection.layers < 1:
         raise InputError(f"--layers {selection.layers}: expected 1 or more")
-    one_of("--scope", selection.scope, SCOPES)
-    if selection.layers != 1:
-        raise InputError(f"--layers {selection.layers}: the scope attention plays one layer; set --layers 1")
     if selection.batch < 1:
         raise InputError(f"--batch {selection.batch}: expected 1 or more")
     fields: dict[str, Any] = {
@@ -141,6 +138,8 @@ def _workload(selection: Selection, model: ModelSpec) -> Workload:
         "batch": selection.batch,
         "mask": one_of("--mask", selection.mask, MASK_NAMES),
         "dtype": one_of("--dtype", selection.dtype or model.dtype, DTYPE_BYTES),
+        "scope": one_of("--scope", selection.scope, SCOPES),
+        "layers": selection.layers,
         "passes": one_of("--pass", selection.passes, PASSES),
         "seed": selection.seed,
     }
@@ -223,6 +222,8 @@ def _builder(name: str) -> tuple[Build, Splits]:
     path, colon, function = name.partition(":")
     if not colon:
         raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "--schedule")
+    if not path.endswith(".py"):
+        raise InputError(f"--schedule {name}: expected a file that ends in .py before the colon")
     if not Path(path).is_file():
         raise InputError(f"--schedule {name}: there is no file {path!r}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -67,9 +68,14 @@ def title(chosen: Chosen, checked: Checked) -> str:
 
 def writable(path: str) -> None:
     """Raise InputError before any work is done if a file cannot be written there."""
-    folder = Path(path).parent
-    if not folder.is_dir() or Path(path).is_dir():
-        wrong = f"there is no folder {str(folder)!r}" if not folder.is_dir() else "it is a folder"
+    folder, wrong = Path(path).parent, ""
+    if not folder.is_dir():
+        wrong = f"there is no folder {str(folder)!r}"
+    elif Path(path).is_dir():
+        wrong = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        wrong = f"you may not write to {str(folder)!r}"
+    if wrong:
         raise InputError(f"{path!r} cannot be written: {wrong}; choose another file")
 
 

@@ -82,7 +82,7 @@ class RankPlayer:
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Return what the output ports hold after the last step."""
-        return {port.tensor: self._storage.read(port.view).cpu() for port in self._program.outputs}
+        return {port.name: self._storage.read(port.view).cpu() for port in self._program.outputs}
 
     def close(self) -> None:
         """End the streams and the process groups."""

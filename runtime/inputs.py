@@ -10,8 +10,9 @@ import zlib
 
 import torch
 
-from runtime.reference import Reference, attention
+from runtime.reference import attention, layers
 from runtime.tensors import TORCH_DTYPE, Storage
+from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Program
 from sim.schedule.masks import MASKS, Span, block_band
 from sim.workload import Workload
@@ -21,25 +22,52 @@ _BLOCK = 64
 
 
 def global_tokens(name: str, span: Span, heads: int, workload: Workload) -> torch.Tensor:
-    """Return some tokens, with all ``heads``, of a global input: (B, tokens, heads, D) in fp64, standard normal.
+    """Return some tokens, with all ``heads``, of a global input: (B, tokens, heads, D) in fp64, standard normal."""
+    return _tokens(name, span, (heads, workload.model.head_dim), workload)
 
-    Values are rounded to the workload's data type, so that runs in fp64 on the same numbers can check it.
-    """
+
+def global_activations(name: str, span: Span, workload: Workload) -> torch.Tensor:
+    """Return some tokens of what goes into, or comes back to, a stack of layers: (B, tokens, E) in fp64."""
+    return _tokens(name, span, (workload.model.embed_dim,), workload)
+
+
+def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
+    """Return a weight of a layer in fp64: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
+    shape = weight_shapes(workload.model)[name]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return _rounded(drawn / shape[0] ** 0.5 if len(shape) == 2 else 1 + 0.1 * drawn, workload)
+
+
+def _rounded(value: torch.Tensor, workload: Workload) -> torch.Tensor:
+    """Return values of the workload's data type in fp64, so that runs in fp64 on the same numbers can check it."""
+    return value.to(TORCH_DTYPE[workload.dtype]).double()
+
+
+def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -> torch.Tensor:
+    """Return (B, tokens, *width), drawn block by block."""
     blocks = []
     for block in range(span.start // _BLOCK, (span.stop - 1) // _BLOCK + 1):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} {block}".encode()))
-        shape = (workload.batch, _BLOCK, heads, workload.model.head_dim)
+        shape = (workload.batch, _BLOCK, *width)
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         low, high = block * _BLOCK, (block + 1) * _BLOCK
         begin = max(span.start, low + (span.start - low) % span.step)
         blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step])
-    return torch.cat(blocks, dim=1).to(TORCH_DTYPE[workload.dtype]).double()
+    return _rounded(torch.cat(blocks, dim=1), workload)
 
 
 def fill_inputs(program: Program, workload: Workload, storage: Storage) -> None:
     """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64."""
     model, whole = workload.model, Span(0, workload.seq)
     for port in program.inputs:
+        if port.tensor in weight_shapes(model):
+            storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
+            continue
+        if port.tensor in {"x", "dx"}:
+            tokens = [global_activations(port.tensor, span, workload) for span in port.tokens]
+            storage.write(port.view).copy_(torch.cat(tokens, dim=1))
+            continue
         if port.tensor not in {"out", "lse"}:
             total = model.num_kv_heads if port.tensor in {"k", "v"} else model.num_heads
             value = torch.cat([global_tokens(port.tensor, span, total, workload) for span in port.tokens], dim=1)
@@ -61,9 +89,17 @@ def fill_inputs(program: Program, workload: Workload, storage: Storage) -> None:
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
 
-def reference(workload: Workload) -> Reference:
-    """Return output and gradients of a workload's inputs, whole and in fp64, computed on one process."""
+def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
+    """Return outputs and gradients by (tensor, layer), whole and in fp64, computed on one process."""
     whole, model = Span(0, workload.seq), workload.model
+    if workload.scope == "layer":
+        weights = [
+            {name: global_weight(name, layer, workload) for name in weight_shapes(model)}
+            for layer in range(workload.layers)
+        ]
+        x, dx = (global_activations(name, whole, workload) for name in ("x", "dx"))
+        return layers(weights, x, dx if workload.backward else None, model, MASKS[workload.mask])
     q, dout = (global_tokens(name, whole, model.num_heads, workload) for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload) for name in ("k", "v"))
-    return attention(q, k, v, dout, MASKS[workload.mask])
+    found = attention(q, k, v, dout, MASKS[workload.mask])._asdict()
+    return {(tensor, 0): value for tensor, value in found.items()}

@@ -7,8 +7,24 @@ from typing import assert_never
 import torch
 
 from runtime.attention import AttentionKernel
+from runtime.dense import gemm, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward
 from runtime.tensors import Storage
-from sim.schedule.ops import Accumulate, Attend, AttendBackward, Copy, Kernel, Merge, Split
+from sim.schedule.ops import (
+    Accumulate,
+    Attend,
+    AttendBackward,
+    Copy,
+    Gemm,
+    Kernel,
+    Merge,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+    TokenKernel,
+)
+from sim.schedule.views import Split
 
 
 def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
@@ -34,6 +50,26 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
         storage.write(op.target.view)
         parts(op.target, storage).copy_(parts(op.source, storage))
         return "aten copy_"
+    return _run_token_kernel(op, storage)
+
+
+def _run_token_kernel(op: TokenKernel, storage: Storage) -> str:
+    """Run a kernel that looks at each token by itself."""
+    given = [storage.read(view) for view in op.reads]
+    results = [storage.write(view) for view in op.writes]
+    if isinstance(op, Gemm):
+        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
+    if isinstance(op, RmsNorm):
+        return rms_norm(given[0], given[1], op.epsilon, results[0], results[1])
+    if isinstance(op, RmsNormBackward):
+        x, weight, rstd, dout = given
+        return rms_norm_backward((x, weight, rstd), dout, results[0], results[1])
+    if isinstance(op, Rope):
+        return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
+    if isinstance(op, SwiGlu):
+        return swiglu(given[0], given[1], results[0])
+    if isinstance(op, SwiGluBackward):
+        return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
     assert_never(op)
 
 

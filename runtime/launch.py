@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -73,25 +75,26 @@ class Session:
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         place = _Place(os.getpid(), 0, ranks, backend, store, timeout_s, threads_per_rank)
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, place._replace(rank=rank), self._board),
-                name=f"longstep rank {rank}",
-                daemon=True,
-            )
-            with _environment(threads_per_rank):
-                process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
-        self._restart_clocks()
         try:
+            for rank in range(ranks):
+                self._start(context, place._replace(rank=rank))
+            self._restart_clocks()
             self._collect(max(timeout_s, TIMEOUT_S))  # loading torch from a cold disk is nobody's hanging
         except KeyboardInterrupt:
             self._kill()
             raise
+
+    def _start(self, context: SpawnContext, place: _Place) -> None:
+        """Start the process of one rank."""
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, place, self._board), name=f"longstep rank {place.rank}", daemon=True
+        )
+        with _environment(place.threads), _deaf():
+            process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self.processes.append(process)
 
     def __enter__(self) -> Self:
         return self
@@ -199,6 +202,19 @@ class Session:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let a child ignore Ctrl-C from its first moment: that is the parent's to handle. Threads may not change that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from sim.memory import Lifetime
 from sim.schedule.ir import Program
-from sim.schedule.ops import View
+from sim.schedule.views import View
 from sim.workload import Dtype
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {

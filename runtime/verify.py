@@ -1,4 +1,4 @@
-"""Holds the outputs of an executed schedule against attention computed by one process in fp64."""
+"""Holds the outputs of an executed schedule against the same computed by one process in fp64."""
 
 from __future__ import annotations
 
@@ -8,31 +8,48 @@ from runtime.inputs import reference
 from runtime.reference import relative_error
 from sim.errors import InputError
 from sim.schedule.check import Checked
-from sim.workload import Workload
+from sim.schedule.equations import is_weight_gradient
+from sim.schedule.ir import Port
+from sim.workload import Dtype, Scope, Workload
 
-MAX_SEQ = 32768
-"""Longest sequence to verify: the reference writes out all scores of a head."""
+MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048}
+"""Longest sequence to verify: the reference writes out all scores of a head, or (autograd) of all heads and layers."""
 
 Outputs = dict[str, torch.Tensor]
-"""What one rank's output ports hold, by tensor."""
+"""What one rank's output ports hold, by the name of the port."""
+
+
+BOUNDS: dict[Dtype, float] = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
+"""Largest relative error per tensor that counts as exact; bf16 and fp16: a few units in the last place (2^-8, 2^-11) of
+the largest element.
+"""
 
 
 def verifiable(workload: Workload) -> None:
     """Raise InputError for a sequence that the reference is too slow for."""
-    if workload.seq > MAX_SEQ:
-        raise InputError(f"--seq {workload.seq} is too long to verify: at most {MAX_SEQ}")
+    longest = MAX_SEQ[workload.scope]
+    if workload.seq > longest:
+        raise InputError(f"--seq {workload.seq} is too long to verify at scope {workload.scope}: at most {longest}")
 
 
 def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
     """Return the largest deviation of each output over all ranks, relative to that tensor's largest magnitude."""
-    exact = reference(checked.schedule.header.workload)._asdict()
+    exact = reference(checked.schedule.header.workload)
     worst: dict[str, float] = {}
     for program, held in zip(checked.schedule.programs, outputs, strict=True):
         for port in program.outputs:
-            tokens = torch.cat([torch.arange(*span) for span in port.tokens])
-            heads = torch.arange(*port.heads)
-            whole = exact[port.tensor]
-            part = whole[:, heads][:, :, tokens] if port.tensor == "lse" else whole[:, tokens][:, :, heads]
-            error = relative_error(held[port.tensor], part, whole)
-            worst[port.tensor] = max(worst.get(port.tensor, 0.0), error)
+            whole = exact[port.tensor, port.layer]
+            error = relative_error(held[port.name], _part(whole, port), whole)
+            worst[port.name] = max(worst.get(port.name, 0.0), error)
     return worst
+
+
+def _part(whole: torch.Tensor, port: Port) -> torch.Tensor:
+    """Return what a port holds of a global tensor."""
+    tokens = torch.cat([torch.arange(*span) for span in port.tokens])
+    heads = torch.arange(*port.heads)
+    if is_weight_gradient(port.tensor):
+        return whole
+    if port.tensor in {"x", "dx"}:
+        return whole[:, tokens]
+    return whole[:, heads][:, :, tokens] if port.tensor == "lse" else whole[:, tokens][:, :, heads]

@@ -77,7 +77,7 @@ class _VirtualCluster:
             self._begin(self._ready.pop())
         assert not any(self._left.values()), "a checked schedule came to a standstill"
         return [
-            {port.tensor: storage.read(port.view) for port in program.outputs}
+            {port.name: storage.read(port.view) for port in program.outputs}
             for program, storage in zip(self._programs, self._storage, strict=True)
         ]
 

@@ -11,10 +11,6 @@ PARTS: tuple[PartName, ...] = get_args(PartName)
 """In order of priority: kernels; else copies; else transfers under way; else waiting for a peer; else nothing."""
 
 _KIND: dict[str, PartName] = {
-    "Attend": "compute",
-    "AttendBackward": "compute",
-    "Merge": "compute",
-    "Accumulate": "compute",
     "Copy": "copy",
     "Exchange": "communication",
     "AllToAll": "communication",
@@ -24,6 +20,7 @@ _KIND: dict[str, PartName] = {
     "Barrier": "synchronisation",
     "HostSync": "synchronisation",
 }
+"""By kind of op; all others are kernels that compute."""
 
 
 def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
@@ -58,7 +55,7 @@ def critical_rank(trace: Trace) -> int:
 
 def _intervals(row: Row) -> list[tuple[float, float, PartName]]:
     """Return when a row was at work, and when it waited for peers."""
-    part = _KIND[row.kind]
+    part = _KIND.get(row.kind, "compute")
     if part == "synchronisation":
         return [(row.posted_s, row.end_s, part)]
     return [(row.begin_s, row.end_s, part), (row.posted_s, row.begin_s, "synchronisation")]

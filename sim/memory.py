@@ -13,7 +13,8 @@ from typing import NamedTuple
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.ir import Program
 from sim.schedule.kernels import kernel_uses
-from sim.schedule.ops import COMPUTE, Category
+from sim.schedule.ops import COMPUTE
+from sim.schedule.views import Category
 
 
 class Lifetime(NamedTuple):

@@ -6,6 +6,7 @@ name, a missing file, an unknown key and a wrong value read alike everywhere.
 
 from __future__ import annotations
 
+import math
 import re
 from importlib import resources
 from pathlib import Path
@@ -99,6 +100,8 @@ def _parsed(text: str, present: object, path: str, where: str) -> object:
         if relative == "/" and number == 0:
             raise InputError(f"{where} {path}={text}: cannot divide by zero")
         number = present * number if relative == "*" else present / number
+    if not math.isfinite(number):
+        raise InputError(f"{where} {path}={text}: expected a finite number")
     return int(number) if isinstance(present, int) and number == int(number) else number
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,6 +18,9 @@ from sim.presets import preset_names, read_bytes
 from sim.workload import Dtype
 
 Condition = Literal["idle", "busy"]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,18 +38,26 @@ class Point(_Data, frozen=True, kw_only=True):
     """As in ``KernelUse``; for transfers (ranks, bytes that each rank gives)."""
     condition: Condition
     """busy: all other cores run the same kernel, or (transfers) every rank computes beside it."""
-    median_s: float
+    median_s: Seconds
     """What kernels are predicted by: single outliers do not count."""
-    mean_s: float
+    mean_s: Seconds
     """What transfers are predicted by: their times scatter, and what a step adds up are means."""
-    low_s: float
+    low_s: Seconds
     """First quartile."""
-    high_s: float
+    high_s: Seconds
     """Third quartile."""
     runs: int
     flops: int = 0
     nbytes: int = 0
     """HBM bytes of a kernel (``KernelUse.hbm_bytes``); bytes on the wire per rank of a transfer."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a shape or size that no lookup could use."""
+        dims = {"attention_forward": 6, "attention_backward": 6, "gemm": 3} | dict.fromkeys(TRANSFERS, 2)
+        if len(self.shape) != dims.get(self.kernel, 1) or min(self.shape) < 1:
+            raise ValueError(f"shape {self.shape} of {self.kernel}: expected {dims.get(self.kernel, 1)} positive sizes")
+        if self.kernel in TRANSFERS and self.nbytes < 1:
+            raise ValueError(f"nbytes {self.nbytes} of {self.kernel}: expected 1 or more")
 
 
 class Machine(_Data, frozen=True, kw_only=True):
@@ -108,8 +119,16 @@ def load_profile(name: str) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write a profile; a reader sees the old file or the whole new one, never a half-written one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=1))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that files can be written into; raises InputError if that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"folder {str(folder)!r} cannot be made ({error.strerror}); set XDG_DATA_HOME") from error
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -17,13 +17,14 @@ from sim.errors import InputError, unknown
 from sim.presets import load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-Scope = Literal["attention"]
+Scope = Literal["attention", "layer"]
 Pass = Literal["forward", "backward", "both"]
 MaskName = Literal["causal", "full"]
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Count = Annotated[int, Meta(ge=1)]
+Rate = Annotated[float, Meta(gt=0)]
 
 
 def accumulation_dtype(dtype: Dtype) -> Dtype:
@@ -43,6 +44,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ffn_dim: Count
     vocab_size: Count
     dtype: Dtype = "bf16"
+    rope_theta: Rate = 10000.0
+    """Base of the rotary embedding's wavelengths (arXiv:2104.09864 §3.2.2)."""
+    norm_epsilon: Rate = 1e-5
+    """What RMSNorm adds to the mean square."""
     source: str = "given by the user"
 
     def __post_init__(self) -> None:
@@ -66,8 +71,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask: MaskName = "causal"
     dtype: Dtype = "fp32"
     scope: Scope = "attention"
+    """attention: q, k, v in, out; layer: whole transformer layers, tokens in, tokens out."""
+    layers: Count = 1
     passes: Pass = "both"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise InputError for what no schedule can play."""
+        if self.scope == "attention" and self.layers != 1:
+            raise InputError(f"{self.layers} layers: the scope attention plays one; set --layers 1, or --scope layer")
+        if self.scope == "layer" and self.passes == "backward":
+            raise InputError("pass backward: layers need their forward pass; set --pass both, or --scope attention")
 
     @property
     def forward(self) -> bool:
@@ -96,7 +110,7 @@ def parse_length(text: str, where: str) -> int:
     """Return a length in tokens: ``8192``, ``8K`` (x 1024) or ``1M`` (x 1024^2), as the field writes them."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KkMm]?)", text.strip())
     length = float(match[1]) * {"": 1, "K": 1024, "M": 1024**2}[match[2].upper()] if match else 0.0
-    if length < 1 or length != int(length):
+    if not 1 <= length < 2**53 or length != int(length):
         raise InputError(f"{where} {text}: expected a positive whole number of tokens such as 8192, 8K or 1M")
     return int(length)
 
@@ -129,6 +143,8 @@ def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
             "ffn_dim": config["intermediate_size"],
             "vocab_size": config["vocab_size"],
             "dtype": dtypes[dtype],
+            "rope_theta": _rope_theta(config),
+            "norm_epsilon": config.get("rms_norm_eps", 1e-5),
             "source": f"Hugging Face configuration {path}",
         }
         return msgspec.convert(fields, ModelSpec)
@@ -136,3 +152,9 @@ def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
         raise InputError(f"model {path!r} lacks the key {error}; --model takes a Hugging Face config.json") from error
     except (TypeError, ZeroDivisionError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
         raise InputError(f"model {path!r}: {error}; --model takes a Hugging Face config.json") from error
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """Return the base of the rotary embedding: a key of its own, or since transformers 5 one of rope_parameters."""
+    found = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    return 10000.0 if found is None else float(found)

@@ -18,24 +18,34 @@ class LinkTraffic(NamedTuple):
 
     nbytes: dict[int, float]
     """Bytes per resource, links only."""
-    latency_s: float
-    sent_bytes: float
-    """Bytes that each rank sends."""
+    hop_s: float
+    """Latency of one step: of the longest route that it takes."""
+    steps: int
+    """Steps that follow each other."""
+    memory_bytes: float
+    """Bytes that each rank reads and writes in its memory."""
+
+    @property
+    def latency_s(self) -> float:
+        """Latency of all steps."""
+        return self.hop_s * self.steps
 
 
 def link_traffic(op: Collective, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
     """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (for AllReduce the whole)."""
     n = len(ranks)
     if n == 1:
-        return LinkTraffic({}, 0.0, 0.0)
+        return LinkTraffic({}, 0.0, 0, 0.0)
     if isinstance(op, AllToAll):
         return _direct(ranks, nbytes, cluster)
-    if isinstance(op, AllGather | ReduceScatter):
-        return _rings(ranks, nbytes, n - 1, cluster)
+    if isinstance(op, AllGather):  # each part is read once and written once per step; the own one is copied
+        return _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n)
+    if isinstance(op, ReduceScatter):  # sums read two parts and write one
+        return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1))
     if isinstance(op, AllReduce):
-        return _rings(ranks, nbytes / n, 2 * (n - 1), cluster)
+        return _rings(ranks, nbytes / n, 2 * (n - 1), cluster, (3 + 2) * nbytes * (n - 1) / n)
     if isinstance(op, Barrier):
-        return LinkTraffic({}, _rings(ranks, 0, n - 1, cluster).latency_s, 0.0)
+        return _rings(ranks, 0, n - 1, cluster, 0.0)._replace(nbytes={})
     assert_never(op)
 
 
@@ -50,10 +60,10 @@ def _direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffi
                 latency_s = max(latency_s, route.latency_s)
                 for resource in route.resources:
                     load[resource] += part
-    return LinkTraffic(dict(load), latency_s, part * (len(ranks) - 1))
+    return LinkTraffic(dict(load), latency_s, 1, 2 * part * len(ranks))  # the own part is copied
 
 
-def _rings(ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster) -> LinkTraffic:
+def _rings(ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster, memory_bytes: float) -> LinkTraffic:
     """Every rank passes ``steps`` parts on to its neighbour, split over the rings."""
     load: dict[int, float] = defaultdict(float)
     latency_s = 0.0
@@ -64,7 +74,7 @@ def _rings(ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster) ->
             latency_s = max(latency_s, route.latency_s)
             for resource in route.resources:
                 load[resource] += part * steps / len(orders)
-    return LinkTraffic(dict(load), latency_s * steps, part * steps)
+    return LinkTraffic(dict(load), latency_s, steps, memory_bytes)
 
 
 def _ring_orders(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:

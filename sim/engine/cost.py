@@ -8,9 +8,9 @@ import msgspec
 
 from sim.engine.collectives import link_traffic
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
-from sim.engine.tables import TRANSFERS, Figures, KernelTable, TransferTable
+from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
-from sim.profile import Profile
+from sim.profile import TRANSFERS, Profile
 from sim.schedule.kernels import KernelUse
 from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
 from sim.workload import Dtype
@@ -35,13 +35,14 @@ class _Moving(NamedTuple):
     """How many ranks communicate at the same time."""
     load: dict[int, float]
     """Bytes per link."""
-    latency_s: float
-    sent_bytes: float
-    """Bytes that pass through the memory of each rank."""
+    hop_s: float
+    steps: int
+    memory_bytes: float
+    """Bytes that each rank reads and writes in its memory."""
 
 
 class CostModel:
-    """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates: a lower bound."""
+    """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates."""
 
     def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
         self._cluster = cluster
@@ -104,7 +105,7 @@ class CostModel:
         if key not in self._transfer_cache:
             route = self._cluster.route(source, target)
             load = dict.fromkeys(route.resources, float(nbytes))
-            moving = _Moving("exchange", (source, target), group, load, route.latency_s, nbytes)
+            moving = _Moving("exchange", (source, target), group, load, route.latency_s, 1, nbytes)
             self._transfer_cache[key] = self._moving(moving)
         return self._transfer_cache[key]
 
@@ -117,7 +118,7 @@ class CostModel:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
                 kernel = _COLLECTIVE[type(op)]
-                moving = _Moving(kernel, ranks, len(ranks), traffic.nbytes, traffic.latency_s, traffic.sent_bytes)
+                moving = _Moving(kernel, ranks, len(ranks), *traffic)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -138,8 +139,8 @@ class CostModel:
         resources = self._cluster.resources
         slowest = max(what.load, key=lambda link: (what.load[link] / resources[link].capacity, -link))
         ideal_s = what.load[slowest] / resources[slowest].capacity
-        delay_s, flow_s = what.latency_s, ideal_s
-        now = Figures(1.0, resources[slowest].capacity, what.latency_s)
+        delay_s, flow_s = what.hop_s * what.steps, ideal_s
+        now = Figures(1.0, resources[slowest].capacity, what.hop_s)  # the measured time has all of its steps in it
         if self._transfers:
             found = self._transfers.seconds(what.kernel, what.group, what.load[slowest], now)
             if found:
@@ -153,9 +154,10 @@ class CostModel:
         demands = {link: nbytes / flow_s for link, nbytes in what.load.items()}
         for rank in what.ranks:
             memory = self._cluster.devices[rank].hbm
-            rate = demands.get(memory, 0.0) + what.sent_bytes / flow_s
+            rate = demands.get(memory, 0.0) + what.memory_bytes / flow_s
             demands[memory] = min(rate, resources[memory].capacity)
-        return (*self._threads(what, demands), Latency(delay_s), Flow(flow_s, tuple(sorted(demands.items()))))
+        threads = self._threads(what, demands)
+        return (*threads, Latency(delay_s), Flow(flow_s, tuple(sorted((r, x) for r, x in demands.items() if x > 0))))
 
     def _threads(self, what: _Moving, demands: dict[int, float]) -> Activity:
         """On a CPU, threads carry the bytes through the TCP stack: add the cores that they take, return their queue.

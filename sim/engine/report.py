@@ -11,6 +11,7 @@ from sim.memory import walk
 from sim.profile import Profile
 from sim.schedule.attention import attention_flops
 from sim.schedule.check import Checked
+from sim.schedule.layer import gemm_flops
 from sim.schedule.ops import Collective
 from topology.cluster import Cluster
 
@@ -80,8 +81,9 @@ def _model_flops(checked: Checked) -> float:
     ``attention_flops`` counts, recomputes the scores.
     """
     workload = checked.schedule.header.workload
-    forward = attention_flops(msgspec.structs.replace(workload, passes="forward"))
-    return forward * (workload.forward + 2 * workload.backward)
+    forward = msgspec.structs.replace(workload, passes="forward")
+    flops = workload.layers * attention_flops(forward) + gemm_flops(forward)
+    return flops * (workload.forward + 2 * workload.backward)
 
 
 def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
@@ -128,7 +130,7 @@ def evidence(simulation: Simulation, profile: Profile | None) -> Evidence:
     notes = sorted(simulation.cost.notes)
     if profile is None:
         name = simulation.cluster.spec.name
-        rates = f"every kernel and link at the rates of the datasheet of {name!r}: a lower bound, nothing was measured"
+        rates = f"every kernel and link at the datasheet rates of {name!r}: nothing was measured, real ones are slower"
         return Evidence(profile="datasheet", measured_on="", created="", complete=True, notes=[rates, *notes])
     return Evidence(
         profile=profile.name,

@@ -24,7 +24,7 @@ from sim.profile import Profile
 from sim.schedule.check import Checked
 from sim.schedule.ir import Program
 from sim.schedule.matching import Key
-from sim.schedule.ops import COMPUTE, AllToAll, Collective, Exchange, HostSync, Kernel, Op, ReduceScatter
+from sim.schedule.ops import COMPUTE, HOST, AllToAll, Collective, Exchange, HostSync, Kernel, Op, ReduceScatter
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
 
@@ -75,6 +75,8 @@ class _Player:
         self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
         self._begun: dict[Key, float] = {}
         self._done: dict[Key, simpy.Event] = {}
+        cuda = cluster.spec.gpu.kind == "cuda"
+        self._behind = [list(_behind(program, cuda=cuda)) for program in self._programs]
         schedule = checked.schedule
         self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
 
@@ -101,6 +103,7 @@ class _Player:
         """Take the ops of one stream in order."""
         env, rank = self._env, program.rank
         ended, waits = self._ended[rank], self._checked.dependencies[rank].waits
+        behind = self._behind[rank]
         handoff = self._cost.handoff(rank)
         for index in indices:
             asleep_since_s = env.now
@@ -110,10 +113,11 @@ class _Player:
             issued_s = launch_s + (ended[after] if after >= 0 else 0.0)
             if issued_s > env.now:
                 yield env.timeout(issued_s - env.now)
-            for other in waits[index]:
+            for other in (*waits[index], *behind[index]):
                 if ended[other] < 0:
                     yield self._end_of((rank, other))
-            if handoff and env.now > max(asleep_since_s, issued_s if program.ops[index].stream == COMPUTE else 0.0):
+            own = program.ops[index].stream in {COMPUTE, HOST}
+            if handoff and env.now > max(asleep_since_s, issued_s if own else 0.0):
                 yield self._network.done(handoff)  # another thread has to wake this one
             yield from self._op(program, index, program.ops[index])
 
@@ -215,3 +219,16 @@ def _issues(program: Program, launch_s: float, *, inline: bool) -> Iterator[tupl
         yield after, since * launch_s
         if isinstance(op, HostSync) or (inline and op.stream == COMPUTE):
             after, since = index, 0
+
+
+def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:
+    """Yield per op the kernel that communication waits for beyond its data: on CUDA the last one issued before it.
+
+    torch's process groups do so, since a receive buffer may take memory that such a kernel still reads under another
+    name (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, syncStream); the memory walk relies on it.
+    """
+    last: tuple[int, ...] = ()
+    for index, op in enumerate(program.ops):
+        yield last if cuda and isinstance(op, Exchange | Collective) else ()
+        if op.stream == COMPUTE:
+            last = (index,)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sim.profile import Point, Profile
+from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
 from sim.workload import Dtype
 
@@ -122,7 +122,10 @@ class KernelTable:
         rows = self._series[key]
         wanted, size = _row(use.kernel, use.shape), _size(use.kernel, use.shape)
         if use.kernel not in ATTENTION_KERNELS:
-            series = rows[wanted]
+            row = min(rows, key=lambda row: (_distance(row, wanted), row))
+            if row != wanted and not note:
+                note = f"{use.kernel} {'x'.join(map(str, wanted))}: efficiency of {'x'.join(map(str, row))}"
+            series = rows[row]
             return series.seconds(Work(use.flops, use.hbm_bytes, size), now), note or _beyond(use, series, size)
         heads, head_dim = wanted
         dims = min((dim for _, dim in rows), key=lambda dim: (abs(math.log(dim / head_dim)), dim))
@@ -130,13 +133,17 @@ class KernelTable:
             note = f"{use.kernel} of head dim {head_dim}: efficiency of head dim {dims}"
         measured = sorted(count for count, dim in rows if dim == dims)
         below, above, share = _between(measured, heads)
-        per_head = []
+        if not measured[0] / 2 <= heads <= 2 * measured[-1]:
+            note = note or f"{use.kernel} of {heads} heads: measured were {measured[0]} to {measured[-1]}"
+        parts = []
         for count in (below, above):
             series = rows[count, dims]
             work = Work(use.flops * count // heads, use.hbm_bytes * count // heads, size)
-            per_head.append(series.seconds(work, now) / count)
+            delay_s = series.delay_s(now)
+            parts.append((delay_s, (series.seconds(work, now) - delay_s) / count))
             note = note or _beyond(use, series, size)
-        seconds = heads * (per_head[0] + share * (per_head[1] - per_head[0]))
+        delay_s, per_head_s = (a + share * (b - a) for a, b in zip(*parts, strict=True))
+        seconds = delay_s + heads * per_head_s
         return max(seconds, use.flops / now.flops_per_s), note
 
     def _nearest(self, use: KernelUse) -> tuple[tuple[str, str, Dtype] | None, str]:
@@ -186,9 +193,6 @@ class TransferTable:
         return min(delay_s, total_s), total_s, note
 
 
-TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-
-
 def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
     """Return the measured counts below and above a wanted one (its nearest twice outside), and how far up it is."""
     above = min(bisect.bisect_left(measured, wanted), len(measured) - 1)
@@ -200,12 +204,23 @@ def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
 
 
 def _row(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what selects a series among the points of a kernel: attention (batch x heads, head dim)."""
-    return (shape[0] * shape[3], shape[5]) if kernel in ATTENTION_KERNELS else ()
+    """Return what selects a series among the points of a kernel: attention (batch x heads, head dim), gemm (fan in,
+    fan out).
+    """
+    if kernel in ATTENTION_KERNELS:
+        return (shape[0] * shape[3], shape[5])
+    return shape[1:] if kernel == "gemm" else ()
+
+
+def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """Return how far two rows are apart, in factors."""
+    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))
 
 
 def _size(kernel: str, shape: tuple[int, ...]) -> float:
-    """Return the size along which a series runs: attention the mean length of queries and keys, others elements."""
+    """Return the size along which a series runs: attention the mean length of queries and keys, gemm tokens, others
+    elements.
+    """
     return math.sqrt(shape[1] * shape[2]) if kernel in ATTENTION_KERNELS else float(shape[0])
 
 

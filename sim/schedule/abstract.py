@@ -9,8 +9,9 @@ from typing import assert_never
 from sim.errors import ScheduleError
 from sim.schedule.contents import Content, Piece, brief, common, union
 from sim.schedule.dependencies import Dependencies
+from sim.schedule.equations import heads_of, is_weight, is_weight_gradient
 from sim.schedule.held import Held, port_pieces
-from sim.schedule.ir import Schedule
+from sim.schedule.ir import Port, Schedule
 from sim.schedule.masks import MASKS, Span
 from sim.schedule.matching import Key, Matching, describe
 from sim.schedule.ops import (
@@ -29,9 +30,12 @@ from sim.schedule.ops import (
     Merge,
     Op,
     ReduceScatter,
+    Rope,
+    TokenKernel,
 )
 from sim.schedule.rules import AttentionRules
 from sim.schedule.show import window
+from sim.schedule.token_rules import TokenRules, check_positions, kind_of
 
 
 class AbstractPlayer:
@@ -43,7 +47,9 @@ class AbstractPlayer:
         self._dependencies = dependencies
         workload = schedule.header.workload
         model = workload.model
-        self._rules = AttentionRules(MASKS[workload.mask], workload.seq, model.num_heads // model.num_kv_heads)
+        group = model.num_heads // model.num_kv_heads
+        self._rules = AttentionRules(MASKS[workload.mask], workload.seq, workload.batch, group)
+        self._token_rules = TokenRules(model, self._rules)
         self._programs = schedule.programs
         self._memory = [Held(program, self._rules) for program in self._programs]
         self._begun = [0] * schedule.num_ranks
@@ -135,12 +141,21 @@ class AbstractPlayer:
                 into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
                 _check_pair(out, lse)
                 _check_pair(into_out, into_lse)
-                memory.write(op.into_out, _sum(into_out, out))
-                memory.write(op.into_lse, _sum(into_lse, lse))
+                memory.write(op.into_out, _united(into_out, out))
+                memory.write(op.into_lse, _united(into_lse, lse))
             elif isinstance(op, Accumulate):
-                memory.write(op.into, _sum(memory.read(op.into), memory.read(op.source)))
+                source, into = memory.read(op.source), memory.read(op.into)
+                same = source[0].content.tensor == into[0].content.tensor
+                total = _sum(into, source) if same else self._token_rules.apply("Accumulate", [source, into])[0]
+                memory.write(op.into, total)
             elif isinstance(op, Copy):
                 memory.write_parts(op.target, memory.read_parts(op.source))
+            elif isinstance(op, TokenKernel):
+                given = [memory.read(view) for view in op.reads]
+                if isinstance(op, Rope):
+                    check_positions(given[0], op.tokens)
+                for view, pieces in zip(op.writes, self._token_rules.apply(kind_of(op), given), strict=True):
+                    memory.write(view, pieces)
             else:
                 assert_never(op)
 
@@ -206,29 +221,37 @@ class AbstractPlayer:
 
     def _check_outputs(self) -> None:
         """Raise where an output is not what its port says, not complete, or owned by no rank or by two."""
-        owned: dict[str, Content] = {}
-        workload = self._schedule.header.workload
         for program in self._programs:
             for port in program.outputs:
-                where = f"rank {program.rank} output {port.tensor}"
-                for piece, expected in common(
-                    self._memory[program.rank].read(port.view), port_pieces(port, workload.batch)
-                ):
-                    if piece.content[:4] != expected.content[:4]:
+                where = f"rank {program.rank} output {port.name}"
+                for piece, expected in common(self._memory[program.rank].read(port.view), port_pieces(port, program)):
+                    if piece.content[:5] != expected.content[:5]:
                         raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
                     if not self._rules.complete(piece.content):
                         raise ScheduleError(
                             f"{where}: {brief(piece.content)} lacks contributions; it has {piece.content.seen}"
                         )
-                blank = Content(port.tensor, 0, Span(0, 0), Span(0, 0))
-                boxes = tuple((span, port.heads) for span in port.tokens)
-                for box in boxes:  # one by one, so that a port that owns a token twice is found too
-                    owned[port.tensor] = union(owned.get(port.tensor, blank), blank._replace(seen=(box,)))
-        for tensor, content in owned.items():
-            heads = workload.model.num_kv_heads if tensor in {"dk", "dv"} else workload.model.num_heads
-            cells = sum(span.size * heads_.size for span, heads_ in content.seen)
-            if cells != workload.seq * heads:
-                raise ScheduleError(f"{cells} of {workload.seq * heads} (token, head) cells of {tensor} have an owner")
+        self._check_owners([port for program in self._programs for port in program.outputs])
+        if self._schedule.header.claims:
+            self._check_owners([port for program in self._programs for port in program.inputs])
+
+    def _check_owners(self, ports: list[Port]) -> None:
+        """Raise where a token of a tensor belongs to no rank or to two; weights are on every rank."""
+        workload = self._schedule.header.workload
+        owned: dict[tuple[str, int], Content] = {}
+        for port in ports:
+            if is_weight(port.tensor) or is_weight_gradient(port.tensor):
+                continue
+            key = (port.tensor, port.layer)
+            blank = Content(*key, 0, Span(0, 0), Span(0, 0))
+            boxes = tuple((span, port.heads) for span in port.tokens)
+            for box in boxes:  # one by one, so that a port that owns a token twice is found too
+                owned[key] = union(owned.get(key, blank), blank._replace(seen=(box,)))
+        for (tensor, _), content in owned.items():
+            cells = sum(span.size * heads.size for span, heads in content.seen)
+            total = workload.seq * (heads_of(tensor, workload.model) or 1)
+            if cells != total:
+                raise ScheduleError(f"{cells} of {total} (token, head) cells of {tensor} have an owner")
 
 
 class _Naming:
@@ -262,4 +285,12 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
 
 def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
+    for piece in (*a, *b):
+        if piece.content.tensor not in {"dq", "dk", "dv"} and not is_weight_gradient(piece.content.tensor):
+            raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
+    return _united(a, b)
+
+
+def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:
+    """Return what two operands of one shape have seen together."""
     return [x._replace(content=union(x.content, y.content)) for x, y in common(a, b)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.masks import Band
-from sim.schedule.ops import View
+from sim.schedule.views import View
 from sim.workload import accumulation_dtype
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.masks import MASKS, Span, Tokens, count_pairs
-from sim.schedule.ops import View
+from sim.schedule.views import View
 from sim.workload import ModelSpec, Workload
 
 

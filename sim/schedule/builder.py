@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sim.schedule.contents import ONE
+from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Communicator, Port, Program
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import Band, Span, Tokens
 from sim.schedule.ops import (
     COMPUTE,
+    HOST,
     Accumulate,
     AllGather,
     AllReduce,
@@ -16,20 +19,23 @@ from sim.schedule.ops import (
     Attend,
     AttendBackward,
     Barrier,
-    Buffer,
-    Category,
     Copy,
     Exchange,
+    Gemm,
+    GemmForm,
     HostSync,
     Merge,
     Message,
     Op,
     Part,
     ReduceScatter,
-    Split,
-    View,
-    parts_are_contiguous,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
 )
+from sim.schedule.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.workload import Dtype, Workload, accumulation_dtype
 
 
@@ -88,6 +94,10 @@ class ProgramBuilder:
         """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
         return parts_are_contiguous(split, self._buffers[split.view.buffer])
 
+    def activation(self, name: str, tokens: int, width: int, category: Category) -> View:
+        """Return a new (B, tokens, width) buffer in the model's data type."""
+        return self.buffer(name, "bse", (self.workload.batch, tokens, width), self.workload.dtype, category)
+
     def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
         """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
         new = self.lse if tensor == "lse" else self.tensor
@@ -95,9 +105,27 @@ class ProgramBuilder:
         self._inputs.append(Port(tensor=tensor, view=view, tokens=tokens, heads=heads))
         return view
 
-    def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
+    def input_activation(self, tensor: str, layer: int, tokens: Tokens, category: Category) -> View:
+        """Return a buffer that holds these tokens of x or dx of a layer, (B, tokens, E), when the program starts."""
+        view = self.activation(tensor, num_tokens(tokens), self.workload.model.embed_dim, category)
+        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=tokens, heads=ONE))
+        return view
+
+    def input_weight(self, tensor: str, layer: int) -> View:
+        """Return a buffer that holds a weight of a layer when the program starts."""
+        view = self.weight(f"{tensor} {layer}", tensor, "parameter")
+        rows = Span(0, view.shape[0])
+        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=(rows,), heads=ONE))
+        return view
+
+    def weight(self, name: str, tensor: str, category: Category) -> View:
+        """Return a new buffer with the shape of a weight: a parameter, or its gradient."""
+        shape = weight_shapes(self.workload.model)[tensor]
+        return self.buffer(name, "io"[: len(shape)], shape, self.workload.dtype, category)
+
+    def output(self, tensor: str, view: View, tokens: Tokens, heads: Span, layer: int = 0) -> None:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        self._outputs.append(Port(tensor=tensor, view=view, tokens=tokens, heads=heads))
+        self._outputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=tokens, heads=heads))
 
     # Kernels
 
@@ -146,6 +174,54 @@ class ProgramBuilder:
         """Append one kernel that copies part i of source into part i of target."""
         self._ops.append(Copy(stream=COMPUTE, part=self.part, label=label, source=source, target=target))
 
+    def gemm(self, form: GemmForm, a: View, b: View, out: View, label: str, *, add: bool = False) -> None:
+        """Append a matrix product; with ``add`` it is added to what ``out`` holds."""
+        self._ops.append(
+            Gemm(stream=COMPUTE, part=self.part, label=label, form=form, a=a, b=b, out=out, accumulate=add)
+        )
+
+    def rms_norm(self, x: View, weight: View, out: View, rstd: View, label: str) -> None:
+        """Append RMSNorm with the model's epsilon."""
+        epsilon = self.workload.model.norm_epsilon
+        self._ops.append(
+            RmsNorm(
+                stream=COMPUTE, part=self.part, label=label,
+                x=x, weight=weight, out=out, rstd=rstd, epsilon=epsilon,
+            )
+        )  # fmt: skip
+
+    def rms_norm_backward(
+        self, saved: tuple[View, View, View], dout: View, dx: View, dweight: View, label: str
+    ) -> None:
+        """Append the backward pass of RMSNorm; ``saved`` is (x, weight, rstd)."""
+        x, weight, rstd = saved
+        self._ops.append(
+            RmsNormBackward(
+                stream=COMPUTE, part=self.part, label=label,
+                x=x, weight=weight, rstd=rstd, dout=dout, dx=dx, dweight=dweight,
+            )
+        )  # fmt: skip
+
+    def rope(self, x: View, tokens: Tokens, label: str, *, inverse: bool = False) -> None:
+        """Append a rotary embedding in place, or its inverse."""
+        theta = self.workload.model.rope_theta
+        self._ops.append(
+            Rope(stream=COMPUTE, part=self.part, label=label, x=x, tokens=tokens, theta=theta, inverse=inverse)
+        )
+
+    def swiglu(self, gate: View, up: View, out: View, label: str) -> None:
+        """Append out = silu(gate) * up."""
+        self._ops.append(SwiGlu(stream=COMPUTE, part=self.part, label=label, gate=gate, up=up, out=out))
+
+    def swiglu_backward(self, gate: View, up: View, dout: View, grads: tuple[View, View], label: str) -> None:
+        """Append the backward pass of SwiGLU; ``grads`` is (dgate, dup)."""
+        self._ops.append(
+            SwiGluBackward(
+                stream=COMPUTE, part=self.part, label=label,
+                gate=gate, up=up, dout=dout, dgate=grads[0], dup=grads[1],
+            )
+        )  # fmt: skip
+
     # Communication: the stream of an op is its communicator
 
     def exchange(self, over: Communicator, sends: Sequence[Message], recvs: Sequence[Message], label: str) -> None:
@@ -185,4 +261,4 @@ class ProgramBuilder:
 
     def host_sync(self, *streams: str, label: str = "host sync") -> None:
         """Append a wait of the host for all that it issued to these streams."""
-        self._ops.append(HostSync(stream="host", part=self.part, label=label, streams=streams))
+        self._ops.append(HostSync(stream=HOST, part=self.part, label=label, streams=streams))

@@ -11,20 +11,13 @@ from __future__ import annotations
 from sim.errors import ScheduleError
 from sim.schedule.abstract import AbstractPlayer
 from sim.schedule.dependencies import Dependencies, derive
+from sim.schedule.equations import ports_of
 from sim.schedule.ir import Program, Schedule
-from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_uses
+from sim.schedule.kernels import KernelUse, kernel_uses
 from sim.schedule.matching import Matching, match, wire_bytes
-from sim.schedule.ops import (
-    AllGather,
-    AllToAll,
-    Collective,
-    Exchange,
-    ReduceScatter,
-    Split,
-    View,
-    is_contiguous,
-    parts_are_contiguous,
-)
+from sim.schedule.ops import Collective, Exchange
+from sim.schedule.wellformed import op_problem, port_problem
+from sim.workload import Workload
 
 
 class Checked:
@@ -49,51 +42,46 @@ def check(schedule: Schedule) -> Checked:
     matching = match(schedule)
     dependencies = [derive(program) for program in schedule.programs]
     for program in schedule.programs:
-        _check_program(program)
+        _check_program(program, schedule.header.workload)
+    _check_ports(schedule)
     kernels = [kernel_uses(program) for program in schedule.programs]
     AbstractPlayer(schedule, matching, dependencies).run()
     _check_claims(schedule, matching, kernels)
     return Checked(schedule, matching, dependencies, kernels)
 
 
-def _check_program(program: Program) -> None:
-    """Raise where an op writes to an input, which belongs to the caller; where ops of one communicator are not issued
-    in one order; or where a message does not lie in one piece.
-    """
-    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+def _check_program(program: Program, workload: Workload) -> None:
+    """Raise where an op or a port is wrong by itself, or ops of one communicator are not issued in one order."""
+    for what, ports in (("input", program.inputs), ("output", program.outputs)):
+        for port in ports:
+            problem = port_problem(port, program, workload.model, workload.batch)
+            if problem:
+                raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     streams: dict[str, str] = {}
-    contiguous: set[View] = set()
     for index, op in enumerate(program.ops):
-        problem = ""
-        for view in op.writes:
-            if view.buffer in inputs:
-                problem = f"writes to the input {inputs[view.buffer]!r}; copy it first"
-        if isinstance(op, Exchange | Collective):
-            if streams.setdefault(op.communicator, op.stream) != op.stream:
-                problem = f"uses communicator {op.communicator!r} on a second stream; use one stream for each"
-            for view in (*op.reads, *op.writes):
-                if view not in contiguous:
-                    contiguous.add(view)
-                    if not is_contiguous(view, program.buffers[view.buffer]):
-                        problem = "sends or receives a view with gaps; copy it into a buffer first"
-            for split in _splits(op):
-                if not parts_are_contiguous(split, program.buffers[split.view.buffer]):
-                    problem = f"cuts its view along dimension {split.dim}, which leaves gaps; copy first"
-            if isinstance(op, Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
-                problem = "exchanges with its own rank; use a Copy"
+        problem = op_problem(op, program)
+        if isinstance(op, Exchange | Collective) and streams.setdefault(op.communicator, op.stream) != op.stream:
+            problem = f"uses communicator {op.communicator!r} on a second stream; use one stream for each"
         if problem:
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
-def _splits(op: Exchange | Collective) -> list[Split]:
-    """Return the splits that an op sends or receives."""
-    if isinstance(op, AllToAll):
-        return [op.sends, op.recvs]
-    if isinstance(op, AllGather):
-        return [op.recvs]
-    if isinstance(op, ReduceScatter):
-        return [op.sends]
-    return []
+def _check_ports(schedule: Schedule) -> None:
+    """Raise where inputs or outputs are not those of the scope: what a builder claims to compute, it has to compute.
+
+    Which rank owns what is seen by the abstract player. Schedules without claims, as those that time a link, are free.
+    """
+    if schedule.header.claims is None:
+        return
+    given, asked = ports_of(schedule.header.workload)
+    for program in schedule.programs:
+        for what, ports, wanted in (("input", program.inputs, given), ("output", program.outputs, asked)):
+            found = {(port.tensor, port.layer) for port in ports}
+            missing = wanted - found if what == "output" else set()
+            extra = found - wanted - ({("lse", 0)} if what == "output" else set())
+            for tensor, layer in sorted(missing | extra):
+                state = "lacks" if (tensor, layer) in missing else "has no use for"
+                raise ScheduleError(f"rank {program.rank} {state} the {what} {tensor} of layer {layer}")
 
 
 def _check_claims(schedule: Schedule, matching: Matching, kernels: list[list[KernelUse | None]]) -> None:
@@ -101,9 +89,11 @@ def _check_claims(schedule: Schedule, matching: Matching, kernels: list[list[Ker
     claims = schedule.header.claims
     if claims is None:
         return
-    flops = sum(use.flops for uses in kernels for use in uses if use and use.kernel in ATTENTION_KERNELS)
-    if flops != claims.attention_flops:
-        raise ScheduleError(f"attention takes {flops} FLOPs, but {claims.source} says {claims.attention_flops}")
+    claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
+    for name, expected in claimed.items():
+        flops = sum(use.flops for uses in kernels for use in uses if use and use.kernel.startswith(name))
+        if flops != expected:
+            raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
     sent = wire_bytes(schedule, matching)
     if sent != claims.wire_bytes:
         raise ScheduleError(f"{sent} bytes are sent, but {claims.source} says {claims.wire_bytes}")

@@ -15,13 +15,15 @@ from sim.schedule.masks import Span
 ONE = Span(0, 1)
 Seen = tuple[tuple[Span, Span], ...]
 """Disjoint boxes (tokens, heads) of the other side that have been summed up: keys for out, lse and dq (heads are then
-ONE); queries for dk and dv, with the query heads numbered within the group of their key/value head."""
+ONE); queries for dk and dv, with the query heads numbered within the group of their key/value head; tokens and
+sequences of the batch for the gradient of a weight."""
 
 
 class Content(NamedTuple):
-    """Some tokens and heads of one global tensor."""
+    """Some tokens and heads of one global tensor of one layer; of a weight (or its gradient) rows instead of tokens."""
 
     tensor: str
+    layer: int
     batch: int
     tokens: Span
     heads: Span
@@ -134,13 +136,13 @@ def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
 
 def union(a: Content, b: Content) -> Content:
     """Return the sum of two partial results for the same tokens and heads; raises if anything would count twice."""
-    if (a.tensor, a.batch, a.tokens, a.heads) != (b.tensor, b.batch, b.tokens, b.heads):
+    if a[:5] != b[:5]:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
     for box in b.seen:
         for other in a.seen:
             if _overlap(box[0], other[0]) and _overlap(box[1], other[1]):
                 raise ScheduleError(f"{brief(a)} would count tokens {spell(box[0])} twice")
-    return Content(a.tensor, a.batch, a.tokens, a.heads, _merged(a.seen, b.seen))
+    return a._replace(seen=_merged(a.seen, b.seen))
 
 
 def _overlap(a: Span, b: Span) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from sim.errors import ScheduleError
 from sim.schedule.contents import Content, Piece, coalesced, without
 from sim.schedule.ir import Port, Program
-from sim.schedule.ops import Buffer, Split, View
 from sim.schedule.rules import AttentionRules
+from sim.schedule.views import Buffer, Split, View
 
 
 class Held:
@@ -17,10 +18,11 @@ class Held:
     def __init__(self, program: Program, rules: AttentionRules) -> None:
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
+        self._volume = [_volume(buffer) for buffer in program.buffers]
         self._pieces: list[list[Piece]] = [[] for _ in program.buffers]
         self._full = [False] * len(program.buffers)
         for port in program.inputs:
-            pieces = port_pieces(port, port.view.shape[0])
+            pieces = port_pieces(port, program)
             self.write(port.view, [piece._replace(content=rules.completed(piece.content)) for piece in pieces])
 
     def read(self, view: View) -> list[Piece]:
@@ -71,6 +73,7 @@ class Held:
         """Put pieces, in the view's coordinates, in place of what was there."""
         number = view.buffer
         if view.slices == self._whole[number]:
+            assert sum(piece.volume for piece in pieces) == self._volume[number], "shapes were checked before"
             self._pieces[number] = coalesced(pieces)
             self._full[number] = True
             return
@@ -80,6 +83,11 @@ class Held:
         self._full[number] = False
 
 
+def _volume(buffer: Buffer) -> int:
+    """Return the number of (sequence, token, head) cells of a buffer."""
+    return math.prod(extent for dim, extent in zip(buffer.dims, buffer.shape, strict=True) if dim in "bsih")
+
+
 @lru_cache(maxsize=65536)
 def _box(
     buffer: Buffer, slices: tuple[tuple[int, int], ...]
@@ -87,16 +95,18 @@ def _box(
     """Return the batch, token and head bounds of a view; raises where it cuts through another dimension."""
     bounds = dict(zip(buffer.dims, slices, strict=True))
     for dim, extent in zip(buffer.dims, buffer.shape, strict=True):
-        if dim not in "bsh" and bounds[dim] != (0, extent):
-            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut b, s and h")
-    return bounds["b"], bounds["s"], bounds["h"]
+        if dim not in "bsih" and bounds[dim] != (0, extent):
+            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut b, s, i and h")
+    return bounds.get("b", (0, 1)), bounds["s" if "s" in bounds else "i"], bounds.get("h", (0, 1))
 
 
-def port_pieces(port: Port, batch: int) -> list[Piece]:
+def port_pieces(port: Port, program: Program) -> list[Piece]:
     """Return what a port says that its view holds, in the view's coordinates."""
+    dims = program.buffers[port.view.buffer].dims
+    batch = port.view.shape[0] if dims.startswith("b") else 1
     pieces, at = [], 0
     for span in port.tokens:
-        content = Content(port.tensor, 0, span, port.heads)
+        content = Content(port.tensor, port.layer, 0, span, port.heads)
         pieces.append(Piece((0, batch), (at, at + span.size), (0, port.heads.size), content))
         at += span.size
     return pieces

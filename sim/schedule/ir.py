@@ -17,7 +17,8 @@ import msgspec
 
 from sim.errors import InputError
 from sim.schedule.masks import Span, Tokens
-from sim.schedule.ops import Buffer, Data, Op, View
+from sim.schedule.ops import Op
+from sim.schedule.views import Buffer, Data, View
 from sim.workload import DTYPE_BYTES, Dtype, Parallel, Workload
 
 
@@ -25,10 +26,17 @@ class Port(Data, frozen=True, kw_only=True):
     """A tensor that comes from outside or is left for outside: which tokens and heads of which global tensor."""
 
     tensor: str
-    """q, k, v, dout, out, lse, dq, dk or dv."""
+    """q, k, v, dout, out, lse, dq, dk or dv; of layers x, dx, and the weights and their gradients as in equations."""
+    layer: int = 0
     view: View
     tokens: Tokens
+    """Of a weight or its gradient: all of its rows."""
     heads: Span
+
+    @property
+    def name(self) -> str:
+        """What people call it: the tensor, with the layer where there is more than the first."""
+        return f"{self.tensor} {self.layer}" if self.layer else self.tensor
 
 
 class Program(Data, frozen=True, kw_only=True):
@@ -67,6 +75,7 @@ class Claims(Data, frozen=True, kw_only=True):
     """What the paper says that the schedule costs, over all ranks; ``check`` holds the ops against it."""
 
     attention_flops: int
+    gemm_flops: int = 0
     wire_bytes: int
     source: str
 

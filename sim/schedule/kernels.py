@@ -9,11 +9,24 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from sim.schedule.ir import Program
 from sim.schedule.masks import FULL, Band, Span, count_pairs
-from sim.schedule.ops import Accumulate, Attend, AttendBackward, Copy, Kernel, Merge
+from sim.schedule.ops import (
+    Accumulate,
+    Attend,
+    AttendBackward,
+    Copy,
+    Gemm,
+    Kernel,
+    Merge,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+)
 from sim.workload import DTYPE_BYTES, Dtype
 
 
@@ -21,12 +34,13 @@ class KernelUse(NamedTuple):
     """One kernel on operands of one shape."""
 
     kernel: str
-    """attention_forward, attention_backward, merge, accumulate or copy."""
+    """attention_forward, attention_backward, gemm, and the memory-bound ones: merge, accumulate, copy, rms_norm, …"""
     variant: str
-    """What selects another implementation: the mask of attention; empty otherwise."""
+    """What selects another implementation: the mask of attention, the form of a gemm; empty otherwise."""
     dtype: Dtype
     shape: tuple[int, ...]
-    """attention: (batch, queries, keys, heads, kv heads, head dim); others: (elements,)."""
+    """attention: (batch, queries, keys, heads, kv heads, head dim); gemm, of every form: (tokens, fan in, fan out);
+    others: (elements,)."""
     flops: int
     hbm_bytes: int
     workspace_bytes: int = 0
@@ -45,21 +59,42 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
     if isinstance(op, Attend | AttendBackward):
         backward = isinstance(op, AttendBackward)
         return attention_use(backward, program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
-    if isinstance(op, Merge):
-        elements = math.prod(op.out.shape)
-        moved = program.nbytes(op.out) + program.nbytes(op.lse) + 2 * (
-            program.nbytes(op.into_out) + program.nbytes(op.into_lse)
-        )  # fmt: skip
-        return KernelUse("merge", "", program.dtype(op.out), (elements,), 3 * elements, moved)
-    if isinstance(op, Accumulate):
-        elements = math.prod(op.source.shape)
-        moved = program.nbytes(op.source) + 2 * program.nbytes(op.into)
-        return KernelUse("accumulate", "", program.dtype(op.source), (elements,), elements, moved)
-    if isinstance(op, Copy):
-        elements = math.prod(op.source.view.shape)
-        moved = program.nbytes(op.source.view) + program.nbytes(op.target.view)
-        return KernelUse("copy", "", program.dtype(op.source.view), (elements,), 0, moved)
-    assert_never(op)
+    if isinstance(op, Gemm):
+        return gemm_use(op, program)
+    return _streaming_use(op, program)
+
+
+def gemm_use(op: Gemm, program: Program) -> KernelUse:
+    """Return the matrix product of a linear layer, 2 FLOPs a multiply-add. All forms of one layer share their shape."""
+    a, b, out = op.a.shape, op.b.shape, op.out.shape
+    tokens = a[0] * a[1]
+    fan_in, fan_out = out if op.form == "tn" else b
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    shape = (tokens, fan_in, fan_out)
+    variant = op.form + (" accumulate" if op.accumulate else "")
+    return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+
+
+_FLOPS_PER_ELEMENT: dict[type[Kernel], tuple[str, int]] = {
+    Merge: ("merge", 3),
+    Accumulate: ("accumulate", 1),
+    Copy: ("copy", 0),
+    RmsNorm: ("rms_norm", 4),
+    RmsNormBackward: ("rms_norm_backward", 10),
+    Rope: ("rope", 3),
+    SwiGlu: ("swiglu", 5),
+    SwiGluBackward: ("swiglu_backward", 12),
+}
+"""Name and FLOPs of the kernels that memory bounds: what their formulas need, exp and sqrt as one."""
+
+
+def _streaming_use(op: Kernel, program: Program) -> KernelUse:
+    """Return a kernel that passes over its operands once; its size is that of its first one."""
+    kernel, flops = _FLOPS_PER_ELEMENT[type(op)]
+    first = op.reads[0]
+    elements = math.prod(first.shape)
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    return KernelUse(kernel, "", program.dtype(first), (elements,), flops * elements, moved)
 
 
 @lru_cache(maxsize=4096)
@@ -69,8 +104,9 @@ def attention_use(
     """Return the attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
 
     Forward 4*D FLOPs per kept pair and head (two matmuls), backward 10*D (five, one of them recomputes the scores;
-    arXiv:2307.08691 §4.1). The backward workspace is flash-attention's: delta in fp32, and dq summed in fp32 where the
-    model's type is narrower (flash_attn 2.8 csrc/flash_attn/flash_api.cpp: dq_accum).
+    arXiv:2307.08691 §4.1). The backward workspace is flash-attention's (flash_attn 2.8 csrc/flash_attn/flash_api.cpp,
+    mha_bwd): delta in fp32, dq summed in fp32 where the model's type is narrower, and dk, dv of every query head where
+    heads share keys.
     """
     batch, queries, heads, head_dim = q_shape
     pairs = count_pairs(band, Span(0, queries), Span(0, num_keys)) * batch * heads
@@ -85,7 +121,9 @@ def attention_use(
         return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
     moved = 4 * q_bytes + 2 * kv_bytes + lse_bytes
     dq_sum = math.prod(q_shape) * 4 if size < 4 else 0
-    return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved, lse_bytes + dq_sum)
+    expanded = 2 * batch * num_keys * heads * head_dim * size if heads != kv_heads else 0
+    workspace = lse_bytes + dq_sum + expanded
+    return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved, workspace)
 
 
 def mask_variant(band: Band) -> str:

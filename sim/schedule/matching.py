@@ -8,18 +8,8 @@ from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.ir import Program, Schedule
-from sim.schedule.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Collective,
-    Exchange,
-    Message,
-    ReduceScatter,
-    Split,
-    View,
-)
+from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, Message, ReduceScatter
+from sim.schedule.views import Split, View
 from sim.workload import Dtype
 
 Key = tuple[int, int]
@@ -61,6 +51,12 @@ def match(schedule: Schedule) -> Matching:
         rank = program.rank
         for index, op in enumerate(program.ops):
             if isinstance(op, Exchange):
+                group = schedule.communicator(op.communicator).group_of(rank)
+                for peer, _ in (*op.sends, *op.recvs):
+                    if peer not in group:
+                        raise ScheduleError(
+                            f"{describe(schedule, (rank, index))} names rank {peer}, which is not in its group {group}"
+                        )
                 for peer, views in _by_peer(op.sends):
                     sends[op.communicator, rank, peer].append(((rank, index), views))
                 for peer, views in _by_peer(op.recvs):

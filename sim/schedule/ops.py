@@ -1,4 +1,4 @@
-"""The ops of the intermediate representation, and the buffers and views that they read and write.
+"""The ops of the intermediate representation.
 
 The op set is a closed union: every reader ends in ``assert_never``, so that the type checker names the reader that
 forgot a kind. ``reads`` and ``writes`` of an op are all that dependencies are derived from. Dims: ``sim.workload``.
@@ -6,90 +6,18 @@ forgot a kind. ``reads`` and ``writes`` of an op are all that dependencies are d
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple, TypeAlias
 
-import msgspec
-
-from sim.schedule.masks import Band
-from sim.workload import DTYPE_BYTES, Dtype
+from sim.schedule.masks import Band, Tokens
+from sim.schedule.views import Data, Split, View
 
 COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""
+HOST = "host"
+"""Where the host's own waiting shows."""
 
-Category = Literal[
-    "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
-]  # fmt: skip
 Part = Literal["forward", "backward"]
-
-
-class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """Base of what is described: immutable, keyword-only, strict about its keys when decoded."""
-
-
-class Buffer(Data, frozen=True, kw_only=True):
-    """A tensor of one rank."""
-
-    name: str
-    dims: str
-    """One letter a dimension: b batch (or peer x batch), s sequence, h heads, d head dim."""
-    shape: tuple[int, ...]
-    dtype: Dtype
-    category: Category
-    place: Literal["hbm", "host"] = "hbm"
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a buffer: one (start, stop) per dimension. Slicing a view gives a smaller one, as in numpy."""
-
-    buffer: int
-    slices: tuple[tuple[int, int], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extent per dimension."""
-        return tuple([stop - start for start, stop in self.slices])
-
-    def __getitem__(self, key: slice | tuple[slice, ...]) -> View:
-        keys = key if isinstance(key, tuple) else (key,)
-        boxes = []
-        for (start, stop), part in zip(self.slices, keys, strict=False):
-            begin, end, _ = part.indices(stop - start)
-            boxes.append((start + begin, start + end))
-        return View(self.buffer, (*boxes, *self.slices[len(keys) :]))
-
-
-class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A view cut along one dimension into equal parts: what goes to, or comes from, each member of a group."""
-
-    view: View
-    dim: int
-    parts: int
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Extent of one part per dimension."""
-        shape = self.view.shape
-        return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
-
-
-def is_contiguous(view: View, buffer: Buffer) -> bool:
-    """Return whether a view lies in memory in one piece, as whatever is sent or received must."""
-    shape = view.shape
-    if shape == buffer.shape:
-        return True
-    inner = max((dim for dim, extent in enumerate(shape) if extent != buffer.shape[dim]), default=0)
-    return all(extent == 1 for extent in shape[:inner])
-
-
-def parts_are_contiguous(split: Split, buffer: Buffer) -> bool:
-    """Return whether the parts follow each other in memory, each in one piece."""
-    return is_contiguous(split.view, buffer) and all(extent == 1 for extent in split.view.shape[: split.dim])
+GemmForm = Literal["nn", "nt", "tn"]
 
 
 class Message(NamedTuple):
@@ -194,6 +122,125 @@ class Copy(_Op, frozen=True, kw_only=True):
     @property
     def writes(self) -> tuple[View, ...]:
         return (self.target.view,)
+
+
+class Gemm(_Op, frozen=True, kw_only=True):
+    """One matrix product of a linear layer with tokens x and weight w, by its form as BLAS names it.
+
+    nn: out = x w           x (B, S, fan in), w (fan in, fan out), out (B, S, fan out)
+    nt: out = dy w^T        dy (B, S, fan out), out (B, S, fan in); with ``accumulate`` added to what out holds
+    tn: out = x^T dy        out (fan in, fan out), summed over batch and tokens of this rank
+
+    Heads and head dim count as one dimension: (B, S, H, D) is (B, S, H * D).
+    """
+
+    form: GemmForm
+    a: View
+    b: View
+    out: View
+    accumulate: bool = False
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.a, self.b, self.out) if self.accumulate else (self.a, self.b)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.out,)
+
+
+class RmsNorm(_Op, frozen=True, kw_only=True):
+    """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension (arXiv:1910.07467).
+
+    x, out: bse; weight: i; rstd: bs, in the accumulation data type.
+    """
+
+    x: View
+    weight: View
+    out: View
+    rstd: View
+    epsilon: float
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.x, self.weight)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.out, self.rstd)
+
+
+class RmsNormBackward(_Op, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch and tokens of this rank) of RmsNorm. Shapes as there."""
+
+    x: View
+    weight: View
+    rstd: View
+    dout: View
+    dx: View
+    dweight: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.x, self.weight, self.rstd, self.dout)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.dx, self.dweight)
+
+
+class Rope(_Op, frozen=True, kw_only=True):
+    """Rotate x (bshd) in place by the positions of its tokens, halves paired as in Llama (arXiv:2104.09864).
+
+    ``inverse`` rotates back, which is the backward pass.
+    """
+
+    x: View
+    tokens: Tokens
+    theta: float
+    inverse: bool = False
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.x,)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.x,)
+
+
+class SwiGlu(_Op, frozen=True, kw_only=True):
+    """out = silu(gate) * up (arXiv:2002.05202). All bse."""
+
+    gate: View
+    up: View
+    out: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.gate, self.up)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.out,)
+
+
+class SwiGluBackward(_Op, frozen=True, kw_only=True):
+    """dgate and dup of SwiGlu. All bse."""
+
+    gate: View
+    up: View
+    dout: View
+    dgate: View
+    dup: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.gate, self.up, self.dout)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.dgate, self.dup)
 
 
 class Exchange(_Op, frozen=True, kw_only=True):
@@ -304,5 +351,8 @@ class Barrier(_Op, frozen=True, kw_only=True):
 
 
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
-Kernel: TypeAlias = Attend | AttendBackward | Merge | Accumulate | Copy
+AttentionKernel: TypeAlias = Attend | AttendBackward | Merge
+TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
+"""What a layer does to each token by itself."""
+Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Copy
 Op: TypeAlias = Kernel | Exchange | Collective | HostSync

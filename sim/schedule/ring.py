@@ -9,12 +9,14 @@ but takes every hop, and the last rank sets the time.
 from __future__ import annotations
 
 from sim.schedule.accumulate import GradientSum, SoftmaxAccumulator
-from sim.schedule.attention import Saved, all_heads, attention_flops, attention_program
+from sim.schedule.attention import Saved, all_heads
 from sim.schedule.builder import ProgramBuilder
-from sim.schedule.ir import Claims, Communicator, Header, Schedule
+from sim.schedule.ir import Communicator, Schedule
+from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import contiguous
 from sim.schedule.masks import MASKS, Band, Tokens, block_band
-from sim.schedule.ops import Message, View
+from sim.schedule.ops import Message
+from sim.schedule.views import View
 from sim.workload import DTYPE_BYTES, Dtype, Parallel, Workload, accumulation_dtype
 
 
@@ -24,18 +26,15 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
     layout = contiguous(workload.seq, len(ranks))
     # KV and dKV hop at the same time: on one communicator they would queue behind each other.
     kv, dkv = (Communicator(name=name, groups=(ranks,)) for name in ("ring kv", "ring dkv"))
-    header = Header(
-        name="ring", workload=workload, parallel=parallel, communicators=(kv, dkv), claims=_claims(workload, len(ranks))
+    plan = AttentionPlan(
+        name="ring",
+        communicators=(kv, dkv),
+        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        attention=lambda b: RingAttention(b, kv, dkv, layout),
+        wire_bytes=_wire_bytes(workload, len(ranks)),
+        source="arXiv:2310.01889 §3; dKV in fp32 with P hops as in ring-flash-attention",
     )
-    return Schedule(
-        header,
-        lambda rank: attention_program(
-            rank,
-            workload,
-            all_heads(workload.model, layout[rank]),
-            lambda b: RingAttention(b, kv, dkv, layout),
-        ),
-    )
+    return build_around(plan, workload, parallel)
 
 
 class RingAttention:
@@ -134,16 +133,12 @@ class RingAttention:
         return grad
 
 
-def _claims(workload: Workload, size: int) -> Claims:
-    """Bytes over all ranks: forward P(P-1) hops of KV; backward as many again, and P*P hops of dKV in fp32 or wider."""
+def _wire_bytes(workload: Workload, size: int) -> int:
+    """Over all ranks: forward P(P-1) hops of KV; backward as many again, and P*P hops of dKV in fp32 or wider."""
     model = workload.model
     elements = 2 * workload.batch * (workload.seq // size) * model.num_kv_heads * model.head_dim
     kv = elements * DTYPE_BYTES[workload.dtype]
     dkv = elements * DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     forward = (size - 1) * kv if workload.forward else 0
     backward = (size - 1) * kv + (size * dkv if size > 1 else 0) if workload.backward else 0
-    return Claims(
-        attention_flops=attention_flops(workload),
-        wire_bytes=size * (forward + backward),
-        source="arXiv:2310.01889 §3; dKV in fp32 with P hops as in ring-flash-attention",
-    )
+    return size * (forward + backward)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.contents import ONE, Content, Piece, brief, common, meet, spell, union
+from sim.schedule.equations import is_weight_gradient
 from sim.schedule.masks import Band, Span, block_band, count_pairs, same_pairs
 
 
@@ -17,6 +18,7 @@ class AttentionRules(NamedTuple):
 
     mask: Band
     seq: int
+    batch: int
     group: int
 
     def attend(self, q: list[Piece], k: list[Piece], v: list[Piece], band: Band, ratio: int) -> list[Piece]:
@@ -41,7 +43,7 @@ class AttentionRules(NamedTuple):
         self._same_keys(k, operands["v"])
         for name in ("out", "lse", "dout"):
             for x, y in common(q, operands[name]):
-                if y.content[:4] != (name, *x.content[1:4]):
+                if y.content[:5] != (name, *x.content[1:5]):
                     raise ScheduleError(f"{brief(y.content)} where {name} of {brief(x.content)} is needed")
                 if name != "dout" and not self.complete(y.content):
                     raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
@@ -68,6 +70,8 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
             return summed == _pairs(self.mask, whole, tokens) * self.group
+        if is_weight_gradient(content.tensor):
+            return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
         if content.tensor in {"out", "lse", "dq"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
@@ -80,7 +84,7 @@ class AttentionRules(NamedTuple):
 
     def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
         for x, y in common(k, v):
-            if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:4] != y.content[1:4]:
+            if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:5] != y.content[1:5]:
                 raise ScheduleError(f"{brief(x.content)} and {brief(y.content)} used as keys and values of one block")
 
     def _blocks(
@@ -103,8 +107,8 @@ class AttentionRules(NamedTuple):
                 ]
                 offsets = set()
                 for key in keys:
-                    if key.b != piece.b or key.content.batch != piece.content.batch:
-                        raise ScheduleError(f"{brief(piece.content)} attends to another sequence of the batch")
+                    if key.b != piece.b or key.content[1:3] != piece.content[1:3]:
+                        raise ScheduleError(f"{brief(piece.content)} attends to another sequence or layer")
                     offset = _head_offset(
                         piece.content.heads, key.content.heads, first - key.h[0] * ratio, ratio, self.group
                     )

@@ -16,10 +16,16 @@ from sim.schedule.ops import (
     Barrier,
     Copy,
     Exchange,
+    Gemm,
     HostSync,
     Merge,
     Op,
     ReduceScatter,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
 )
 
 CODES: dict[type, str] = {
@@ -28,6 +34,12 @@ CODES: dict[type, str] = {
     Merge: "M",
     Accumulate: "+",
     Copy: "C",
+    Gemm: "L",
+    RmsNorm: "n",
+    RmsNormBackward: "N",
+    Rope: "o",
+    SwiGlu: "g",
+    SwiGluBackward: "W",
     Exchange: "X",
     AllToAll: "T",
     AllGather: "G",
@@ -37,8 +49,9 @@ CODES: dict[type, str] = {
     HostSync: "H",
 }
 LEGEND = (
-    "A attend, B backward, M merge, + accumulate, C copy, X exchange, T all-to-all, G all-gather, R reduce-scatter, "
-    "S all-reduce, | barrier, H host sync; what stands in one row can happen at once"
+    "A attend, B backward, M merge, + accumulate, C copy, L linear, n N norm and backward, o rope, g W swiglu and "
+    "backward, X exchange, T all-to-all, G all-gather, R reduce-scatter, S all-reduce, | barrier, H host sync; what "
+    "stands in one row can happen at once"
 )
 
 

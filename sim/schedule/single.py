@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from sim.errors import InputError
 from sim.schedule.accumulate import SoftmaxAccumulator
-from sim.schedule.attention import Saved, Shard, all_heads, attention_flops, attention_program
+from sim.schedule.attention import Saved, Shard, all_heads
 from sim.schedule.builder import ProgramBuilder
-from sim.schedule.ir import Claims, Header, Schedule
+from sim.schedule.ir import Schedule
+from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import contiguous
 from sim.schedule.masks import MASKS
-from sim.schedule.ops import View
+from sim.schedule.views import View
 from sim.workload import Parallel, Workload
 
 
@@ -18,9 +19,15 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
     if parallel.num_ranks != 1:
         raise InputError(f"schedule 'single' runs on 1 GPU, not on {parallel.num_ranks}: set --gpus 1")
     local = all_heads(workload.model, contiguous(workload.seq, 1)[0])
-    claims = Claims(attention_flops=attention_flops(workload), wire_bytes=0, source="arXiv:2307.08691 §4.1")
-    header = Header(name="single", workload=workload, parallel=parallel, claims=claims)
-    return Schedule(header, lambda rank: attention_program(rank, workload, local, lambda b: SingleAttention(b, local)))
+    plan = AttentionPlan(
+        name="single",
+        communicators=(),
+        shard=lambda _: local,
+        attention=lambda b: SingleAttention(b, local),
+        wire_bytes=0,
+        source="arXiv:2307.08691 §4.1",
+    )
+    return build_around(plan, workload, parallel)
 
 
 class SingleAttention:

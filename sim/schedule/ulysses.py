@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from sim.errors import InputError
 from sim.schedule.accumulate import SoftmaxAccumulator
-from sim.schedule.attention import Saved, Shard, all_heads, attention_flops, attention_program
+from sim.schedule.attention import Saved, Shard, all_heads
 from sim.schedule.builder import ProgramBuilder
-from sim.schedule.ir import Claims, Communicator, Header, Schedule
+from sim.schedule.ir import Communicator, Schedule
+from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import contiguous
 from sim.schedule.masks import MASKS, Span
-from sim.schedule.ops import Category, Split, View
+from sim.schedule.views import Category, Split, View
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
 
 TOKENS, HEADS = 1, 2
@@ -26,19 +27,15 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
     check_heads(workload.model, len(ranks))
     layout = contiguous(workload.seq, len(ranks))
     ulysses = Communicator(name="ulysses", groups=(ranks,))
-    header = Header(
+    plan = AttentionPlan(
         name="ulysses",
-        workload=workload,
-        parallel=parallel,
         communicators=(ulysses,),
-        claims=_claims(workload, len(ranks)),
+        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        attention=lambda b: UlyssesAttention(b, ulysses),
+        wire_bytes=_wire_bytes(workload, len(ranks)),
+        source="arXiv:2309.14509 §3.2",
     )
-    return Schedule(
-        header,
-        lambda rank: attention_program(
-            rank, workload, all_heads(workload.model, layout[rank]), lambda b: UlyssesAttention(b, ulysses)
-        ),
-    )
+    return build_around(plan, workload, parallel)
 
 
 class UlyssesAttention:
@@ -128,13 +125,9 @@ def check_heads(model: ModelSpec, degree: int) -> None:
             )
 
 
-def _claims(workload: Workload, size: int) -> Claims:
-    """Bytes over all ranks, in each pass: (2H + 2H_kv) * D * S/P * (P-1)/P per rank (arXiv:2309.14509 §3.2)."""
+def _wire_bytes(workload: Workload, size: int) -> int:
+    """Over all ranks, in each pass: (2H + 2H_kv) * D * S/P * (P-1)/P per rank (arXiv:2309.14509 §3.2)."""
     model = workload.model
     elements = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * workload.batch * workload.seq
     passes = workload.forward + workload.backward
-    return Claims(
-        attention_flops=attention_flops(workload),
-        wire_bytes=passes * elements * DTYPE_BYTES[workload.dtype] * (size - 1) // size,
-        source="arXiv:2309.14509 §3.2",
-    )
+    return passes * elements * DTYPE_BYTES[workload.dtype] * (size - 1) // size

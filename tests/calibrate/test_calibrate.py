@@ -13,17 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from calibrate.cases import kernel_cases
 from calibrate.fit import fitted_spec
 from calibrate.host import HostCalibration, Plan
-from calibrate.kernels import KernelCase, case_program, kernel_cases, time_kernel
+from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
 from runtime.launch import Session
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate
 from sim.profile import Point, Profile
 from sim.schedule.check import check
-from sim.schedule.kernels import kernel_use
-from sim.schedule.ops import Kernel
 from sim.workload import Workload, load_model
 from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster
@@ -41,18 +40,13 @@ def point(kernel: str, shape: tuple[int, ...], seconds: float, **fields: Any) ->
 
 def test_every_kernel_of_the_schedules_is_timed() -> None:
     """What ring and Ulysses run, in kernel and mask, is a subset of what a quick calibration covers."""
-    covered = {
-        (use.kernel, use.variant)
-        for case in kernel_cases(TINY, "bf16", quick=True)
-        for op in case_program(case).ops
-        if isinstance(op, Kernel)
-        for use in [kernel_use(op, case_program(case))]
-    }
+    covered = {(case.use.kernel, case.use.variant) for case in kernel_cases(TINY, "bf16", quick=True)}
     for name in ("ring", "ulysses"):
         for mask in ("causal", "full"):
-            workload = Workload(model=make_model(8, 4), seq=64, batch=2, mask=mask, dtype="bf16")
-            for uses in make_checked(name, workload, 4).kernels:
-                assert {(use.kernel, use.variant) for use in uses if use} <= covered
+            for scope in ("attention", "layer"):
+                workload = Workload(model=make_model(8, 4), seq=64, batch=2, mask=mask, dtype="bf16", scope=scope)
+                for uses in make_checked(name, workload, 4).kernels:
+                    assert {(use.kernel, use.variant) for use in uses if use} <= covered
 
 
 @pytest.mark.parametrize("case", [*link_cases(quick=False, shared=False), *link_cases(quick=True, shared=True)])
@@ -79,7 +73,7 @@ def test_figures_follow_from_the_points() -> None:
         LinkTimes(point("exchange", (2, 2**24), 20e-3, nbytes=2**24, condition="busy"), [0.113, 0.113], []),
         LinkTimes(point("exchange", (4, 4096), 9e-3, nbytes=4096), [], []),
     ]
-    spec = fitted_spec(NOMINAL, kernels, links, 3e-6, "now")
+    spec = fitted_spec(NOMINAL, kernels, links, 3e-6, 2, "now")
     assert spec.host is not None
     assert spec.loopback is not None
     assert spec.host.cores == pytest.approx(2 / 1.05)
@@ -96,7 +90,7 @@ def test_figures_follow_from_the_points() -> None:
 
 
 def test_without_points_the_nominal_figures_stay() -> None:
-    spec = fitted_spec(NOMINAL, [], [], 1e-6, "now")
+    spec = fitted_spec(NOMINAL, [], [], 1e-6, 2, "now")
     assert spec.hbm == NOMINAL.hbm
     assert spec.loopback == NOMINAL.loopback
 
@@ -105,8 +99,9 @@ def test_without_points_the_nominal_figures_stay() -> None:
 def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
     """A few steps of a real calibration; the profile that they make simulates."""
     with Session(2, timeout_s=60) as session:
-        for kernel in ("attention_forward", "attention_backward", "merge", "accumulate", "copy"):
-            case = KernelCase(kernel, False, 64, 8, 4, 64, "bf16")
+        cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", quick=True))}
+        assert len(cases) == 11
+        for case in cases.values():
             alone, together = (time_kernel(session, case, when, 0.01) for when in ("idle", "busy"))  # type: ignore[arg-type]
             assert 0 < alone.low_s <= alone.median_s <= alone.high_s
             assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)

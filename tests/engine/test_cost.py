@@ -19,6 +19,8 @@ from sim.presets import override
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL, FULL
+from sim.schedule.ops import AllGather, AllReduce
+from sim.schedule.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
@@ -74,6 +76,41 @@ def test_a_measured_point_comes_back_exactly() -> None:
     assert not model.notes
 
 
+@pytest.mark.parametrize(("kernel", "op_type"), [("all_gather", AllGather), ("all_reduce", AllReduce)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_measured_collective_comes_back_exactly(kernel: str, op_type: type, ranks: int) -> None:
+    """However many steps it has: the measured time has all of their latencies in it."""
+    sent = {size: size * (ranks - 1) // ranks * (2 if kernel == "all_reduce" else 1) for size in (2**12, 2**16, 2**24)}
+    points = [point(kernel, (ranks, size), 1e-3 + n / 5e9, nbytes=n) for size, n in sent.items()]
+    view = View(0, ((0, 1),))
+    fields = {"view": view} if kernel == "all_reduce" else {"send": view, "recvs": Split(view, 0, 1)}
+    op = op_type(stream="link", part="forward", label="", communicator="link", **fields)
+    for size, n in sent.items():
+        part = size if kernel == "all_reduce" else size // ranks
+        activity = cost(*points).collective(op, tuple(range(ranks)), part)
+        assert sum(phase.seconds for phase in activity) == pytest.approx(1e-3 + n / 5e9)
+
+
+def test_a_matrix_product_borrows_the_efficiency_of_the_nearest_shape() -> None:
+    points = [
+        point(
+            "gemm",
+            (tokens, 512, n),
+            2 * tokens * 512 * n / 1e12 / rate,
+            variant="nn",
+            flops=2 * tokens * 512 * n,
+            nbytes=1,
+        )
+        for tokens in (256, 1024)
+        for n, rate in ((256, 0.25), (1536, 0.5))
+    ]
+    for n, rate, noted in ((256, 0.25, False), (1536, 0.5, False), (2048, 0.5, True), (300, 0.25, True)):
+        model = cost(*points)
+        use = KernelUse("gemm", "nn", "fp32", (512, 512, n), 2 * 512 * 512 * n, 1)
+        assert seconds(model.kernel(0, use)) == pytest.approx(use.flops / 1e12 / rate)
+        assert bool(model.notes) == noted
+
+
 def test_between_points_the_efficiency_is_interpolated_along_the_logarithm() -> None:
     points = [attention_point(length, efficiency) for length, efficiency in ((1024, 0.6), (2048, 0.6), (8192, 0.8))]
     use = attention(4096)
@@ -84,7 +121,9 @@ def test_time_grows_with_the_number_of_heads() -> None:
     points = [attention_point(1024, 0.5, heads) for heads in (4, 16)]
     for heads in (2, 4, 8, 16, 64):
         use = attention(1024, heads)
-        assert seconds(cost(*points).kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.5)
+        model = cost(*points)
+        assert seconds(model.kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.5)
+        assert bool(model.notes) == (heads == 64)
 
 
 def test_beyond_twice_the_measured_range_it_says_so() -> None:

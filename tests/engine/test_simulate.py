@@ -56,6 +56,14 @@ def test_a_slow_link_holds_the_second_block_up() -> None:
     assert step_s(ring(), spec) == pytest.approx(4.5 * BLOCK_S + MERGE_S, rel=1e-6)
 
 
+def test_on_cuda_communication_waits_for_the_kernels_issued_before_it() -> None:
+    """A hop takes a quarter of a block; the second could follow at once, but torch lets it wait for the first block."""
+    checked = ring(3, passes="forward")
+    trace = simulate(checked, Cluster(with_link(KV_BYTES / (BLOCK_S / 4), gpus=3)), None).trace
+    hops = [row.begin_s for row in trace.of_rank(0) if row.kind == "Exchange"]
+    assert hops == pytest.approx([0.0, BLOCK_S])
+
+
 def test_the_last_rank_sets_the_time_of_a_causal_ring() -> None:
     """Rank 3 of 4 computes its diagonal block (half) and three full ones."""
     spec = with_link(1e15, gpus=4)
@@ -146,7 +154,7 @@ def test_ring_collectives_use_every_nic() -> None:
     workload = Workload(model=make_model(4, 4, DIM), seq=4, passes="forward")
 
     def build(rank: int) -> Program:
-        from sim.schedule.ops import Split
+        from sim.schedule.views import Split
 
         b = ProgramBuilder(rank, workload)
         given = b.input("q", (Span(rank, rank + 1),), Span(0, 4))

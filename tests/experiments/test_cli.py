@@ -76,7 +76,7 @@ def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixtu
     assert found["fits"] is None
     assert found["floors"].keys() == {"compute", "nvlink"}
     assert found["evidence"]["profile"] == "datasheet"
-    assert "lower bound" in found["evidence"]["notes"][0]
+    assert "real ones are slower" in found["evidence"]["notes"][0]
     assert found["step_time_s"] >= max(found["floors"].values())
 
 
@@ -196,7 +196,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--mask", "diagonal"), "allowed are causal, full"),
         (("simulate", "--dtype", "fp8"), "allowed are fp64, fp32, bf16, fp16"),
         (("simulate", "--pass", "sideways"), "allowed are forward, backward, both"),
-        (("simulate", "--scope", "layer"), "allowed are attention"),
+        (("simulate", "--scope", "step"), "allowed are attention, layer"),
         (("simulate", "--layers", "2"), "--layers 1"),
         (("simulate", "--layers", "0"), "1 or more"),
         (("simulate", "--seq", "0"), "8K or 1M"),

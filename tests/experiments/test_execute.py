@@ -55,4 +55,4 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     printed = capsys.readouterr().out
     assert "Attend forward" in printed
     assert "evidence: profile 'host'" in printed
-    assert ", interrupted" in printed
+    assert ", not complete" in printed

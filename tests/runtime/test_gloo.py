@@ -17,23 +17,18 @@ import torch
 
 from runtime.launch import RankContext, Session
 from runtime.run import ScheduleRun
+from runtime.verify import BOUNDS
 from sim.breakdown import breakdown
 from sim.engine.simulate import simulate
 from sim.errors import InputError, RankError
 from sim.memory import walk
-from sim.schedule.builder import ProgramBuilder
 from sim.schedule.catalog import SCHEDULES
 from sim.schedule.check import check
-from sim.schedule.ir import Communicator, Header, Program, Schedule
-from sim.schedule.masks import Span
-from sim.schedule.ops import Split
-from sim.workload import Parallel, Workload
-from tests.helpers import make_checked, make_cluster_spec, make_model
+from sim.workload import Workload
+from tests.helpers import make_checked, make_cluster_spec, make_gathered, make_model
 from topology.cluster import Cluster
 
 pytestmark = pytest.mark.gloo
-
-BOUND = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 2e-2}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -43,7 +38,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     assert not any(process.is_alive() for process in opened.processes)
 
 
-@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_outputs_and_gradients_equal_the_reference(
@@ -60,7 +55,29 @@ def test_outputs_and_gradients_equal_the_reference(
     errors = run.errors()
     run.close()
     assert errors.keys() == {"out", "dq", "dk", "dv"}
-    assert all(error <= BOUND[dtype] for error in errors.values()), errors
+    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_layers_equal_the_reference(session: Session, name: str, heads: tuple[int, int], dtype: str) -> None:
+    options: dict[str, Any] = {"model": make_model(*heads), "seq": 32, "dtype": dtype, "scope": "layer", "layers": 2}
+    try:
+        checked = make_checked(name, Workload(**options), session.ranks)
+    except InputError as error:
+        assert "set --gpus 1" in str(error)
+        return
+    run = ScheduleRun(session, checked)
+    step = run.step()
+    errors = run.errors()
+    run.close()
+    assert len(errors) == 2 + 2 * 9
+    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+    for program, dependencies, peak in zip(
+        checked.schedule.programs, checked.dependencies, step.peak_bytes, strict=True
+    ):
+        assert peak <= walk(program, dependencies).peak_bytes
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
@@ -111,31 +128,13 @@ def test_a_step_can_be_repeated_and_gives_the_same_bits(session: Session) -> Non
 
 
 def test_all_collectives_over_gloo(session: Session) -> None:
-    ranks = session.ranks
-    everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
-    workload = Workload(model=make_model(4, 4), seq=2 * ranks, dtype="fp32", passes="forward")
-
-    def build(rank: int) -> Program:
-        b = ProgramBuilder(rank, workload)
-        tokens = (Span(rank * 2, rank * 2 + 2),)
-        given = b.input("q", tokens, Span(0, 4))
-        whole, mine = b.tensor("whole", 2 * ranks, 4, "other"), b.like("mine", given, "other")
-        turned = b.like("turned", whole, "other")
-        b.all_gather(everyone, given, Split(whole, 1, ranks), "gather")
-        b.barrier(everyone)
-        b.all_reduce(everyone, whole, "reduce")
-        b.host_sync("all")
-        b.reduce_scatter(everyone, Split(whole, 1, ranks), mine, "scatter")
-        b.all_to_all(everyone, Split(whole, 1, ranks), Split(turned, 1, ranks), "all to all")
-        b.copy(turned[:, :2], b.like("end", given, "other"), "end")
-        return b.build()
-
-    header = Header(name="all", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(everyone,))
-    run = ScheduleRun(session, check(Schedule(header, build)))
+    workload = Workload(model=make_model(8, 4), seq=8 * session.ranks, dtype="fp64")
+    run = ScheduleRun(session, check(make_gathered(workload, session.ranks)))
     rows = run.step().trace.rows
     assert [row.kind for row in rows if row.rank == 0] == [
-        "AllGather", "Barrier", "AllReduce", "HostSync", "ReduceScatter", "AllToAll", "Copy"
+        "AllGather", "AllGather", "Barrier", "Attend", "HostSync", "AttendBackward", "ReduceScatter", "ReduceScatter"
     ]  # fmt: skip
+    assert all(error <= 1e-12 for error in run.errors().values())
     run.close()
 
 

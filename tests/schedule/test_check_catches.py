@@ -11,21 +11,12 @@ import pytest
 from sim.errors import ScheduleError
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
-from sim.schedule.ir import Communicator, Header, Program, Schedule
+from sim.schedule.ir import Communicator, Header, Port, Program, Schedule
 from sim.schedule.masks import CAUSAL, FULL, Band, Span
-from sim.schedule.ops import (
-    Accumulate,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Exchange,
-    Merge,
-    Message,
-    Op,
-    Split,
-)
+from sim.schedule.ops import Accumulate, AllToAll, Attend, AttendBackward, Exchange, Merge, Message, Op
+from sim.schedule.views import Buffer, Split, View
 from sim.workload import Parallel, Workload
-from tests.helpers import make_checked, make_model
+from tests.helpers import make_checked, make_gathered, make_model
 
 Change = Callable[[Op], Op | None]
 
@@ -148,7 +139,9 @@ def test_heads_that_do_not_belong_together() -> None:
 
     def shifted(op: Op) -> Op:
         assert isinstance(op, Attend)
-        return msgspec.structs.replace(op, q=op.q[:, :, 1:3], k=op.k[:, :, :1], v=op.v[:, :, :1], out=op.out[:, :, 1:3])
+        every, middle = slice(None), slice(1, 3)
+        some = {"q": op.q[every, every, middle], "out": op.out[every, every, middle], "lse": op.lse[every, middle]}
+        return msgspec.structs.replace(op, k=op.k[:, :, :1], v=op.v[:, :, :1], **some)
 
     refuses(changed("ulysses", 2, Attend, shifted, rank=1, number=0, passes="forward"), "wrong key/value heads")
 
@@ -320,15 +313,80 @@ def test_outputs_that_hold_something_else() -> None:
 
 
 def test_collectives_move_and_sum_what_they_say() -> None:
-    """All-gather, all-to-all and back, reduce-scatter and all-reduce of the same tensor: contents follow."""
+    """Gathered keys, and gradients that are summed where they are scattered: contents follow."""
+    check(make_gathered(Workload(model=make_model(4, 2), seq=16), 4))
 
-    def program(b: ProgramBuilder, over: Communicator) -> None:
+
+def test_sums_of_anything_but_gradients() -> None:
+    def reduced(b: ProgramBuilder, over: Communicator) -> None:
         view = given(b)
-        whole = b.tensor("whole", 8, 4, "other")
-        b.all_gather(over, view, Split(whole, 1, 2), "gather")
-        back = b.like("back", view, "other")
-        b.reduce_scatter(over, Split(whole, 1, 2), back, "scatter")
-        b.all_reduce(over, whole, "reduce")
-        b.output("q", back, (Span(b.rank * 4, b.rank * 4 + 4),), Span(0, 4))
+        twice = b.like("twice", view, "other")
+        b.copy(view, twice, "copy")
+        b.all_reduce(over, twice, "reduce")
+        b.output("q", twice, (Span(b.rank * 4, b.rank * 4 + 4),), Span(0, 4))
 
-    check(schedule_of(program))
+    refuses(schedule_of(reduced), "cannot add|adds up q")
+
+    def unmerged(op: Op) -> Op:
+        assert isinstance(op, Merge)
+        return Accumulate(stream=op.stream, part=op.part, label="add", source=op.out, into=op.into_out)
+
+    refuses(changed("ring", 2, Merge, unmerged, rank=1, number=0, passes="forward"), "adds up out")
+
+
+def test_a_missing_output_and_an_invented_input() -> None:
+    workload = Workload(model=make_model(4, 2), seq=16)
+    whole = make_gathered(workload, 2)
+
+    def forgetful(rank: int) -> Program:
+        program = whole.program(rank)
+        return msgspec.structs.replace(program, outputs=program.outputs[:-1])
+
+    refuses(Schedule(whole.header, forgetful), "lacks the output dv")
+
+    def generous(rank: int) -> Program:
+        program = whole.program(rank)
+        view = View(len(program.buffers), ((0, 1), (0, 16), (0, 2), (0, 16)))
+        buffer = Buffer(name="free k", dims="bshd", shape=(1, 16, 2, 16), dtype="fp32", category="other")
+        port = Port(tensor="k", view=view, tokens=(Span(0, 16),), heads=Span(0, 2))
+        return msgspec.structs.replace(program, buffers=(*program.buffers, buffer), inputs=(*program.inputs, port))
+
+    refuses(Schedule(whole.header, generous), "twice")
+
+
+def test_shapes_that_do_not_fit() -> None:
+    def short(op: Op) -> Op:
+        assert isinstance(op, Merge)
+        return msgspec.structs.replace(op, out=op.out[:, :2], lse=op.lse[:, :, :2])
+
+    refuses(changed("ring", 2, Merge, short, rank=1, number=0, passes="forward"), "where .* is needed")
+    schedule = make_gathered(Workload(model=make_model(4, 2), seq=16), 2)
+
+    def clipped(rank: int) -> Program:
+        program = schedule.program(rank)
+        ports = [msgspec.structs.replace(port, view=port.view[:, :1]) for port in program.outputs]
+        return msgspec.structs.replace(program, outputs=tuple(ports))
+
+    refuses(Schedule(schedule.header, clipped), "holds 1 along 's', but says 8")
+
+
+def test_an_op_that_writes_what_it_sends() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = b.like("view", given(b), "other")
+        b.copy(given(b), view, "copy")
+        b.all_to_all(over, Split(view, 1, 2), Split(view, 1, 2), "in place")
+
+    refuses(schedule_of(program), "overlapping parts of buffer 'view'")
+
+
+def test_an_exchange_with_a_rank_outside_its_group() -> None:
+    """Ring traffic on the communicator of another degree."""
+
+    def moved(op: Op) -> Op:
+        assert isinstance(op, Exchange)
+        return msgspec.structs.replace(op, sends=tuple(Message(3, view) for _, view in op.sends))
+
+    schedule = changed("ring", 4, Exchange, moved, rank=0, number=0, passes="forward")
+    groups = tuple(msgspec.structs.replace(c, groups=((0, 1), (2, 3))) for c in schedule.header.communicators)
+    header = msgspec.structs.replace(schedule.header, communicators=groups)
+    refuses(Schedule(header, schedule.program), "not in its group")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.dependencies import derive
 from sim.schedule.ir import Program
-from sim.schedule.ops import Copy, HostSync, Op, Split, View
+from sim.schedule.ops import Copy, HostSync, Op
+from sim.schedule.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_model
 

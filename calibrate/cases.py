@@ -1,0 +1,134 @@
+"""What is to be timed: ops taken out of the very programs that schedules are made of, each as a program of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from sim.errors import InputError
+from sim.profile import Point
+from sim.schedule import ring, single, ulysses
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.ir import Program
+from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
+from sim.schedule.ops import Kernel, Op
+from sim.schedule.views import View
+from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
+
+
+class KernelCase(NamedTuple):
+    """One kernel at one size."""
+
+    use: KernelUse
+    program: Program
+    """Its op alone, on the buffers that it reads and writes."""
+
+    @property
+    def label(self) -> str:
+        """What a progress bar shows."""
+        return " ".join([self.use.kernel, self.use.variant, "x".join(map(str, self.use.shape))])
+
+    @property
+    def weight(self) -> float:
+        """Return about how long it takes, for putting long ones last: seconds at 100 GFLOP/s and 10 GB/s."""
+        return max(self.use.flops / 1e11, self.use.hbm_bytes / 1e10)
+
+
+def kernel_cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> list[KernelCase]:
+    """Return what is to be timed for a model, long ones last: attention at its heads and at half of them, as two ranks
+    of Ulysses have them; the other kernels of a layer; merges and copies over four decades of size.
+    """
+    found: dict[KernelUse, KernelCase] = {}
+    for case in _cases(model, dtype, quick=quick):
+        found.setdefault(case.use, case)
+    return sorted(found.values(), key=lambda case: (case.weight, case.use))
+
+
+def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCase]:
+    low, top = (8, 12) if quick else (7, 13)
+    models = [model]
+    if model.num_heads % 2 == 0 and model.num_kv_heads % 2 == 0:
+        models.append(
+            msgspec.structs.replace(model, num_heads=model.num_heads // 2, num_kv_heads=model.num_kv_heads // 2)
+        )
+    for one in models:
+        longest = top + (one is not model)
+        yield from _attention(one, dtype, "causal", range(low, longest + 1))
+        yield from _attention(one, dtype, "full", range(low, top + 1))
+    for tokens in (2**n for n in (range(low, top + 1, 2) if quick else range(low, top + 1))):
+        workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
+        program = single.build(workload, Parallel()).program(0)
+        yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
+    for tokens in (2**n for n in range(4, 15, 2)):
+        workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
+        programs = [ring.build(workload, Parallel(ring_degree=2)).program(1)]
+        with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time
+            programs.append(ulysses.build(workload, Parallel(ulysses_degree=2)).program(1))
+        for program in programs:
+            yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
+
+
+def _attention(model: ModelSpec, dtype: Dtype, mask: MaskName, exponents: Iterable[int]) -> Iterator[KernelCase]:
+    for n in exponents:
+        workload = Workload(model=model, seq=2**n, mask=mask, dtype=dtype)
+        yield from cases_of(single.build(workload, Parallel()).program(0))
+
+
+def cases_of(program: Program) -> Iterator[KernelCase]:
+    """Yield every kernel of a program."""
+    for op in program.ops:
+        if isinstance(op, Kernel):
+            yield KernelCase(kernel_use(op, program), _alone(program, op))
+
+
+def case_of(point: Point) -> KernelCase | None:
+    """Return the case that a point of a profile was measured with: attention or a matrix product; None for others."""
+    if point.kernel in ATTENTION_KERNELS:
+        _, tokens, _, heads, kv_heads, head_dim = point.shape
+        model = _model(embed_dim=heads * head_dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+        mask: MaskName = "causal" if point.variant == "causal" else "full"
+        cases = list(_attention(model, point.dtype, mask, [tokens.bit_length() - 1]))
+    elif point.kernel == "gemm" and point.variant == "nn":
+        tokens, fan_in, fan_out = point.shape
+        b = ProgramBuilder(0, Workload(model=_model(embed_dim=fan_in), seq=tokens, dtype=point.dtype))
+        x, out = b.activation("x", tokens, fan_in, "other"), b.activation("out", tokens, fan_out, "other")
+        b.gemm("nn", x, b.buffer("w", "io", (fan_in, fan_out), point.dtype, "other"), out, "gemm")
+        cases = list(cases_of(b.build()))
+    else:
+        return None
+    return next((case for case in cases if (case.use.kernel, case.use.shape) == (point.kernel, point.shape)), None)
+
+
+def _model(*, embed_dim: int, num_heads: int = 1, num_kv_heads: int = 1, head_dim: int = 1) -> ModelSpec:
+    return ModelSpec(
+        name="calibration",
+        embed_dim=embed_dim,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_dim=1,
+        vocab_size=1,
+    )
+
+
+def _alone(program: Program, op: Op) -> Program:
+    """Return a program with one op of another one, and with its buffers only."""
+    used = sorted({view.buffer for view in (*op.reads, *op.writes)})
+    number = {buffer: new for new, buffer in enumerate(used)}
+
+    def moved(value: object) -> object:
+        if isinstance(value, View):
+            return View(number[value.buffer], value.slices)
+        if isinstance(value, msgspec.Struct):
+            fields = {name: moved(getattr(value, name)) for name in value.__struct_fields__}
+            return msgspec.structs.replace(value, **fields)
+        return value
+
+    alone = moved(op)
+    assert isinstance(alone, Kernel)
+    buffers = tuple(program.buffers[buffer] for buffer in used)
+    return Program(rank=0, buffers=buffers, ops=(alone,), inputs=(), outputs=())

@@ -1,0 +1,84 @@
+"""Buffers of a rank, and the views into them that ops read and write."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from sim.workload import DTYPE_BYTES, Dtype
+
+Category = Literal[
+    "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
+]  # fmt: skip
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Base of what is described: immutable, keyword-only, strict about its keys when decoded."""
+
+
+class Buffer(Data, frozen=True, kw_only=True):
+    """A tensor of one rank."""
+
+    name: str
+    dims: str
+    """One letter a dimension: b batch (or peer x batch), s sequence, h heads, d head dim, e model or feed-forward dim;
+    of weights i inputs, o outputs."""
+    shape: tuple[int, ...]
+    dtype: Dtype
+    category: Category
+    place: Literal["hbm", "host"] = "hbm"
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A box of a buffer: one (start, stop) per dimension. Slicing a view gives a smaller one, as in numpy."""
+
+    buffer: int
+    slices: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent per dimension."""
+        return tuple([stop - start for start, stop in self.slices])
+
+    def __getitem__(self, key: slice | tuple[slice, ...]) -> View:
+        keys = key if isinstance(key, tuple) else (key,)
+        boxes = []
+        for (start, stop), part in zip(self.slices, keys, strict=False):
+            begin, end, _ = part.indices(stop - start)
+            boxes.append((start + begin, start + end))
+        return View(self.buffer, (*boxes, *self.slices[len(keys) :]))
+
+
+class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A view cut along one dimension into equal parts: what goes to, or comes from, each member of a group."""
+
+    view: View
+    dim: int
+    parts: int
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Extent of one part per dimension."""
+        shape = self.view.shape
+        return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
+
+
+def is_contiguous(view: View, buffer: Buffer) -> bool:
+    """Return whether a view lies in memory in one piece, as whatever is sent or received must."""
+    shape = view.shape
+    if shape == buffer.shape:
+        return True
+    inner = max((dim for dim, extent in enumerate(shape) if extent != buffer.shape[dim]), default=0)
+    return all(extent == 1 for extent in shape[:inner])
+
+
+def parts_are_contiguous(split: Split, buffer: Buffer) -> bool:
+    """Return whether the parts follow each other in memory, each in one piece."""
+    return is_contiguous(split.view, buffer) and all(extent == 1 for extent in split.view.shape[: split.dim])

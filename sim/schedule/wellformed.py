@@ -1,0 +1,168 @@
+"""What every op must satisfy by itself, whatever lies in its buffers: shapes that fit, views that do not collide."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import assert_never
+
+from sim.schedule.equations import heads_of
+from sim.schedule.ir import Port, Program
+from sim.schedule.layout import num_tokens
+from sim.schedule.ops import (
+    Accumulate,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Barrier,
+    Collective,
+    Copy,
+    Exchange,
+    Gemm,
+    HostSync,
+    Merge,
+    Op,
+    ReduceScatter,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+)
+from sim.schedule.views import Split, View, is_contiguous, parts_are_contiguous
+from sim.workload import ModelSpec
+
+
+def op_problem(op: Op, program: Program) -> str:
+    """Return what is wrong with an op of a program, by itself; empty if nothing is."""
+    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+    for view in op.writes:
+        if view.buffer in inputs:
+            return f"writes to the input {inputs[view.buffer]!r}; copy it first"
+    return _shape_problem(op) or _collision(op, program) or _message_problem(op, program)
+
+
+def _shape_problem(op: Op) -> str:
+    """Return where operands do not fit each other."""
+    if isinstance(op, Attend | AttendBackward):
+        batch, queries, heads, dim = op.q.shape
+        like_q, like_k = [op.out], [op.v]
+        if isinstance(op, AttendBackward):
+            like_q, like_k = [*like_q, op.dout, op.dq], [*like_k, op.dk, op.dv]
+        keys = (batch, op.k.shape[1], op.k.shape[2], dim)
+        return (
+            _differ(op.q.shape, like_q)
+            or _differ(keys, [op.k, *like_k])
+            or _differ((batch, heads, queries), [op.lse])
+            or ("" if heads % op.k.shape[2] == 0 else f"has {heads} heads for {op.k.shape[2]} key/value heads")
+        )
+    if isinstance(op, Merge):
+        batch, tokens, heads, _ = op.out.shape
+        return _differ(op.out.shape, [op.into_out]) or _differ((batch, heads, tokens), [op.lse, op.into_lse])
+    if isinstance(op, Accumulate):
+        return _differ(op.source.shape, [op.into])
+    if isinstance(op, Copy):
+        same = (op.source.parts, op.source.part_shape) == (op.target.parts, op.target.part_shape)
+        return "" if same else f"copies parts {op.source.part_shape} into parts {op.target.part_shape}"
+    if isinstance(op, Gemm):
+        return _gemm_problem(op)
+    if isinstance(op, RmsNorm | RmsNormBackward):
+        batch, tokens, width = op.x.shape
+        like = [op.out] if isinstance(op, RmsNorm) else [op.dout, op.dx]
+        weights = [op.weight] if isinstance(op, RmsNorm) else [op.weight, op.dweight]
+        return _differ(op.x.shape, like) or _differ((batch, tokens), [op.rstd]) or _differ((width,), weights)
+    if isinstance(op, Rope):
+        count = num_tokens(op.tokens)
+        return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
+    if isinstance(op, SwiGlu | SwiGluBackward):
+        return _differ(op.gate.shape, [*op.reads, *op.writes])
+    if isinstance(op, Exchange | Collective | HostSync):
+        return ""  # both sides are compared in ``matching``
+    assert_never(op)
+
+
+def _gemm_problem(op: Gemm) -> str:
+    """Return where the sides of a matrix product do not fit."""
+
+    def rows(view: View) -> tuple[int, int]:
+        return view.shape[0] * view.shape[1], _product(view.shape[2:])
+
+    if op.form == "tn":
+        (m, fan_in), (n, fan_out) = rows(op.a), rows(op.b)
+        fits = m == n and op.out.shape == (fan_in, fan_out) and op.a.shape[:2] == op.b.shape[:2]
+    else:
+        fan_in, fan_out = op.b.shape if op.form == "nn" else op.b.shape[::-1]
+        fits = rows(op.a)[1] == fan_in and rows(op.out)[1] == fan_out and op.a.shape[:2] == op.out.shape[:2]
+    return "" if fits else f"multiplies {op.a.shape} with {op.b.shape} into {op.out.shape} ({op.form})"
+
+
+def _product(extents: tuple[int, ...]) -> int:
+    total = 1
+    for extent in extents:
+        total *= extent
+    return total
+
+
+def _differ(shape: tuple[int, ...], views: list[View] | tuple[View, ...]) -> str:
+    """Return what to say of the first view that has another shape."""
+    for view in views:
+        if view.shape != shape:
+            return f"has operands of shape {view.shape} where {shape} is needed"
+    return ""
+
+
+def _collision(op: Op, program: Program) -> str:
+    """Return where an op writes to what it also reads or writes: the order within an op is nobody's promise.
+
+    What is updated in place, the same view read and written, is what some ops are for.
+    """
+    reads, writes = op.reads, op.writes
+    if len({view.buffer for view in (*reads, *writes)}) == len(reads) + len(writes):
+        return ""
+    in_place = set(writes) if isinstance(op, Merge | Accumulate | AllReduce | Rope | Gemm) else set()
+    pairs = [*combinations(writes, 2), *((a, b) for a in reads for b in writes if not (a == b and a in in_place))]
+    for a, b in pairs:
+        if a.buffer == b.buffer and all(x[0] < y[1] and y[0] < x[1] for x, y in zip(a.slices, b.slices, strict=True)):
+            return f"uses overlapping parts of buffer {program.buffers[a.buffer].name!r}; give it another buffer"
+    return ""
+
+
+def _message_problem(op: Op, program: Program) -> str:
+    """Return where a message does not lie in one piece, or goes to its own rank."""
+    if not isinstance(op, Exchange | Collective):
+        return ""
+    for view in (*op.reads, *op.writes):
+        if not is_contiguous(view, program.buffers[view.buffer]):
+            return "sends or receives a view with gaps; copy it into a buffer first"
+    for split in _splits(op):
+        if not parts_are_contiguous(split, program.buffers[split.view.buffer]):
+            return f"cuts its view along dimension {split.dim}, which leaves gaps; copy first"
+    if isinstance(op, Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
+        return "exchanges with its own rank; use a Copy"
+    return ""
+
+
+def _splits(op: Exchange | Collective) -> list[Split]:
+    """Return the splits that an op sends or receives."""
+    if isinstance(op, AllToAll):
+        return [op.sends, op.recvs]
+    if isinstance(op, AllGather):
+        return [op.recvs]
+    if isinstance(op, ReduceScatter):
+        return [op.sends]
+    if isinstance(op, Exchange | AllReduce | Barrier):
+        return []
+    assert_never(op)
+
+
+def port_problem(port: Port, program: Program, model: ModelSpec, batch: int) -> str:
+    """Return where a port's view has not the shape of what it says it holds; empty if it has."""
+    dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
+    wanted = {"b": batch, "s": num_tokens(port.tokens), "i": num_tokens(port.tokens), "h": port.heads.size}
+    for dim, extent in dims.items():
+        if dim in wanted and extent != wanted[dim]:
+            return f"holds {extent} along {dim!r}, but says {wanted[dim]}"
+    if ("h" in dims) != (heads_of(port.tensor, model) is not None):
+        return f"has dims {''.join(dims)!r}, which are not those of {port.tensor}"
+    return ""

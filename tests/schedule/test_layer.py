@@ -1,0 +1,140 @@
+"""Whole layers: every schedule is proved at this scope too, and every way to get a layer wrong is found."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from sim.errors import InputError
+from sim.schedule.catalog import SCHEDULES
+from sim.schedule.check import check
+from sim.schedule.equations import EQUATIONS, weight_shapes
+from sim.schedule.ir import Schedule
+from sim.schedule.kernels import kernel_use
+from sim.schedule.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
+from sim.schedule.token_rules import kind_of
+from sim.workload import Workload
+from tests.helpers import make_checked, make_model
+from tests.schedule.test_check_catches import changed, drop, refuses
+
+
+def layers(**fields: Any) -> Workload:
+    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "scope": "layer", "layers": 2} | fields
+    return Workload(**options)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("passes", ["forward", "both"])
+def test_every_schedule_is_proved_around_layers(name: str, passes: str) -> None:
+    proved = 0
+    for ranks in (1, 2, 4):
+        for heads in ((8, 8), (8, 4), (8, 1)):
+            for dtype in ("fp32", "bf16"):
+                workload = layers(model=make_model(*heads), batch=2, passes=passes, dtype=dtype)
+                try:
+                    checked = make_checked(name, workload, ranks)
+                except InputError as error:
+                    assert "allowed are" in str(error) or "set --gpus 1" in str(error)
+                    continue
+                proved += 1
+                again = Schedule.from_json(checked.schedule.to_json())
+                assert again.hash == checked.schedule.hash
+                check(again)
+    assert proved >= 6
+
+
+def test_all_equations_are_used_and_no_others() -> None:
+    """The table is the layer: one schedule plays each line of it once a layer."""
+    program = make_checked("single", layers(layers=1), 1).schedule.program(0)
+    played = [kind_of(op) for op in program.ops if isinstance(op, Gemm | RmsNorm | Rope)]  # type: ignore[arg-type]
+    listed = [key[0] for key in EQUATIONS if key[0].startswith(("Gemm", "Rope")) or key[0] == "RmsNorm"]
+    assert sorted(played) == sorted(listed)
+    assert sum(isinstance(op, Accumulate) for op in program.ops) == sum(key[0] == "Accumulate" for key in EQUATIONS)
+
+
+def test_every_kernel_has_a_cost() -> None:
+    """No kind of kernel is missing where costs are looked up by type."""
+    seen = set()
+    for name in ("ring", "ulysses"):
+        for dtype in ("fp32", "bf16"):
+            for program in make_checked(name, layers(dtype=dtype), 2).schedule.programs:
+                for op in program.ops:
+                    if isinstance(op, Kernel):
+                        seen.add(type(op))
+                        assert kernel_use(op, program).hbm_bytes > 0
+    assert seen == set(get_args(Kernel))
+
+
+def test_flops_by_hand() -> None:
+    """6 FLOPs per token and weight: wq, wo of 128 x 128, wk, wv of 128 x 64, gate, up, down of 128 x 64."""
+    checked = make_checked("ring", layers(batch=2), 4)
+    weights = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 64
+    claims = checked.schedule.header.claims
+    assert claims is not None
+    assert claims.gemm_flops == 6 * weights * 2 * 32 * 2
+    assert sum(len(shape) == 2 for shape in weight_shapes(make_model(8, 4)).values()) == 7
+
+
+def test_a_gradient_that_is_not_reduced() -> None:
+    schedule = make_checked("ring", layers(), 2).schedule
+    programs = [
+        msgspec.structs.replace(program, ops=tuple(op for op in program.ops if op.label != "reduce dwv"))
+        for program in schedule.programs
+    ]
+    refuses(Schedule(schedule.header, programs.__getitem__), "dwv .*lacks contributions|lacks contributions")
+
+
+def test_a_gradient_reduced_twice() -> None:
+    schedule = make_checked("ring", layers(), 2).schedule
+    programs = []
+    for program in schedule.programs:
+        ops: list[Op] = []
+        for op in program.ops:
+            ops += [op, op] if isinstance(op, AllReduce) and op.label == "reduce dwo" else [op]
+        programs.append(msgspec.structs.replace(program, ops=tuple(ops)))
+    refuses(Schedule(schedule.header, programs.__getitem__), "twice")
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "message"),
+    [
+        (Accumulate, "residual of mlp", "no equation"),
+        (Rope, "rope k", "no equation|used as keys"),
+        (RmsNorm, "norm2", "before"),
+    ],
+)
+def test_a_kernel_left_out(kind: type, label: str, message: str) -> None:
+    schedule = make_checked("single", layers(), 1).schedule
+    number = [op.label for op in schedule.program(0).ops if isinstance(op, kind)].index(label)
+    refuses(changed("single", 1, kind, drop, rank=0, number=number, scope="layer", layers=2), message)
+
+
+def test_positions_of_another_rank() -> None:
+    def shifted(op: Op) -> Op:
+        assert isinstance(op, Rope)
+        return msgspec.structs.replace(op, tokens=other)
+
+    first = next(op for op in make_checked("ring", layers(), 2).schedule.program(0).ops if isinstance(op, Rope))
+    other = first.tokens
+    schedule = changed("ring", 2, Rope, shifted, rank=1, number=0, scope="layer", layers=2)
+    refuses(schedule, "is rotated by positions 0..16")
+
+
+def test_the_weight_of_another_layer() -> None:
+    schedule = make_checked("single", layers(), 1).schedule
+    wq = next(port.view for port in schedule.program(0).inputs if (port.tensor, port.layer) == ("wq", 1))
+
+    def wrong(op: Op) -> Op:
+        assert isinstance(op, Gemm)
+        return msgspec.structs.replace(op, b=wq)
+
+    refuses(changed("single", 1, Gemm, wrong, rank=0, number=0, scope="layer", layers=2), "no equation of the layer")
+
+
+def test_layers_have_no_backward_pass_alone() -> None:
+    with pytest.raises(InputError, match="set --pass both"):
+        layers(passes="backward")
+    with pytest.raises(InputError, match="or --scope layer"):
+        layers(scope="attention")
