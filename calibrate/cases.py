@@ -55,14 +55,15 @@ def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCas
             msgspec.structs.replace(model, num_heads=model.num_heads // 2, num_kv_heads=model.num_kv_heads // 2)
         )
     for one in models:
-        longest = top + (one is not model)
-        yield from _attention(one, dtype, "causal", range(low, longest + 1))
-        yield from _attention(one, dtype, "full", range(low, top + 1))
+        half = one is not model
+        yield from _attention(one, dtype, "causal", range(low, top + half + 1))
+        if not (half and quick):
+            yield from _attention(one, dtype, "full", range(low, top + 1))
     for tokens in (2**n for n in (range(low, top + 1, 2) if quick else range(low, top + 1))):
         workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
         program = single.build(workload, Parallel()).program(0)
         yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
-    for tokens in (2**n for n in range(4, 15, 2)):
+    for tokens in (2**n for n in range(4, 15, 5 if quick else 2)):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
         programs = [ring.build(workload, Parallel(ring_degree=2)).program(1)]
         with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time

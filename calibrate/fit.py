@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from calibrate.links import BESIDE_TOKENS, LinkTimes
+from calibrate.links import LinkTimes
 from sim.profile import Point
 from sim.schedule.kernels import ATTENTION_KERNELS
 from topology.specs import ClusterSpec, HostSpec, LinkSpec
@@ -38,7 +38,7 @@ def fitted_spec(
         cores=cores,
         wakeup_s=_wakeup_s(points),
         handoff_s=_median([gap for link in links for gap in link.handoff_s]),
-        transfer_cores=_transfer_cores(kernels, links),
+        transfer_cores=_transfer_cores(links),
     )
     peaks = dict(nominal.gpu.peak_flops_per_s)
     for point in kernels:
@@ -94,18 +94,16 @@ def _wakeup_s(points: list[Point]) -> float:
     return _median([busy.median_s - idle.median_s for idle, busy in pairs])
 
 
-def _transfer_cores(kernels: list[Point], links: list[LinkTimes]) -> float:
+def _transfer_cores(links: list[LinkTimes]) -> float:
     """Return the cores that one rank's part in a large transfer takes from the kernels beside it."""
-    alone = [p for p in kernels if p.kernel == "attention_forward" and p.variant == "full" and p.condition == "busy"]
-    shares = []
-    points = [link.point for link in links]
-    idle = {(p.kernel, p.shape): p.median_s for p in points if p.condition == "idle"}
-    for link in links:
-        key = (link.point.kernel, link.point.shape)
-        like = [p.median_s for p in alone if p.shape[1] == BESIDE_TOKENS and p.dtype == link.point.dtype]
-        if link.beside_s and like and key in idle and link.point.nbytes >= _LARGE_BYTES:
-            shares.append((statistics.median(link.beside_s) - max(like)) / idle[key])
-    return _median(shares)
+    idle = {(p.kernel, p.shape): p.median_s for p in (link.point for link in links) if p.condition == "idle"}
+    return _median(
+        [
+            statistics.median(link.lost_s) / idle[link.point.kernel, link.point.shape]
+            for link in links
+            if link.lost_s and (link.point.kernel, link.point.shape) in idle and link.point.nbytes >= _LARGE_BYTES
+        ]
+    )
 
 
 def _median(values: list[float]) -> float:

@@ -25,7 +25,7 @@ from topology.host import host_facts
 MAX_RANKS = 16
 """Processes that a calibration starts at most; on larger machines "busy" means that many cores."""
 
-_QUICK_BUSY_TOKENS = (512, 1024, 2048)
+_QUICK_BUSY_TOKENS = (512, 1024)
 
 
 class Plan(NamedTuple):
@@ -59,7 +59,7 @@ class HostCalibration:
         self._kernels: list[Point] = []
         self._links: list[LinkTimes] = []
         self._launch_s: float | None = None
-        self._budget_s = 0.15 if plan.quick else 1.0
+        self._budget_s = 0.1 if plan.quick else 1.0
 
     def __enter__(self) -> Self:
         return self

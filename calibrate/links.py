@@ -24,7 +24,8 @@ _STEPS = 3
 _PER_STEP = 4
 _WARM = 2
 _LAUNCHES = 200
-BESIDE_TOKENS = 1024
+_BESIDE_TOKENS = 1024
+_BESIDE, _ALONE = "attend beside", "attend alone"
 _PAUSE_TOKENS = 64
 
 
@@ -47,10 +48,10 @@ class LinkTimes(NamedTuple):
     """A measured point, and what else the run showed."""
 
     point: Point
-    beside_s: list[float]
-    """How long the attention beside it took, where there was one."""
+    lost_s: list[float]
+    """How much longer attention took beside it than right after it, where there was any beside it."""
     handoff_s: list[float]
-    """Time from the end of the transfer to the begin of the kernel that waited for it, where there was one."""
+    """Time from the end of the transfer to the begin of the kernel that waited for it, where nothing was beside it."""
 
 
 def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
@@ -58,11 +59,12 @@ def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
 
     ``shared`` is for more ranks than cores, which are never all busy with something else: fewer sizes, idle only.
     """
-    kinds: tuple[LinkKernel, ...] = ("exchange", "all_to_all") if quick else get_args(LinkKernel)
+    kinds: tuple[LinkKernel, ...] = ("exchange", "all_to_all", "all_reduce") if quick else get_args(LinkKernel)
     if shared:
-        return [LinkCase(kind, 2**n, "idle") for kind in kinds for n in (12, 16, 20, 24)]
-    idle = [LinkCase(kind, 2**n, "idle") for kind in kinds for n in range(12, 25, 2)]
-    return idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 18, 22, 24)]
+        return [LinkCase(kind, 2**n, "idle") for kind in kinds for n in ((12, 18, 24) if quick else (12, 16, 20, 24))]
+    sizes = (12, 16, 20, 22, 24) if quick else range(12, 25, 2)
+    idle = [LinkCase(kind, 2**n, "idle") for kind in kinds for n in sizes]
+    return idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 22, 24)]
 
 
 def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) -> LinkTimes:
@@ -84,7 +86,9 @@ def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) 
         nbytes=_sent_bytes(case.kernel, nbytes, session.ranks),
         **times._asdict(),
     )
-    return LinkTimes(point, [row.busy_s for row in rows if row.label == "attend beside"], _handoffs(rows))
+    beside, alone = ([row.busy_s for row in rows if row.label == label] for label in (_BESIDE, _ALONE))
+    lost = [slow - fast for slow, fast in zip(beside, alone, strict=True)]
+    return LinkTimes(point, lost, [] if lost else _handoffs(rows))
 
 
 def _handoffs(rows: list[Row]) -> list[float]:
@@ -142,16 +146,16 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
     """Return a schedule that does the same communication several times, each time beside one block of attention."""
     tokens = _num_tokens(case, ranks, model, dtype)
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
-    workload = Workload(model=model, seq=max(tokens, BESIDE_TOKENS), mask="full", dtype=dtype, passes="forward")
+    workload = Workload(model=model, seq=max(tokens, _BESIDE_TOKENS), mask="full", dtype=dtype, passes="forward")
 
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
         heads, kv_heads = Span(0, model.num_heads), Span(0, model.num_kv_heads)
         given = b.input("dq", (Span(0, tokens),), heads)
         taken = b.like("taken", given, "communication")
-        block = (Span(0, BESIDE_TOKENS),)
+        block = (Span(0, _BESIDE_TOKENS),)
         q, k, v = b.input("q", block, heads), b.input("k", block, kv_heads), b.input("v", block, kv_heads)
-        out, lse = b.like("out", q, "attention"), b.lse("lse", BESIDE_TOKENS, model.num_heads, "attention")
+        out, lse = b.like("out", q, "attention"), b.lse("lse", _BESIDE_TOKENS, model.num_heads, "attention")
         awaited = b.like("awaited", taken[:, :1], "attention")
         for _ in range(_PER_STEP):
             if case.kernel == "exchange":
@@ -167,7 +171,9 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
                 b.copy(given, taken, "copy")
                 b.all_reduce(link, taken, case.label)
             if case.condition == "busy":
-                b.attend(q, k, v, out, lse, FULL, "attend beside")
+                b.attend(q, k, v, out, lse, FULL, _BESIDE)
+                b.copy(taken[:, :1], awaited, "await")
+                b.attend(q, k, v, out, lse, FULL, _ALONE)
             else:  # let it be awaited, and let the threads that carried it fall asleep, as in a step
                 b.copy(taken[:, :1], awaited, "await")
                 b.attend(q[:, :_PAUSE_TOKENS], k, v, out[:, :_PAUSE_TOKENS], lse[:, :, :_PAUSE_TOKENS], FULL, "pause")

@@ -24,7 +24,7 @@ from sim.workload import DTYPE_BYTES, load_model
 if TYPE_CHECKING:
     from calibrate.host import Step
 
-QUICK_S = 100.0
+QUICK_S = 105.0
 """Nothing new is begun after this time where it has to be quick; the largest sizes come last."""
 
 
