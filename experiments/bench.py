@@ -90,12 +90,17 @@ def cases() -> list[Case]:
     long = Workload(model=model, seq=1024 * 1024, dtype="bf16")
     short = Workload(model=model, seq=64 * 1024, dtype="bf16")
     wide = Workload(model=msgspec.structs.replace(model, num_heads=64, num_kv_heads=64), seq=1024 * 1024, dtype="bf16")
+    deep = Workload(model=model, seq=128 * 1024, dtype="bf16", scope="layer", layers=32)
+    layer = Workload(model=model, seq=1024 * 1024, dtype="bf16", scope="layer")
     return [
         Case("ring, P = 8", lambda: ring.build(long, Parallel(ring_degree=8)), one, 0.05),
         Case("ring, P = 64", lambda: ring.build(long, Parallel(ring_degree=64)), eight, 1.5),
         Case("ulysses, P = 8", lambda: ulysses.build(long, Parallel(ulysses_degree=8)), one, None),
         Case("ulysses, P = 64", lambda: ulysses.build(wide, Parallel(ulysses_degree=64)), eight, None),
         Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven, None),
+        Case("32 layers, ring, P = 8", lambda: ring.build(deep, Parallel(ring_degree=8)), one, None),
+        Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Parallel(ulysses_degree=8)), one, None),
+        Case("1 layer, ring, P = 64", lambda: ring.build(layer, Parallel(ring_degree=64)), eight, None),
     ]
 
 
@@ -131,7 +136,9 @@ def main() -> None:
     for _ in range(ROUNDS):
         for case in cases():
             taken.setdefault(case.name, []).append(timed(case))
-    table = Table("one layer of attention, forward and backward", "ops", "build", "check", "simulate", "all", "target")
+    table = Table(
+        "forward and backward; attention where not said otherwise", "ops", "build", "check", "simulate", "all", "target"
+    )
     for case in cases():
         runs = taken[case.name]
         parts = ([run.build_s for run in runs], [run.check_s for run in runs], [run.simulate_s for run in runs])

@@ -12,12 +12,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.diagnosis import diagnosis
 from experiments.execute import Execution, measured_steps, median_step, open_session
 from experiments.selection import Chosen, Selection, choose
 from experiments.simulate import predict, title, writable, write_trace
-from experiments.tables import evidence_lines, percent, seconds
+from experiments.tables import evidence_lines, percent, seconds, size
 from sim.engine.report import Report
 from sim.errors import InputError
+from sim.memory import walk
 from sim.profile import Point, Profile
 from sim.schedule.check import Checked
 from sim.schedule.kernels import ATTENTION_KERNELS
@@ -65,6 +67,13 @@ class KindRow(msgspec.Struct, frozen=True, kw_only=True):
     times: Measured
 
 
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """Largest sum of the buffers of a rank, over all ranks, in bytes: no workspace of kernels."""
+
+    simulated: int
+    executed: int
+
+
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One schedule, simulated and executed."""
 
@@ -72,6 +81,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     step: Measured
     step_times_s: list[float]
     kinds: list[KindRow]
+    peak_bytes: Peak
+    diagnosis: list[str]
+    """Where the error comes from, in sentences."""
     drift: list[float]
     """Before and after: how much longer one kernel takes now than when the machine was calibrated."""
     report: Report
@@ -94,7 +106,13 @@ def compare(command: Compare, console: Console) -> None:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
         return
     console.print(comparison_table(title(chosen, checked), found))
+    peak = found.peak_bytes
+    console.print(
+        f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}", markup=False
+    )
     console.print(drift_line(found.drift), markup=False)
+    for sentence in found.diagnosis:
+        console.print(f"diagnosis: {sentence}", markup=False)
     for line in evidence_lines(found.report.evidence):
         console.print(line, markup=False)
 
@@ -134,15 +152,21 @@ def comparison(
     drift.append(_drift(session, profile))
     traces = [step.trace for step in steps]
     times = [trace.step_time_s for trace in traces]
+    kinds = _kinds(simulation.trace, traces)
+    errors = {f"{row.kind} {row.part}": row.times.simulated_s - row.times.median_s for row in kinds}
+    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    median = median_step(steps)
     found = Comparison(
         schedule_hash=checked.schedule.hash,
         step=_measured(report.step_time_s, times),
         step_times_s=times,
-        kinds=_kinds(simulation.trace, traces),
+        kinds=kinds,
+        peak_bytes=Peak(simulated=max(found.buffer_peak_bytes for found in walks), executed=max(median.peak_bytes)),
+        diagnosis=diagnosis(errors, drift, simulation.trace, median.trace),
         drift=drift,
         report=report,
     )
-    return found, [simulation.trace, median_step(steps).trace]
+    return found, [simulation.trace, median.trace]
 
 
 def _measured(simulated: float, executed: list[float]) -> Measured:

@@ -13,6 +13,7 @@ import msgspec
 import tyro
 
 from sim.engine.cost import measured_cluster
+from sim.engine.simulate import STEADY, Jitter
 from sim.errors import InputError, LongstepError, unknown
 from sim.presets import override
 from sim.profile import Profile, load_profile, profile_names
@@ -57,7 +58,9 @@ class Selection:
     dtype: str | None = None
     """fp64, fp32, bf16 or fp16; by default the model's."""
     seed: int = 0
-    """Seed of the inputs."""
+    """Seed of the inputs, and of the jitter."""
+    jitter: float = 0.0
+    """Simulated kernels take 1 + JITTER * |z| times as long, z standard normal: 0.05 is a noisy machine."""
     layers: int = 1
     """Layers of the scope layer."""
     scope: str = "attention"
@@ -80,6 +83,7 @@ class Chosen:
     build: Build
     spec: ClusterSpec
     profile: Profile | None
+    jitter: Jitter = STEADY
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
@@ -117,7 +121,14 @@ def choose(selection: Selection) -> Chosen:
             spec = override(spec, path, value, "--set cluster.")
         else:
             raise unknown("prefix", root, ["cluster", "model"], "--set PREFIX.KEY=VALUE")
-    return Chosen(_workload(selection, model), parallel, build, spec, profile)
+    jitter = _jitter(selection)
+    return Chosen(_workload(selection, model), parallel, build, spec, profile, jitter)
+
+
+def _jitter(selection: Selection) -> Jitter:
+    if not 0 <= selection.jitter <= 1:
+        raise InputError(f"--jitter {selection.jitter:g}: expected a share between 0 and 1")
+    return Jitter(selection.jitter, selection.seed)
 
 
 def _split_override(text: str) -> tuple[str, str]:

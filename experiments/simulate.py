@@ -53,15 +53,16 @@ def simulate(command: Simulate, console: Console) -> None:
 def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
     """Return the checked schedule, its simulation, and the figures."""
     checked = chosen.checked()
-    simulation = play(checked, chosen.cluster(), chosen.profile)
+    simulation = play(checked, chosen.cluster(), chosen.profile, chosen.jitter)
     return checked, simulation, report(checked, simulation, chosen.profile)
 
 
 def title(chosen: Chosen, checked: Checked) -> str:
     """Return one line that names what was played."""
     w = chosen.workload
+    scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
     return (
-        f"{checked.schedule.header.name} attention of {w.model.name}, {w.passes}: S {w.seq}, B {w.batch}, {w.dtype}, "
+        f"{checked.schedule.header.name}, {scope} of {w.model.name}, {w.passes}: S {w.seq}, B {w.batch}, {w.dtype}, "
         f"{w.mask}, {checked.schedule.num_ranks} x {chosen.spec.gpu.name} ({chosen.spec.name})"
     )
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from experiments.calibrate import Calibrate, calibrate
 from experiments.cli import guarded, open_console
 from experiments.compare import Comparison, comparison
+from experiments.diagnosis import DRIFT
 from experiments.execute import WARM_UP, Execution, open_session
 from experiments.selection import Selection, choose
 from experiments.tables import percent, seconds
@@ -24,8 +25,6 @@ from sim.profile import profile_names
 REPEATS = 5
 ENOUGH = 0.8
 """Share of the repeats that has to meet the target."""
-QUIET = 0.05
-"""Largest drift of a kernel, before and after a repeat, at which the machine counts as quiet."""
 
 
 class Cell(NamedTuple):
@@ -76,7 +75,7 @@ def main() -> None:
     drifts = [drift for results in found.values() for result in results for drift in result.drift]
     spread = f"{percent(min(drifts))} to {percent(max(drifts))}"
     console.print(
-        f"beside its calibration, a kernel took {spread} over all of this; in brackets: beyond {percent(QUIET)}"
+        f"beside its calibration, a kernel took {spread} over all of this; in brackets: beyond {percent(DRIFT)}"
     )
 
 
@@ -99,7 +98,7 @@ def _row(cell: Cell, results: list[Comparison]) -> list[str]:
 
 
 def _quiet(result: Comparison) -> bool:
-    return all(abs(drift) <= QUIET for drift in result.drift)
+    return all(abs(drift) <= DRIFT for drift in result.drift)
 
 
 def _verdict(met: list[bool]) -> str:

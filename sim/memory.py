@@ -30,6 +30,8 @@ class MemoryWalk(NamedTuple):
     in_use: list[int]
     """While each op runs, its workspace included."""
     peak_bytes: int
+    buffer_peak_bytes: int
+    """The peak without any workspace: what the runtime counts of its tensors."""
     by_category: dict[Category, int]
     """At the peak; a kernel's workspace counts as attention."""
 
@@ -72,11 +74,12 @@ def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
         change[span.first] += buffer.nbytes
         change[span.end] -= buffer.nbytes
     workspace = [use.workspace_bytes if use else 0 for use in kernel_uses(program)]
-    in_use = [held + own for held, own in zip(accumulate(change[:-1]), workspace, strict=True)]
+    buffers = list(accumulate(change[:-1]))
+    in_use = [held + own for held, own in zip(buffers, workspace, strict=True)]
     peak = max(in_use, default=0)
     at_peak = in_use.index(peak) if in_use else 0
     by_category: dict[Category, int] = {"attention": workspace[at_peak]} if workspace else {}
     for buffer, span in alive:
         if span.first <= at_peak < span.end:
             by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
-    return MemoryWalk(in_use, peak, by_category)
+    return MemoryWalk(in_use, peak, max(buffers, default=0), by_category)

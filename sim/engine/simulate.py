@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from functools import cache, partial
-from typing import Any, assert_never
+from random import Random
+from typing import Any, NamedTuple, assert_never
 
 import simpy
 
 from sim.engine.cost import CostModel
-from sim.engine.network import Network
+from sim.engine.network import Activity, Flow, Network
 from sim.errors import InputError, ScheduleError
 from sim.profile import Profile
 from sim.schedule.check import Checked
@@ -40,8 +41,27 @@ class Simulation:
         self.cluster = cluster
 
 
-def simulate(checked: Checked, cluster: Cluster, profile: Profile | None) -> Simulation:
-    """Return what happens when when rank i of a schedule runs on device i; deterministic to the bit.
+class Jitter(NamedTuple):
+    """Kernels that take longer at random: 1 + ``share`` * |z| times their time, z standard normal, never shorter."""
+
+    share: float = 0.0
+    seed: int = 0
+
+    def factor(self, rank: int, index: int) -> float:
+        """Return by how much one kernel is stretched; the same for the same seed, rank and op."""
+        return 1.0 + self.share * abs(Random(f"{self.seed} {rank} {index}").gauss(0.0, 1.0))
+
+
+STEADY = Jitter()
+
+
+def simulate(
+    checked: Checked,
+    cluster: Cluster,
+    profile: Profile | None,
+    jitter: Jitter = STEADY,
+) -> Simulation:
+    """Return what happens when rank i of a schedule runs on device i; deterministic to the bit.
 
     Without a profile kernels and links run at the datasheet's rates. Raises InputError if the cluster has too few
     devices, or the profile is of another machine.
@@ -53,7 +73,7 @@ def simulate(checked: Checked, cluster: Cluster, profile: Profile | None) -> Sim
             f"{len(cluster.devices)}: set --gpus to at most that, or --nodes"
         )
     cost = CostModel(cluster, profile)
-    rows = _Player(checked, cluster, cost).play()
+    rows = _Player(checked, cluster, cost, jitter).play()
     trace = Trace(player="simulated", schedule_hash=checked.schedule.hash, num_ranks=ranks, rows=rows)
     return Simulation(trace, cost, cluster)
 
@@ -61,8 +81,9 @@ def simulate(checked: Checked, cluster: Cluster, profile: Profile | None) -> Sim
 class _Player:
     """One run of a schedule."""
 
-    def __init__(self, checked: Checked, cluster: Cluster, cost: CostModel) -> None:
+    def __init__(self, checked: Checked, cluster: Cluster, cost: CostModel, jitter: Jitter) -> None:
         self._checked = checked
+        self._jitter = jitter
         self._cluster = cluster
         self._cost = cost
         self._env = simpy.Environment()
@@ -127,7 +148,10 @@ class _Player:
         begin_s = posted_s
         use = self._checked.kernels[program.rank][index]
         if use is not None:
-            yield self._network.done(self._cost.kernel(program.rank, use))
+            activity = self._cost.kernel(program.rank, use)
+            if self._jitter.share:
+                activity = _stretched(activity, self._jitter.factor(program.rank, index))
+            yield self._network.done(activity)
         elif isinstance(op, Exchange):
             yield from self._held(key, self._exchange(key, op))
             begin_s = self._begun.get(key, posted_s)
@@ -202,6 +226,13 @@ class _Player:
         for member in members:
             if member != key:
                 self._done.pop(member).succeed()
+
+
+def _stretched(activity: Activity, factor: float) -> Activity:
+    """Return a kernel that takes ``factor`` times as long, and moves its bytes more slowly."""
+    return tuple(
+        Flow(phase.seconds * factor, phase.demands) if isinstance(phase, Flow) else phase for phase in activity
+    )
 
 
 def part_bytes(program: Program, op: Collective) -> int:

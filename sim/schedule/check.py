@@ -57,9 +57,10 @@ def _check_program(program: Program, workload: Workload) -> None:
             problem = port_problem(port, program, workload.model, workload.batch)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
+    inputs = {port.view.buffer: port.tensor for port in program.inputs}
     streams: dict[str, str] = {}
     for index, op in enumerate(program.ops):
-        problem = op_problem(op, program)
+        problem = op_problem(op, program, inputs)
         if isinstance(op, Exchange | Collective) and streams.setdefault(op.communicator, op.stream) != op.stream:
             problem = f"uses communicator {op.communicator!r} on a second stream; use one stream for each"
         if problem:

@@ -135,7 +135,7 @@ class _Layers:
         dact, dgate, dup = (self._activation(name, model.ffn_dim, "other") for name in ("dact", "dgate", "dup"))
         self._input_gradient(dx, "w_down", dact)
         self._weight_gradient(saved.act, dx, "w_down")
-        b.swiglu_backward(saved.gate, saved.up, dact, (dgate, dup), "swiglu backward")
+        b.swiglu_backward(saved.gate, saved.up, dact, (dgate, dup), "back through swiglu")
         dh2 = self._activation("dh2", category="other")
         self._input_gradient(dgate, "w_gate", dh2)
         self._weight_gradient(saved.h2, dgate, "w_gate")
@@ -172,7 +172,7 @@ class _Layers:
     def _norm_backward(self, saved: tuple[View, View], weight: str, dout: View, name: str) -> View:
         x, rstd = saved
         dx, dweight = self._activation(name, category="other"), self._gradient(weight)
-        self._b.rms_norm_backward((x, self._weights[weight], rstd), dout, dx, dweight, f"{weight} backward")
+        self._b.rms_norm_backward((x, self._weights[weight], rstd), dout, dx, dweight, f"back through {weight}")
         self._finish(weight, dweight)
         return dx
 
@@ -181,11 +181,11 @@ class _Layers:
         return out
 
     def _input_gradient(self, dout: View, weight: str, into: View, *, add: bool = False) -> None:
-        self._b.gemm("nt", dout, self._weights[weight], into, f"{weight} input gradient", add=add)
+        self._b.gemm("nt", dout, self._weights[weight], into, f"back through {weight}", add=add)
 
     def _weight_gradient(self, x: View, dout: View, weight: str) -> None:
         gradient = self._gradient(weight)
-        self._b.gemm("tn", x, dout, gradient, f"{weight} weight gradient")
+        self._b.gemm("tn", x, dout, gradient, f"gradient d{weight}")
         self._finish(weight, gradient)
 
     def _gradient(self, weight: str) -> View:

@@ -21,6 +21,7 @@ from sim.schedule.ops import (
     Exchange,
     Gemm,
     HostSync,
+    Kernel,
     Merge,
     Op,
     ReduceScatter,
@@ -34,16 +35,19 @@ from sim.schedule.views import Split, View, is_contiguous, parts_are_contiguous
 from sim.workload import ModelSpec
 
 
-def op_problem(op: Op, program: Program) -> str:
-    """Return what is wrong with an op of a program, by itself; empty if nothing is."""
-    inputs = {port.view.buffer: port.tensor for port in program.inputs}
-    for view in op.writes:
+def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
+    """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
+    reads, writes = op.reads, op.writes
+    for view in writes:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
-    return _shape_problem(op) or _collision(op, program) or _message_problem(op, program)
+    problem = _collision(op, reads, writes, program)
+    if isinstance(op, Exchange | Collective):
+        return problem or _message_problem(op, (*reads, *writes), program)
+    return problem or _shape_problem(op)
 
 
-def _shape_problem(op: Op) -> str:
+def _shape_problem(op: Kernel | HostSync) -> str:
     """Return where operands do not fit each other."""
     if isinstance(op, Attend | AttendBackward):
         batch, queries, heads, dim = op.q.shape
@@ -77,8 +81,8 @@ def _shape_problem(op: Op) -> str:
         return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
     if isinstance(op, SwiGlu | SwiGluBackward):
         return _differ(op.gate.shape, [*op.reads, *op.writes])
-    if isinstance(op, Exchange | Collective | HostSync):
-        return ""  # both sides are compared in ``matching``
+    if isinstance(op, HostSync):
+        return ""
     assert_never(op)
 
 
@@ -112,12 +116,11 @@ def _differ(shape: tuple[int, ...], views: list[View] | tuple[View, ...]) -> str
     return ""
 
 
-def _collision(op: Op, program: Program) -> str:
+def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], program: Program) -> str:
     """Return where an op writes to what it also reads or writes: the order within an op is nobody's promise.
 
     What is updated in place, the same view read and written, is what some ops are for.
     """
-    reads, writes = op.reads, op.writes
     if len({view.buffer for view in (*reads, *writes)}) == len(reads) + len(writes):
         return ""
     in_place = set(writes) if isinstance(op, Merge | Accumulate | AllReduce | Rope | Gemm) else set()
@@ -128,11 +131,9 @@ def _collision(op: Op, program: Program) -> str:
     return ""
 
 
-def _message_problem(op: Op, program: Program) -> str:
-    """Return where a message does not lie in one piece, or goes to its own rank."""
-    if not isinstance(op, Exchange | Collective):
-        return ""
-    for view in (*op.reads, *op.writes):
+def _message_problem(op: Exchange | Collective, views: tuple[View, ...], program: Program) -> str:
+    """Return where a message does not lie in one piece, or goes to its own rank; matching compares both sides."""
+    for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
     for split in _splits(op):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sim.breakdown import breakdown
 from sim.engine.report import floors, report
-from sim.engine.simulate import simulate
+from sim.engine.simulate import Jitter, simulate
 from sim.errors import InputError
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import Checked, check
@@ -174,6 +174,14 @@ def test_simulating_twice_gives_the_same_bits() -> None:
     checked = make_checked("ring", Workload(model=make_model(16, 16), seq=16 * 64, dtype="bf16"), 16)
     first, second = (simulate(checked, Cluster(spec), None).trace for _ in range(2))
     assert first.rows == second.rows
+
+
+def test_jitter_is_seeded_and_only_slows() -> None:
+    checked, cluster = ring(4, "causal"), Cluster(with_link(1e12, gpus=4))
+    quiet = simulate(checked, cluster, None).trace.step_time_s
+    steps = [simulate(checked, cluster, None, Jitter(0.1, seed)).trace.step_time_s for seed in (1, 1, 2)]
+    assert steps[0] == steps[1] != steps[2]
+    assert all(quiet < step < 1.5 * quiet for step in steps)
 
 
 def test_too_few_gpus_are_refused() -> None:

@@ -1,0 +1,57 @@
+"""Why a prediction differs from what was executed: which op kinds carry the error, the machine's drift, the order."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from experiments.tables import percent, seconds
+from sim.trace import Row, Trace
+
+DRIFT = 0.05
+"""Drift of a kernel beyond which the machine is not the one that was calibrated."""
+_APART = 0.01
+"""Share of the step that two events must be apart to count as ordered."""
+
+
+def diagnosis(errors: dict[str, float], drift: list[float], simulated: Trace, executed: Trace) -> list[str]:
+    """Return sentences; ``errors`` are seconds at work per rank, simulated minus measured, by op kind."""
+    return [*_carriers(errors, executed.step_time_s), *_drifted(drift), *_reordered(simulated, executed)]
+
+
+def _carriers(errors: dict[str, float], step_s: float) -> list[str]:
+    """Return which op kinds are off by most, down to a hundredth of the step."""
+    largest = sorted(errors.items(), key=lambda item: -abs(item[1]))[:3]
+    said = [f"{kind} {percent(error / step_s)}" for kind, error in largest if abs(error) > _APART * step_s]
+    carried = f"of the step, most of the error lies in {', '.join(said)}"
+    return [carried if said else "no op kind is off by as much as 1 % of the step"]
+
+
+def _drifted(drift: list[float]) -> list[str]:
+    worst = max(drift, key=abs)
+    if abs(worst) <= DRIFT:
+        return []
+    return [f"the machine is not the one that was calibrated: a kernel takes {percent(worst)}; run longstep calibrate"]
+
+
+def _reordered(simulated: Trace, executed: Trace) -> list[str]:
+    """Return how many neighbouring events of a rank happened the other way round, and the widest such pair."""
+    apart_s = _APART * simulated.step_time_s
+    pairs, turned = 0, []
+    for rank in range(simulated.num_ranks):
+        found = {(row.op, what): at for row in executed.of_rank(rank) for what, at in _events(row)}
+        events = sorted((at, (row.op, what), row.label) for row in simulated.of_rank(rank) for what, at in _events(row))
+        for (before_s, first, label), (after_s, second, other) in pairwise(events):
+            if after_s - before_s < apart_s:
+                continue
+            pairs += 1
+            gap = found[first] - found[second]
+            if gap > apart_s:
+                what = f"{first[1]} of {label!r} came {seconds(gap)} after {second[1]} of {other!r}"
+                turned.append((gap, f"on rank {rank} {what}"))
+    if not turned:
+        return []
+    return [f"{len(turned)} of {pairs} events came in another order than simulated; {max(turned)[1]}"]
+
+
+def _events(row: Row) -> tuple[tuple[str, float], tuple[str, float]]:
+    return ("the begin", row.begin_s), ("the end", row.end_s)
