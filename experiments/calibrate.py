@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from experiments.selection import one_of
 from experiments.simulate import writable
+from experiments.tables import percent, seconds
 from sim.errors import InputError, RankError
-from sim.profile import Profile, make_folder, profile_folder, save_profile
+from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
 from sim.workload import DTYPE_BYTES, load_model
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ class Calibrate:
 
     quick: bool = False
     """Fewer sizes and runs: under two minutes."""
+    check: bool = False
+    """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
     model: str = "tiny"
     """The model whose heads and head dim are timed."""
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -50,6 +55,9 @@ def calibrate(command: Calibrate, console: Console) -> None:
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", command.name):
         raise InputError(f"--name {command.name!r}: expected letters, digits, '.', '_' and '-'")
+    if command.check:
+        _check(load_profile(command.out or command.name), console)
+        return
     model = load_model(command.model)
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
     path = Path(command.out) if command.out else profile_folder() / f"{command.name}.json"
@@ -78,6 +86,23 @@ def calibrate(command: Calibrate, console: Console) -> None:
         sys.exit(130)
 
 
+def _check(profile: Profile, console: Console) -> None:
+    """Repeat some points of a profile, and print how they compare."""
+    from calibrate.residuals import repeat
+
+    title = f"profile {profile.name!r} of {profile.created}, repeated"
+    table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
+    repeated = repeat(profile)
+    for point, now_s in repeated:
+        shape = "x".join(map(str, point.shape))
+        drift = percent(now_s / point.median_s - 1)
+        table.add_row(f"{point.kernel} {point.variant}", shape, seconds(point.median_s), seconds(now_s), drift)
+    console.print(table)
+    drifts = [one.drift for one in repeated]
+    spread = f"from {percent(min(drifts))} to {percent(max(drifts))}"
+    console.print(f"drift: median {percent(statistics.median(drifts))}, {spread}")
+
+
 def _measure(steps: Sequence[Step], limit_s: float, console: Console) -> str:
     """Make the measurements that there is time for; return why some are missing, empty if none is."""
     begin_s = time.monotonic()
@@ -104,7 +129,9 @@ def _progress(console: Console) -> Progress:
 
 
 def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
-    """Print what was found, in the figures that the simulator uses."""
+    """Print what was found, in the figures that the simulator uses, and how well the points predict each other."""
+    from calibrate.residuals import leave_one_out
+
     host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
     state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
     console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)
@@ -114,3 +141,9 @@ def _summary(profile: Profile, missing: str, path: Path, console: Console) -> No
         f"a transfer takes {host['transfer_cores']:.2g} cores per rank",
         markup=False,
     )
+    residuals = leave_one_out(profile)
+    if residuals:
+        table = Table("each point from the others", "points", "median error", "worst")
+        for kernel, points, median, worst in residuals:
+            table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
+        console.print(table)

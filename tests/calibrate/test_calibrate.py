@@ -18,11 +18,14 @@ from calibrate.fit import fitted_spec
 from calibrate.host import HostCalibration, Plan
 from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from calibrate.residuals import leave_one_out, repeat
 from runtime.launch import Session
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate
-from sim.profile import Point, Profile
+from sim.profile import Machine, Point, Profile
 from sim.schedule.check import check
+from sim.schedule.kernels import attention_use
+from sim.schedule.masks import CAUSAL
 from sim.workload import Workload, load_model
 from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster
@@ -95,6 +98,32 @@ def test_without_points_the_nominal_figures_stay() -> None:
     assert spec.loopback == NOMINAL.loopback
 
 
+def test_points_that_follow_the_model_predict_each_other() -> None:
+    """Attention at half of the peak at every length: no residual; one point that takes twice as long: 100 % there."""
+    spec = fitted_spec(NOMINAL, [], [], 1e-6, 2, "now")
+    peak = spec.gpu.peak_flops_per_s["fp32"]
+    lengths = (256, 512, 1024, 2048)
+
+    def profile(slow: int) -> Profile:
+        points = []
+        for length in lengths:
+            use = attention_use(False, "fp32", (1, length, 8, 64), length, 4, CAUSAL)
+            seconds = use.flops / peak * (4 if length == slow else 2)
+            options = {"variant": use.variant, "flops": use.flops, "nbytes": use.hbm_bytes}
+            points.append(point(use.kernel, use.shape, seconds, **options))
+        machine = Machine(gpu=spec.gpu.name, cores=2, threads_per_rank=1, software={})
+        cluster = msgspec.to_builtins(spec, str_keys=True)
+        return Profile(
+            name="x", created="", command="", complete=True, machine=machine, cluster=cluster, points=tuple(points)
+        )
+
+    (steady,) = leave_one_out(profile(0))
+    assert (steady.kernel, steady.points) == ("attention_forward", 2)
+    assert steady.worst == pytest.approx(0.0, abs=1e-9)
+    (uneven,) = leave_one_out(profile(1024))
+    assert uneven.worst == pytest.approx(-0.5)
+
+
 @pytest.mark.gloo
 def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
     """A few steps of a real calibration; the profile that they make simulates."""
@@ -123,15 +152,16 @@ def test_a_calibration_keeps_what_it_has() -> None:
         assert calibration.profile(complete=False).points == ()
         steps = {step.label: step for step in calibration.steps()}
         assert len(steps) > 100
-        for label in ("exchange of 4096 bytes, 2 ranks", "attention_forward causal 128 tokens, 8 heads, idle"):
-            if label in steps:
-                steps[label].run()
+        for label in ("exchange of 4096 bytes, 2 ranks", "attention_forward causal 1x256x256x8x4x64, idle"):
+            steps[label].run()
         profile = calibration.profile(complete=False)
+        (again, *_) = repeat(profile)
+    assert again.now_s > 0
     assert not profile.complete
-    assert profile.points
-    again = msgspec.json.decode(msgspec.json.encode(profile), type=Profile)
+    assert len(profile.points) == 2
+    read = msgspec.json.decode(msgspec.json.encode(profile), type=Profile)
     checked = make_checked("ring", Workload(model=TINY, seq=512), 2)
-    simulation = simulate(checked, Cluster(measured_cluster(again)), again)
+    simulation = simulate(checked, Cluster(measured_cluster(read)), read)
     assert simulation.trace.step_time_s > 0
     assert simulation.cost.notes
 

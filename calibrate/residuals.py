@@ -1,0 +1,109 @@
+"""How far a profile can be trusted: each point predicted from the others, and some of them measured again."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import NamedTuple
+
+import msgspec
+
+from calibrate.cases import KernelCase, case_of
+from calibrate.kernels import time_kernel
+from runtime.launch import Session
+from sim.engine.cost import CostModel, measured_cluster
+from sim.engine.tables import Figures, TransferTable
+from sim.errors import InputError
+from sim.profile import TRANSFERS, Point, Profile
+from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
+from topology.cluster import Cluster
+
+_REPEATED = 8
+_SHORT_S = 0.1
+_BUDGET_S = 0.3
+
+
+class Residual(NamedTuple):
+    """How well the points of one kernel predict each other, as shares of the measured time."""
+
+    kernel: str
+    points: int
+    median: float
+    worst: float
+
+
+def leave_one_out(profile: Profile) -> list[Residual]:
+    """Return per kernel how far each idle point is from what the others predict; the ends of a series are left out,
+    since there it would be extrapolated.
+    """
+    idle = [point for point in profile.points if point.condition == "idle"]
+    errors: dict[str, list[float]] = defaultdict(list)
+    for point in idle:
+        others = [other for other in idle if other is not point and _series(other) == _series(point)]
+        if any(_size(o) < _size(point) for o in others) and any(_size(o) > _size(point) for o in others):
+            rest = msgspec.structs.replace(profile, points=tuple(other for other in idle if other is not point))
+            measured = point.mean_s if point.kernel in TRANSFERS else point.median_s
+            errors[point.kernel].append(_predicted(rest, point) / measured - 1)
+    return [
+        Residual(kernel, len(found), statistics.median(map(abs, found)), max(found, key=abs))
+        for kernel, found in sorted(errors.items())
+    ]
+
+
+def _series(point: Point) -> tuple[object, ...]:
+    """Return what points that are interpolated along their size have in common."""
+    shape = point.shape
+    if point.kernel in TRANSFERS:
+        rest = shape[:1]
+    elif point.kernel in ATTENTION_KERNELS:
+        rest = (shape[0], *shape[3:])
+    else:
+        rest = shape[1:]
+    return (point.kernel, point.variant, point.dtype, rest)
+
+
+def _size(point: Point) -> int:
+    return point.shape[1 if point.kernel in (*TRANSFERS, *ATTENTION_KERNELS) else 0]
+
+
+def _predicted(profile: Profile, point: Point) -> float:
+    """Return what the other points say of this one, in seconds."""
+    cluster = Cluster(measured_cluster(profile))
+    if point.kernel in TRANSFERS:
+        route = cluster.route(0, 1)
+        figures = Figures(1.0, route.bytes_per_s, route.latency_s)
+        found = TransferTable(profile, figures).seconds(point.kernel, point.shape[0], point.nbytes, figures)
+        assert found is not None
+        return found[1]
+    use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
+    return sum(phase.seconds for phase in CostModel(cluster, profile).kernel(0, use))
+
+
+class Repeated(NamedTuple):
+    """One point, measured again."""
+
+    point: Point
+    now_s: float
+
+    @property
+    def drift(self) -> float:
+        """How much longer it takes now."""
+        return self.now_s / self.point.median_s - 1
+
+
+def repeat(profile: Profile) -> list[Repeated]:
+    """Return some short kernels of a profile, measured again: from the smallest to the largest of each kind.
+
+    Raises InputError if the profile has none that can be repeated.
+    """
+    found: list[tuple[Point, KernelCase]] = []
+    for point in profile.points:
+        if point.condition == "idle" and point.kernel not in TRANSFERS and point.median_s < _SHORT_S:
+            case = case_of(point)
+            found += [(point, case)] if case else []
+    if not found:
+        raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
+    found.sort(key=lambda pair: (pair[0].kernel, pair[0].median_s))
+    chosen = found[:: max(len(found) // _REPEATED, 1)]
+    with Session(1) as session:
+        return [Repeated(point, time_kernel(session, case, "idle", _BUDGET_S).median_s) for point, case in chosen]
