@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.schedule.contents import ONE
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Communicator, Port, Program
 from sim.schedule.layout import num_tokens
-from sim.schedule.masks import Band, Span, Tokens
+from sim.schedule.masks import ONE, Band, Span, Tokens
 from sim.schedule.ops import (
     COMPUTE,
     HOST,

@@ -9,14 +9,14 @@ derived from the same views that are played here.
 from __future__ import annotations
 
 from sim.errors import ScheduleError
-from sim.schedule.abstract import AbstractPlayer
 from sim.schedule.dependencies import Dependencies, derive
 from sim.schedule.equations import ports_of
 from sim.schedule.ir import Program, Schedule
 from sim.schedule.kernels import KernelUse, kernel_uses
 from sim.schedule.matching import Matching, match, wire_bytes
 from sim.schedule.ops import Collective, Exchange
-from sim.schedule.wellformed import op_problem, port_problem
+from sim.schedule.proof.abstract import AbstractPlayer
+from sim.schedule.proof.wellformed import op_problem, port_problem
 from sim.workload import Workload
 
 

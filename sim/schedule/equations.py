@@ -78,7 +78,7 @@ _FORWARD = {
     ("Gemm nn", "h1", "wv"): ("v",),
     ("Rope", "q_raw"): ("q",),
     ("Rope", "k_raw"): ("k",),
-    # attention: q, k, v -> out, lse (see rules.py)
+    # attention: q, k, v -> out, lse (see proof/attention_rules.py)
     ("Gemm nn", "out", "wo"): ("projected",),
     ("Accumulate", "x", "projected"): ("middle",),
     ("RmsNorm", "middle", "norm2"): ("h2", "rstd2"),

@@ -30,6 +30,9 @@ class Span(NamedTuple):
         return Span(self.start + begin * self.step, self.start + end * self.step, self.step)
 
 
+ONE = Span(0, 1)
+"""The heads of what has none."""
+
 Tokens = tuple[Span, ...]
 """Token positions in the order in which they lie in memory."""
 

@@ -14,7 +14,7 @@ from sim.schedule.equations import EQUATIONS, weight_shapes
 from sim.schedule.ir import Schedule
 from sim.schedule.kernels import kernel_use
 from sim.schedule.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
-from sim.schedule.token_rules import kind_of
+from sim.schedule.proof.token_rules import kind_of
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model
 from tests.schedule.test_check_catches import changed, drop, refuses

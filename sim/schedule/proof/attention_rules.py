@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.contents import ONE, Content, Piece, brief, common, meet, spell, union
 from sim.schedule.equations import is_weight_gradient
-from sim.schedule.masks import Band, Span, block_band, count_pairs, same_pairs
+from sim.schedule.masks import ONE, Band, Span, block_band, count_pairs, same_pairs
+from sim.schedule.proof.contents import Content, Piece, brief, common, meet, spell, union
 
 
 class AttentionRules(NamedTuple):

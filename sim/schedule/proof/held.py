@@ -6,9 +6,9 @@ import math
 from functools import lru_cache
 
 from sim.errors import ScheduleError
-from sim.schedule.contents import Content, Piece, coalesced, without
 from sim.schedule.ir import Port, Program
-from sim.schedule.rules import AttentionRules
+from sim.schedule.proof.attention_rules import AttentionRules
+from sim.schedule.proof.contents import Content, Piece, coalesced, without
 from sim.schedule.views import Buffer, Split, View
 
 

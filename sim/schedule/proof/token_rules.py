@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.contents import ONE, Content, Piece, brief, meet, spell, union
 from sim.schedule.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes
-from sim.schedule.masks import Span, Tokens
+from sim.schedule.masks import ONE, Span, Tokens
 from sim.schedule.ops import Gemm, Rope, TokenKernel
-from sim.schedule.rules import AttentionRules
+from sim.schedule.proof.attention_rules import AttentionRules
+from sim.schedule.proof.contents import Content, Piece, brief, meet, spell, union
 from sim.workload import ModelSpec
 
 

@@ -7,10 +7,8 @@ from functools import reduce
 from typing import assert_never
 
 from sim.errors import ScheduleError
-from sim.schedule.contents import Content, Piece, brief, common, union
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.equations import heads_of, is_weight, is_weight_gradient
-from sim.schedule.held import Held, port_pieces
 from sim.schedule.ir import Port, Schedule
 from sim.schedule.masks import MASKS, Span
 from sim.schedule.matching import Key, Matching, describe
@@ -33,9 +31,11 @@ from sim.schedule.ops import (
     Rope,
     TokenKernel,
 )
-from sim.schedule.rules import AttentionRules
+from sim.schedule.proof.attention_rules import AttentionRules
+from sim.schedule.proof.contents import Content, Piece, brief, common, union
+from sim.schedule.proof.held import Held, port_pieces
+from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
 from sim.schedule.show import window
-from sim.schedule.token_rules import TokenRules, check_positions, kind_of
 
 
 class AbstractPlayer:

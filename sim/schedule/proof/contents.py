@@ -12,7 +12,6 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.masks import Span
 
-ONE = Span(0, 1)
 Seen = tuple[tuple[Span, Span], ...]
 """Disjoint boxes (tokens, heads) of the other side that have been summed up: keys for out, lse and dq (heads are then
 ONE); queries for dk and dv, with the query heads numbered within the group of their key/value head; tokens and

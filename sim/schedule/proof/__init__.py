@@ -1,0 +1,1 @@
+"""The proof-reader behind ``check``: plays a schedule on abstract contents, instead of numbers."""
