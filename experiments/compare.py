@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -18,7 +19,7 @@ from experiments.simulate import predict, title, writable, write_trace
 from experiments.tables import evidence_lines, percent, seconds
 from sim.engine.report import Report
 from sim.errors import InputError
-from sim.profile import Point, Profile
+from sim.profile import Point, Profile, write_whole
 from sim.schedule.check import Checked
 from sim.schedule.kernels import ATTENTION_KERNELS
 from sim.trace import Trace
@@ -39,6 +40,8 @@ class Compare:
     execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
     trace: str | None = None
     """Write a Chrome trace with both to this file: the simulated step, and the executed one of median time."""
+    html: str | None = None
+    """Write one HTML page with both to this file: op kinds, a parity plot, a timeline and where the step went."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -80,8 +83,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(command: Compare, console: Console) -> None:
     """Execute and simulate, and print both."""
     chosen = choose(command.selection)
-    if command.trace:
-        writable(command.trace)
+    for path in (command.trace, command.html):
+        if path:
+            writable(path)
     calibrated(chosen)
     if command.execution.device != "cpu":
         raise InputError(f"--device {command.execution.device}: a GPU cannot be calibrated yet; set --device cpu")
@@ -90,6 +94,10 @@ def compare(command: Compare, console: Console) -> None:
         found, traces = comparison(chosen, checked, session, command.execution.repeats)
     if command.trace:
         write_trace(command.trace, checked, traces)
+    if command.html:
+        from experiments.page import page  # which knows what a comparison is
+
+        write_whole(Path(command.html), page(title(chosen, checked), found, *traces).encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
         return
