@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -20,13 +21,14 @@ from experiments.tables import evidence_lines, percent, seconds, size
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.memory import walk
-from sim.profile import Point, Profile
+from sim.profile import Point, Profile, write_whole
 from sim.schedule.check import Checked
 from sim.schedule.kernels import ATTENTION_KERNELS
 from sim.trace import Trace
 
 if TYPE_CHECKING:
     from runtime.launch import Session
+    from runtime.run import Step
 
 
 _PROBE_S = 0.02
@@ -41,6 +43,8 @@ class Compare:
     execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
     trace: str | None = None
     """Write a Chrome trace with both to this file: the simulated step, and the executed one of median time."""
+    html: str | None = None
+    """Write one HTML page with both to this file: op kinds, a parity plot, a timeline and where the step went."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -92,8 +96,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(command: Compare, console: Console) -> None:
     """Execute and simulate, and print both."""
     chosen = choose(command.selection)
-    if command.trace:
-        writable(command.trace)
+    for path in (command.trace, command.html):
+        if path:
+            writable(path)
     calibrated(chosen)
     if command.execution.device != "cpu":
         raise InputError(f"--device {command.execution.device}: a GPU cannot be calibrated yet; set --device cpu")
@@ -102,19 +107,27 @@ def compare(command: Compare, console: Console) -> None:
         found, traces = comparison(chosen, checked, session, command.execution.repeats)
     if command.trace:
         write_trace(command.trace, checked, traces)
+    if command.html:
+        from experiments.page import page  # which knows what a comparison is
+
+        write_whole(Path(command.html), page(title(chosen, checked), found, *traces).encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
         return
     console.print(comparison_table(title(chosen, checked), found))
-    peak = found.peak_bytes
-    console.print(
-        f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}", markup=False
-    )
-    console.print(drift_line(found.drift), markup=False)
-    for sentence in found.diagnosis:
-        console.print(f"diagnosis: {sentence}", markup=False)
-    for line in evidence_lines(found.report.evidence):
+    for line in comparison_lines(found):
         console.print(line, markup=False)
+
+
+def comparison_lines(found: Comparison) -> list[str]:
+    """Return what a comparison says beside its table: memory, the machine, where the error lies, and the evidence."""
+    peak = found.peak_bytes
+    return [
+        f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}",
+        drift_line(found.drift),
+        *(f"diagnosis: {sentence}" for sentence in found.diagnosis),
+        *evidence_lines(found.report.evidence),
+    ]
 
 
 def calibrated(chosen: Chosen) -> Profile:
@@ -150,26 +163,34 @@ def comparison(
     steps = measured_steps(both, repeats)
     run.close()
     drift.append(_drift(session, profile))
+    found = laid_side_by_side(checked, simulation.trace, report, steps, drift)
+    return found, [simulation.trace, median_step(steps).trace]
+
+
+def laid_side_by_side(
+    checked: Checked, simulated: Trace, report: Report, steps: list[Step], drift: list[float]
+) -> Comparison:
+    """Return what a simulated and some executed steps of one schedule say of each other."""
     traces = [step.trace for step in steps]
     times = [trace.step_time_s for trace in traces]
-    kinds = _kinds(simulation.trace, traces)
+    kinds = _kinds(simulated, traces)
     errors = {f"{row.kind} {row.part}": row.times.simulated_s - row.times.median_s for row in kinds}
     walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
     median = median_step(steps)
-    found = Comparison(
+    return Comparison(
         schedule_hash=checked.schedule.hash,
-        step=_measured(report.step_time_s, times),
+        step=measured(report.step_time_s, times),
         step_times_s=times,
         kinds=kinds,
         peak_bytes=Peak(simulated=max(found.buffer_peak_bytes for found in walks), executed=max(median.peak_bytes)),
-        diagnosis=diagnosis(errors, drift, simulation.trace, median.trace),
+        diagnosis=diagnosis(errors, drift, simulated, median.trace),
         drift=drift,
         report=report,
     )
-    return found, [simulation.trace, median.trace]
 
 
-def _measured(simulated: float, executed: list[float]) -> Measured:
+def measured(simulated: float, executed: list[float]) -> Measured:
+    """Return a simulated time beside executed ones."""
     median = statistics.median(executed)
     return Measured(
         simulated_s=simulated,
@@ -192,7 +213,7 @@ def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
             kind=kind,
             part=part,
             count=sum((row.part, row.kind) == (part, kind) for row in simulated.rows),
-            times=_measured(total(simulated, (part, kind)), [total(trace, (part, kind)) for trace in executed]),
+            times=measured(total(simulated, (part, kind)), [total(trace, (part, kind)) for trace in executed]),
         )
         for part, kind in keys
     ]

@@ -15,7 +15,7 @@ def seconds(value: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-6:.3g} us"
+    return f"{value / 1e-6:.4g} us"
 
 
 def size(nbytes: float) -> str:

@@ -76,7 +76,7 @@ def override(spec: T, path: str, text: str, where: str) -> T:
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where} {path}={text}: {error}") from error
+        raise InputError(f"{_option(where, path)}={text}: {error}") from error
 
 
 def _parsed(text: str, present: object, path: str, where: str) -> object:
@@ -87,22 +87,29 @@ def _parsed(text: str, present: object, path: str, where: str) -> object:
     if isinstance(present, bool):
         if text.lower() in {"true", "false"}:
             return text.lower() == "true"
-        raise InputError(f"{where} {path}={text}: expected true or false")
+        raise InputError(f"{_option(where, path)}={text}: expected true or false")
     try:
         number = float(text.removeprefix(relative)) if relative else float(text)
     except ValueError as error:
         if present is None:
             return text
-        raise InputError(f"{where} {path}={text}: expected a number, or *NUMBER to scale the present one") from error
+        raise InputError(
+            f"{_option(where, path)}={text}: expected a number, or *NUMBER to scale the present one"
+        ) from error
     if relative:
         if not isinstance(present, int | float):
-            raise InputError(f"{where} {path}={text}: there is no present value to scale; give a number")
+            raise InputError(f"{_option(where, path)}={text}: there is no present value to scale; give a number")
         if relative == "/" and number == 0:
-            raise InputError(f"{where} {path}={text}: cannot divide by zero")
+            raise InputError(f"{_option(where, path)}={text}: cannot divide by zero")
         number = present * number if relative == "*" else present / number
     if not math.isfinite(number):
-        raise InputError(f"{where} {path}={text}: expected a finite number")
+        raise InputError(f"{_option(where, path)}={text}: expected a finite number")
     return int(number) if isinstance(present, int) and number == int(number) else number
+
+
+def _option(where: str, path: str) -> str:
+    """Return what the user typed: ``where`` ends with a dot where the path goes on."""
+    return where + path if where.endswith(".") else f"{where} {path}"
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:

@@ -230,6 +230,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
         (("list", "things"), "allowed are models, clusters, schedules, profiles"),
         (("compare", "--gpus", "2"), "run longstep calibrate --quick"),
+        (("compare", "--gpus", "2", "--html", "/nowhere/page.html"), "there is no folder"),
         (("run", "--cluster", "hgx-h100"), "--cluster host"),
         (("run", "--device", "tpu", "--gpus", "2"), "allowed are cpu, cuda"),
         (("run", "--repeats", "0"), "1 or more"),

@@ -37,9 +37,9 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
             if "128 tokens" in step.label and "ranks" not in step.label:
                 step.run()
         save_profile(calibration.profile(complete=False), own_profiles / "host.json")
-    trace = tmp_path / "trace.json"
+    trace, html = tmp_path / "trace.json", tmp_path / "page.html"
     options = ["compare", "--gpus", "2", "--seq", "256", "--repeats", "2", "--trace", str(trace)]
-    main([*options, "--json"])
+    main([*options, "--html", str(html), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["step"]["error"] == pytest.approx(found["step"]["simulated_s"] / found["step"]["median_s"] - 1)
     assert found["step"]["low_s"] <= found["step"]["median_s"] <= found["step"]["high_s"]
@@ -50,6 +50,7 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     simulated, executed = from_chrome(trace.read_bytes())
     assert simulated.schedule_hash == executed.schedule_hash == found["schedule_hash"]
     assert [row[:6] for row in simulated.rows] == [row[:6] for row in executed.rows]
+    assert f"<code>{found['schedule_hash']}</code>" in html.read_text()
     assert any("not in the profile" in note for note in found["report"]["evidence"]["notes"])
     main(options)
     printed = capsys.readouterr().out
