@@ -17,6 +17,7 @@ from experiments.diagnosis import diagnosis
 from experiments.execute import Execution, measured_steps, median_step, open_session
 from experiments.selection import Chosen, Selection, choose
 from experiments.simulate import predict, title, writable, write_trace
+from experiments.stragglers import straggler_costs
 from experiments.tables import evidence_lines, percent, seconds, size
 from sim.engine.report import Report
 from sim.errors import InputError
@@ -110,7 +111,9 @@ def compare(command: Compare, console: Console) -> None:
     if command.html:
         from experiments.page import page  # which knows what a comparison is
 
-        write_whole(Path(command.html), page(title(chosen, checked), found, *traces).encode())
+        simulated, executed = traces
+        text = page(title(chosen, checked), found, simulated, executed, straggler_costs(chosen))
+        write_whole(Path(command.html), text.encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
         return

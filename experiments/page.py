@@ -5,6 +5,7 @@ The page stands alone: it loads nothing, and its figures lie in it as one JSON o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jinja2
 import msgspec
 
 from experiments.compare import Comparison, KindRow, Measured, comparison_lines
+from experiments.stragglers import SPEED, Straggler
 from experiments.tables import percent, seconds
 from sim.breakdown import PARTS, PartName, breakdown
 from sim.trace import Row, Trace
@@ -88,8 +90,10 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: list[Parts]
 
 
-def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> str:
-    """Return the page of a comparison, with the simulated and one executed trace of its schedule."""
+def page(title: str, found: Comparison, simulated: Trace, executed: Trace, stragglers: Sequence[Straggler] = ()) -> str:
+    """Return the page of a comparison, with the simulated and one executed trace of its schedule, and with what a slow
+    rank costs each schedule.
+    """
     inside = contents(found, simulated, executed)
     return _template().render(
         title=title,
@@ -97,6 +101,8 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> st
         repeats=len(found.step_times_s),
         lines=comparison_lines(found),
         parts=PARTS,
+        stragglers=stragglers,
+        slow_speed=SPEED,
         inside=inside,
         data=msgspec.to_builtins(inside),
     )
