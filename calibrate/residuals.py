@@ -13,14 +13,12 @@ from calibrate.kernels import time_kernel
 from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.tables import Figures, TransferTable
-from sim.errors import InputError
 from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
 from topology.cluster import Cluster
 
-_REPEATED = 8
-_SHORT_S = 0.1
-_BUDGET_S = 0.3
+_SHORT_S = 0.05
+"""Longest kernel that is repeated."""
 
 
 class Residual(NamedTuple):
@@ -91,19 +89,15 @@ class Repeated(NamedTuple):
         return self.now_s / self.point.median_s - 1
 
 
-def repeat(profile: Profile) -> list[Repeated]:
-    """Return some short kernels of a profile, measured again: from the smallest to the largest of each kind.
-
-    Raises InputError if the profile has none that can be repeated.
+def repeat(profile: Profile, session: Session, *, most: int, budget_s: float) -> list[Repeated]:
+    """Return about ``most`` short kernels of a profile, small and large ones of each kind, measured again on the first
+    rank of a session. Empty if the profile has none that can be repeated.
     """
     found: list[tuple[Point, KernelCase]] = []
     for point in profile.points:
         if point.condition == "idle" and point.kernel not in TRANSFERS and point.median_s < _SHORT_S:
             case = case_of(point)
             found += [(point, case)] if case else []
-    if not found:
-        raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
     found.sort(key=lambda pair: (pair[0].kernel, pair[0].median_s))
-    chosen = found[:: max(len(found) // _REPEATED, 1)]
-    with Session(1) as session:
-        return [Repeated(point, time_kernel(session, case, "idle", _BUDGET_S).median_s) for point, case in chosen]
+    chosen = found[:: -(-len(found) // most) or 1]
+    return [Repeated(point, time_kernel(session, case, "idle", budget_s).median_s) for point, case in chosen]

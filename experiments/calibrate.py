@@ -89,10 +89,14 @@ def calibrate(command: Calibrate, console: Console) -> None:
 def _check(profile: Profile, console: Console) -> None:
     """Repeat some points of a profile, and print how they compare."""
     from calibrate.residuals import repeat
+    from runtime.launch import Session
 
     title = f"profile {profile.name!r} of {profile.created}, repeated"
     table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
-    repeated = repeat(profile)
+    with Session(1) as session:
+        repeated = repeat(profile, session, most=8, budget_s=0.3)
+    if not repeated:
+        raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
     for point, now_s in repeated:
         shape = "x".join(map(str, point.shape))
         drift = percent(now_s / point.median_s - 1)

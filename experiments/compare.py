@@ -22,9 +22,8 @@ from experiments.tables import evidence_lines, percent, seconds, size
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.memory import walk
-from sim.profile import Point, Profile, write_whole
+from sim.profile import Profile, write_whole
 from sim.schedule.check import Checked
-from sim.schedule.kernels import ATTENTION_KERNELS
 from sim.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from runtime.run import Step
 
 
-_PROBE_S = 0.02
-"""Longest kernel that is timed again to see whether the machine has drifted."""
+_PROBES, _PROBE_S = 6, 0.1
+"""Kernels that are timed again to see whether the machine has drifted, and for how long each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     diagnosis: list[str]
     """Where the error comes from, in sentences."""
     drift: list[float]
-    """Before and after: how much longer one kernel takes now than when the machine was calibrated."""
+    """Before and after: how much longer kernels take now than when the machine was calibrated."""
     report: Report
 
 
@@ -223,18 +222,11 @@ def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
 
 
 def _drift(session: Session, profile: Profile) -> float:
-    """Return how much longer a kernel of the profile takes now: the median over a few milliseconds of it."""
-    from calibrate.cases import case_of
-    from calibrate.kernels import time_kernel
+    """Return how much longer kernels of the profile take now: the median over a few, since each point has its noise."""
+    from calibrate.residuals import repeat
 
-    attention = [p for p in profile.points if p.kernel == ATTENTION_KERNELS[0] and p.condition == "idle"]
-    probes = [point for point in attention if point.median_s < _PROBE_S]
-    if not probes:
-        return 0.0
-    probe: Point = max(probes, key=lambda point: point.median_s)
-    case = case_of(probe)
-    assert case is not None
-    return time_kernel(session, case, "idle", 0.3).median_s / probe.median_s - 1
+    repeated = repeat(profile, session, most=_PROBES, budget_s=_PROBE_S)
+    return statistics.median(one.drift for one in repeated) if repeated else 0.0
 
 
 def comparison_table(name: str, found: Comparison) -> Table:
@@ -253,6 +245,6 @@ def _cells(times: Measured) -> list[str]:
 
 
 def drift_line(drift: list[float]) -> str:
-    """Return what one kernel says of the machine's speed since its calibration."""
+    """Return what some kernels say of the machine's speed since its calibration."""
     before, after = (percent(value) for value in drift)
-    return f"machine: beside its calibration, a kernel takes {before} before these steps and {after} after them"
+    return f"machine: beside its calibration, kernels take {before} before these steps and {after} after them"

@@ -30,7 +30,7 @@ def _drifted(drift: list[float]) -> list[str]:
     worst = max(drift, key=abs)
     if abs(worst) <= DRIFT:
         return []
-    return [f"the machine is not the one that was calibrated: a kernel takes {percent(worst)}; run longstep calibrate"]
+    return [f"the machine is not the one that was calibrated: kernels take {percent(worst)}; run longstep calibrate"]
 
 
 def _reordered(simulated: Trace, executed: Trace) -> list[str]:

@@ -17,7 +17,7 @@ from experiments.selection import Chosen, Selection, choose, one_of
 from experiments.simulate import title, writable, write_trace
 from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
-from sim.errors import InputError, LongstepError
+from sim.errors import InputError, RankError
 from sim.schedule.check import Checked
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(command: Run, console: Console) -> None:
     bound = BOUNDS[chosen.workload.dtype]
     wrong = [name for name, error in errors.items() if not error <= bound]
     if wrong:
-        raise LongstepError(f"executed tensors differ from the reference by more than {bound:g}: {', '.join(wrong)}")
+        raise RankError(f"executed tensors differ from the reference by more than {bound:g}: {', '.join(wrong)}")
 
 
 def _table(name: str, result: dict[str, Any]) -> Table:

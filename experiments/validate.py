@@ -2,7 +2,7 @@
 
 ``make validate`` prints the table that stands in the README. It uses the host's profile, and calibrates first if there
 is none. The targets are the project's own; nothing is asserted, since machines differ and are noisy. A repeat before or
-after which a kernel's time was off its calibration stands in brackets: the machine was not the one that was simulated.
+after which kernels were off their calibration stands in brackets: the machine was not the one that was simulated.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
     drifts = [drift for results in found.values() for result in results for drift in result.drift]
     spread = f"{percent(min(drifts))} to {percent(max(drifts))}"
     console.print(
-        f"beside its calibration, a kernel took {spread} over all of this; in brackets: beyond {percent(DRIFT)}"
+        f"beside its calibration, kernels took {spread} over all of this; in brackets: beyond {percent(DRIFT)}"
     )
     console.print(_order(found))
     if command.out:

@@ -3,7 +3,7 @@
     LongstepError
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
-    └── RankError         (also RuntimeError)  a rank of an executed schedule died, hung or failed
+    └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
 A message is one line: the bad value, what is allowed, and where to change it. Broken invariants of
 Longstep itself are ``assert``; a model that does not fit into memory is a result, not an error.
@@ -32,7 +32,7 @@ class ScheduleError(InputError):
 
 
 class RankError(LongstepError, RuntimeError):
-    """A rank of an executed schedule died, hung or raised; the message names rank and op."""
+    """Ranks of an executed schedule died, hung or raised, with rank and op named; or computed something wrong."""
 
 
 def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> InputError:

@@ -9,6 +9,7 @@ import pytest
 
 from calibrate.host import HostCalibration, Plan
 from experiments.cli import main
+from runtime.verify import BOUNDS
 from sim.profile import save_profile
 from sim.trace import from_chrome
 from sim.workload import load_model
@@ -30,11 +31,21 @@ def test_run_executes_and_verifies(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "step time, median" in capsys.readouterr().out
 
 
+def test_an_executed_step_that_differs_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BOUNDS, "fp32", 1e-9)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--gpus", "1", "--seq", "64", "--repeats", "1", "--scope", "layer", "--verify"])
+    assert stopped.value.code == 1
+    assert "differ from the reference by more than 1e-09: x 1" in capsys.readouterr().err
+
+
 def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path, own_profiles: Path) -> None:
     """With a profile of a few points: what it lacks is said. The tables are joined on the same ops."""
     with HostCalibration(Plan("host", load_model("tiny"), ("fp32",), quick=True, command="test")) as calibration:
         for step in calibration.steps():
-            if "128 tokens" in step.label and "ranks" not in step.label:
+            if "1x256x256x8x" in step.label:
                 step.run()
         save_profile(calibration.profile(complete=False), own_profiles / "host.json")
     trace, html = tmp_path / "trace.json", tmp_path / "page.html"

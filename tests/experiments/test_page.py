@@ -127,7 +127,7 @@ def test_the_page_says_what_was_found() -> None:
     assert ("h1", {}) in read.tags
     assert "ring of two" in text
     assert "error -20.0 %" in text.replace("  ", " ")
-    assert "a kernel takes +1.0 % before these steps and -2.0 % after them" in text
+    assert "kernels take +1.0 % before these steps and -2.0 % after them" in text
     assert "evidence: every kernel and link at the datasheet rates of 'toy'" in text
     assert found.schedule_hash in text
     kinds = [attributes["data-kind"] for tag, attributes in read.tags if tag == "tr" and "data-kind" in attributes]
