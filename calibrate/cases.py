@@ -32,7 +32,7 @@ class KernelCase(NamedTuple):
         return " ".join([self.use.kernel, self.use.variant, "x".join(map(str, self.use.shape))])
 
     @property
-    def weight(self) -> float:
+    def rough_s(self) -> float:
         """Return about how long it takes, for putting long ones last: seconds at 100 GFLOP/s and 10 GB/s."""
         return max(self.use.flops / 1e11, self.use.hbm_bytes / 1e10)
 
@@ -44,7 +44,7 @@ def kernel_cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> list[KernelC
     found: dict[KernelUse, KernelCase] = {}
     for case in _cases(model, dtype, quick=quick):
         found.setdefault(case.use, case)
-    return sorted(found.values(), key=lambda case: (case.weight, case.use))
+    return sorted(found.values(), key=lambda case: (case.rough_s, case.use))
 
 
 def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCase]:

@@ -12,9 +12,9 @@ from calibrate.cases import KernelCase, case_of
 from calibrate.kernels import time_kernel
 from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.tables import Figures, TransferTable
+from sim.engine.tables import Figures, TransferTable, series_row, series_size
 from sim.profile import TRANSFERS, Point, Profile
-from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
+from sim.schedule.kernels import KernelUse
 from topology.cluster import Cluster
 
 _SHORT_S = 0.05
@@ -50,18 +50,12 @@ def leave_one_out(profile: Profile) -> list[Residual]:
 
 def _series(point: Point) -> tuple[object, ...]:
     """Return what points that are interpolated along their size have in common."""
-    shape = point.shape
-    if point.kernel in TRANSFERS:
-        rest = shape[:1]
-    elif point.kernel in ATTENTION_KERNELS:
-        rest = (shape[0], *shape[3:])
-    else:
-        rest = shape[1:]
-    return (point.kernel, point.variant, point.dtype, rest)
+    row = point.shape[:1] if point.kernel in TRANSFERS else series_row(point.kernel, point.shape)
+    return (point.kernel, point.variant, point.dtype, row)
 
 
-def _size(point: Point) -> int:
-    return point.shape[1 if point.kernel in (*TRANSFERS, *ATTENTION_KERNELS) else 0]
+def _size(point: Point) -> float:
+    return float(point.nbytes) if point.kernel in TRANSFERS else series_size(point.kernel, point.shape)
 
 
 def _predicted(profile: Profile, point: Point) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jinja2
 import msgspec
 
-from experiments.compare import Comparison, KindRow, Measured, comparison_lines
+from experiments.comparison import Comparison, KindRow, Measured, comparison_lines
 from experiments.stragglers import SPEED, Straggler
 from experiments.tables import percent, seconds
 from sim.breakdown import PARTS, PartName, breakdown

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from experiments.calibrate import Calibrate, calibrate
 from experiments.cli import guarded, open_console
-from experiments.compare import Comparison, comparison, comparison_table, drift_line
+from experiments.compare import comparison
+from experiments.comparison import Comparison, comparison_table, drift_line
 from experiments.execute import Execution, open_session
 from experiments.selection import DATASHEET, Selection, choose
 from experiments.simulate import predict, title, write_trace

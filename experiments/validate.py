@@ -19,7 +19,8 @@ from rich.table import Table
 
 from experiments.calibrate import Calibrate, calibrate
 from experiments.cli import guarded, open_console
-from experiments.compare import Comparison, Measured, comparison
+from experiments.compare import comparison
+from experiments.comparison import Comparison, Measured
 from experiments.diagnosis import DRIFT
 from experiments.execute import WARM_UP, Execution, open_session
 from experiments.selection import Selection, choose

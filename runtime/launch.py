@@ -259,7 +259,7 @@ class _Place(NamedTuple):
 def _serve(pipe: Connection, place: _Place, board: MutableSequence[float]) -> None:
     """Be one rank: join the others, then run what the parent sends until it sends None."""
     _die_with_parent(place.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where a thread started this one, see _deaf
     torch.set_num_threads(place.threads)
     torch.set_num_interop_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

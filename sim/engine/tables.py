@@ -102,11 +102,11 @@ class KernelTable:
         for point in profile.points:
             if point.condition == "idle" and point.kernel not in TRANSFERS:
                 rows = grouped.setdefault((point.kernel, point.variant, point.dtype), {})
-                rows.setdefault(_row(point.kernel, point.shape), {})[point.shape] = point
+                rows.setdefault(series_row(point.kernel, point.shape), {})[point.shape] = point
         for key, rows in grouped.items():
             self._series[key] = {
                 row: Series(
-                    [(Work(p.flops, p.nbytes, _size(p.kernel, p.shape)), p.median_s) for p in points.values()],
+                    [(Work(p.flops, p.nbytes, series_size(p.kernel, p.shape)), p.median_s) for p in points.values()],
                     figures(key[2]),
                 )
                 for row, points in rows.items()
@@ -120,7 +120,7 @@ class KernelTable:
         if key is None:
             return None
         rows = self._series[key]
-        wanted, size = _row(use.kernel, use.shape), _size(use.kernel, use.shape)
+        wanted, size = series_row(use.kernel, use.shape), series_size(use.kernel, use.shape)
         if use.kernel not in ATTENTION_KERNELS:
             row = min(rows, key=lambda row: (_distance(row, wanted), row))
             if row != wanted and not note:
@@ -203,7 +203,7 @@ def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
     return measured[below], measured[above], min(max(share, 0.0), 1.0)
 
 
-def _row(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def series_row(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return what selects a series among the points of a kernel: attention (batch x heads, head dim), gemm (fan in,
     fan out).
     """
@@ -217,7 +217,7 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))
 
 
-def _size(kernel: str, shape: tuple[int, ...]) -> float:
+def series_size(kernel: str, shape: tuple[int, ...]) -> float:
     """Return the size along which a series runs: attention the mean length of queries and keys, gemm tokens, others
     elements.
     """

@@ -2,8 +2,10 @@
 
 It proves that ops of different ranks match and cannot deadlock, that nothing is read before it is written, that every
 unmasked (query, key) pair of every head is attended exactly once in each pass, that every gradient arrives once at its
-owner, and that FLOPs and bytes equal what the builder claims. Races are excluded by construction: dependencies are
-derived from the same views that are played here.
+owner, and that FLOPs and bytes equal what the builder claims. Which inputs are allowed and which outputs due it knows
+of schedules with claims only; others, as those that time a link, are free to compute what they like. Races between ops
+are excluded by construction, since dependencies are derived from the same views that are played here; an op that
+collides with itself is refused.
 """
 
 from __future__ import annotations

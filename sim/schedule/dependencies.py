@@ -35,15 +35,15 @@ def derive(program: Program) -> Dependencies:
         for view in reads:
             slices = view.slices
             for box, other in writers[view.buffer].items():
-                if box == slices or _overlap(box, slices):
+                if box == slices or overlap(box, slices):
                     found.add(other)
         for view in writes:
             slices = view.slices
             for box, other in writers[view.buffer].items():
-                if box == slices or _overlap(box, slices):
+                if box == slices or overlap(box, slices):
                     found.add(other)
             for box, other in readers[view.buffer]:
-                if box == slices or _overlap(box, slices):
+                if box == slices or overlap(box, slices):
                     found.add(other)
         for view in reads:
             readers[view.buffer].append((view.slices, index))
@@ -93,7 +93,8 @@ def _reduced(program: Program, data: list[tuple[int, ...]]) -> tuple[list[tuple[
     return waits, known
 
 
-def _overlap(a: Slices, b: Slices) -> bool:
+def overlap(a: Slices, b: Slices) -> bool:
+    """Return whether two boxes of one buffer share an element."""
     if a == b:
         return True
     for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.compare import Comparison, laid_side_by_side, measured
+from experiments.comparison import Comparison, laid_side_by_side, measured
 from experiments.page import page
 from runtime.run import Step
 from sim.breakdown import PARTS, breakdown

@@ -39,7 +39,7 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
     return True
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_small_numbers_of_ranks(name: str, heads: tuple[int, int], dtype: str) -> None:
@@ -52,7 +52,7 @@ def test_small_numbers_of_ranks(name: str, heads: tuple[int, int], dtype: str) -
     assert played >= {"single": 2, "ring": 10, "ulysses": 2}[name]
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 1)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_layers(name: str, heads: tuple[int, int], dtype: str) -> None:

@@ -325,7 +325,7 @@ def test_sums_of_anything_but_gradients() -> None:
         b.all_reduce(over, twice, "reduce")
         b.output("q", twice, (Span(b.rank * 4, b.rank * 4 + 4),), Span(0, 4))
 
-    refuses(schedule_of(reduced), "cannot add|adds up q")
+    refuses(schedule_of(reduced), "adds up q")
 
     def unmerged(op: Op) -> Op:
         assert isinstance(op, Merge)

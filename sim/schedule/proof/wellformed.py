@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from typing import assert_never
 
+from sim.schedule.dependencies import overlap
 from sim.schedule.equations import heads_of
 from sim.schedule.ir import Port, Program
 from sim.schedule.layout import num_tokens
@@ -90,7 +92,7 @@ def _gemm_problem(op: Gemm) -> str:
     """Return where the sides of a matrix product do not fit."""
 
     def rows(view: View) -> tuple[int, int]:
-        return view.shape[0] * view.shape[1], _product(view.shape[2:])
+        return view.shape[0] * view.shape[1], math.prod(view.shape[2:])
 
     if op.form == "tn":
         (m, fan_in), (n, fan_out) = rows(op.a), rows(op.b)
@@ -99,13 +101,6 @@ def _gemm_problem(op: Gemm) -> str:
         fan_in, fan_out = op.b.shape if op.form == "nn" else op.b.shape[::-1]
         fits = rows(op.a)[1] == fan_in and rows(op.out)[1] == fan_out and op.a.shape[:2] == op.out.shape[:2]
     return "" if fits else f"multiplies {op.a.shape} with {op.b.shape} into {op.out.shape} ({op.form})"
-
-
-def _product(extents: tuple[int, ...]) -> int:
-    total = 1
-    for extent in extents:
-        total *= extent
-    return total
 
 
 def _differ(shape: tuple[int, ...], views: list[View] | tuple[View, ...]) -> str:
@@ -126,7 +121,7 @@ def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], progra
     in_place = set(writes) if isinstance(op, Merge | Accumulate | AllReduce | Rope | Gemm) else set()
     pairs = [*combinations(writes, 2), *((a, b) for a in reads for b in writes if not (a == b and a in in_place))]
     for a, b in pairs:
-        if a.buffer == b.buffer and all(x[0] < y[1] and y[0] < x[1] for x, y in zip(a.slices, b.slices, strict=True)):
+        if a.buffer == b.buffer and overlap(a.slices, b.slices):
             return f"uses overlapping parts of buffer {program.buffers[a.buffer].name!r}; give it another buffer"
     return ""
 
