@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from rich.table import Table
 from experiments.cli import guarded, open_console
 from experiments.tables import seconds
 from sim.engine.simulate import simulate
+from sim.options import DEFAULTS
 from sim.schedule import ring, ulysses
 from sim.schedule.attention import all_heads, attention_program
 from sim.schedule.check import check
@@ -43,8 +44,8 @@ class Case(NamedTuple):
 class TrafficRing(ring.RingAttention):
     """Ring attention with other traffic beside every hop: messages of many sizes to another node."""
 
-    def _hop(self, over: Communicator, here: tuple[View, View], there: tuple[View, View], label: str) -> None:
-        super()._hop(over, here, there, label)
+    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
+        super()._hop(over, here, there, way, label)
         self._hops = getattr(self, "_hops", 0) + 1
         ranks, view = over.groups[0], here[0]
         away, source = ranks[(self._b.rank + 9) % len(ranks)], ranks[self._b.rank - 9]
@@ -65,18 +66,18 @@ def desynchronised(workload: Workload, ranks: int) -> Schedule:
     """Return a short ring with other traffic beside it: the worst case, where no two ranks do the same at a time."""
     everyone = tuple(range(ranks))
     layout = contiguous(workload.seq, ranks)
-    names = ("ring kv", "ring dkv", "traffic")
-    kv, dkv, traffic = (Communicator(name=name, groups=(everyone,)) for name in names)
+    rings, traffic = ring.ring_communicators((everyone,), DEFAULTS), Communicator(name="traffic", groups=(everyone,))
     header = Header(
         name="ring beside traffic",
         workload=workload,
         parallel=Parallel(ring_degree=ranks),
-        communicators=(kv, dkv, traffic),
+        communicators=(*rings.declared, traffic),
     )
+    shards = [all_heads(workload.model, tokens) for tokens in layout]
     return Schedule(
         header,
         lambda rank: attention_program(
-            rank, workload, all_heads(workload.model, layout[rank]), lambda b: TrafficRing(b, kv, dkv, layout)
+            rank, workload, shards[rank], lambda b: TrafficRing(b, rings, layout, shards[rank], DEFAULTS)
         ),
     )
 

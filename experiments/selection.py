@@ -14,10 +14,10 @@ import tyro
 
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import STEADY, Jitter
-from sim.errors import InputError, LongstepError, unknown
+from sim.errors import InputError, LengthError, LongstepError, unknown
 from sim.presets import override
 from sim.profile import Profile, load_profile, profile_names
-from sim.schedule.catalog import SCHEDULES, Build, Splits
+from sim.schedule.catalog import SCHEDULES, Build, Entry
 from sim.schedule.check import Checked, check
 from sim.schedule.ir import Schedule
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, load_model, parse_length
@@ -55,6 +55,10 @@ class Selection:
     """Ranks that split the sequence."""
     mask: str = "causal"
     """causal or full."""
+    window: str | None = None
+    """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
+    pad: bool = False
+    """Fill up a length that does not divide with tokens that no other sees."""
     dtype: str | None = None
     """fp64, fp32, bf16 or fp16; by default the model's."""
     seed: int = 0
@@ -71,7 +75,7 @@ class Selection:
     """NAME, FILE.json, or datasheet; by default the user's profile of the host, else datasheet."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
-    cluster.gpu[3].speed=0.95, model.num_kv_heads=4."""
+    cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +114,8 @@ def choose(selection: Selection) -> Chosen:
     model = load_model(selection.model)
     profile = _profile(selection)
     spec = measured_cluster(profile) if profile and selection.cluster == "host" else load_cluster(selection.cluster)
-    build, splits = _builder(selection.schedule)
-    parallel = _parallel(selection, splits, spec)
+    entry = _entry(selection.schedule)
+    parallel = _parallel(selection, entry, spec, model)
     spec = _sized(selection, spec, parallel.num_ranks)
     for key, value in overrides:
         root, _, path = key.partition(".")
@@ -119,10 +123,24 @@ def choose(selection: Selection) -> Chosen:
             model = override(model, path, value, "--set model.")
         elif root == "cluster":
             spec = override(spec, path, value, "--set cluster.")
+        elif root == "schedule":
+            options = override(parallel.options, path, value, "--set schedule.")
+            parallel = msgspec.structs.replace(parallel, options=options)
         else:
-            raise unknown("prefix", root, ["cluster", "model"], "--set PREFIX.KEY=VALUE")
-    jitter = _jitter(selection)
-    return Chosen(_workload(selection, model), parallel, build, spec, profile, jitter)
+            raise unknown("prefix", root, ["cluster", "model", "schedule"], "--set PREFIX.KEY=VALUE")
+    workload = _workload(selection, model)
+    if selection.pad:
+        workload = _padded(workload, parallel, entry.build)
+    return Chosen(workload, parallel, entry.build, spec, profile, _jitter(selection))
+
+
+def _padded(workload: Workload, parallel: Parallel, build: Build) -> Workload:
+    """Return the workload with as many tokens of padding as the schedule needs."""
+    try:
+        build(workload, parallel)
+    except LengthError as error:
+        return msgspec.structs.replace(workload, seq=error.above, padding=error.above - workload.seq)
+    return workload
 
 
 def _jitter(selection: Selection) -> Jitter:
@@ -148,6 +166,7 @@ def _workload(selection: Selection, model: ModelSpec) -> Workload:
         "seq": parse_length(selection.seq, "--seq"),
         "batch": selection.batch,
         "mask": one_of("--mask", selection.mask, MASK_NAMES),
+        "window": None if selection.window is None else parse_length(selection.window, "--window"),
         "dtype": one_of("--dtype", selection.dtype or model.dtype, DTYPE_BYTES),
         "scope": one_of("--scope", selection.scope, SCOPES),
         "layers": selection.layers,
@@ -164,7 +183,7 @@ def one_of(option: str, value: str, allowed: Any) -> str:
     return value
 
 
-def _parallel(selection: Selection, splits: Splits, spec: ClusterSpec) -> Parallel:
+def _parallel(selection: Selection, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Parallel:
     """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
     given = {"ulysses": selection.ulysses_degree, "ring": selection.ring_degree}
     counts = {f"--{name}-degree": degree for name, degree in given.items()} | {"--gpus": selection.gpus}
@@ -173,11 +192,13 @@ def _parallel(selection: Selection, splits: Splits, spec: ClusterSpec) -> Parall
             raise InputError(f"{option} {value}: expected 1 or more")
     product = (given["ulysses"] or 1) * (given["ring"] or 1)
     gpus = selection.gpus
-    if gpus is None and (splits == "nothing" or product > 1):
+    if gpus is None and (not entry.degrees or product > 1):
         gpus = product
     elif gpus is None:
         gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (selection.nodes or spec.nodes)
-    rest = "ulysses" if splits == "ulysses" else "ring"
+    if given == {"ulysses": None, "ring": None} and (entry.degrees or gpus == 1):
+        return entry.parallel(gpus, model)
+    rest = next((name for name in entry.degrees if given[name] is None), "ring")
     if given[rest] is None and gpus % product == 0:
         given[rest] = gpus // product
     degrees = {name: degree or 1 for name, degree in given.items()}
@@ -187,9 +208,9 @@ def _parallel(selection: Selection, splits: Splits, spec: ClusterSpec) -> Parall
             f"set --gpus {degrees['ulysses'] * degrees['ring']}, or the degrees"
         )
     for name, degree in degrees.items():
-        if degree > 1 and splits in {"ring", "ulysses"} and splits != name:
+        if degree > 1 and entry.degrees and name not in entry.degrees:
             raise InputError(f"--{name}-degree {degree}: schedule {selection.schedule!r} has none; set it to 1")
-    return Parallel(ulysses_degree=degrees["ulysses"], ring_degree=degrees["ring"])
+    return Parallel(ulysses_degree=degrees["ulysses"], ring_degree=degrees["ring"], options=entry.options)
 
 
 def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
@@ -226,10 +247,10 @@ def _profile(selection: Selection) -> Profile | None:
     return profile
 
 
-def _builder(name: str) -> tuple[Build, Splits]:
-    """Return the builder of a schedule, and which degree its ranks make up."""
+def _entry(name: str) -> Entry:
+    """Return a schedule of the catalog, or one of the user's."""
     if name in SCHEDULES:
-        return SCHEDULES[name].build, SCHEDULES[name].splits
+        return SCHEDULES[name]
     path, colon, function = name.partition(":")
     if not colon:
         raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "--schedule")
@@ -249,4 +270,4 @@ def _builder(name: str) -> tuple[Build, Splits]:
     if not callable(getattr(module, function, None)):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown("function", function, public, f"--schedule {path}:FUNCTION")
-    return getattr(module, function), "anything"
+    return Entry(getattr(module, function), "given by the user", ("ring", "ulysses"), "")

@@ -9,7 +9,6 @@ from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.schedule.catalog import SCHEDULES
 from sim.schedule.check import Checked, check
-from sim.workload import Parallel
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PerGpu
 
@@ -40,9 +39,8 @@ def straggler_costs(chosen: Chosen) -> list[Straggler]:
     ranks = chosen.parallel.num_ranks
     found = []
     for name, entry in SCHEDULES.items():
-        parallel = Parallel(ulysses_degree=ranks) if entry.splits == "ulysses" else Parallel(ring_degree=ranks)
         try:
-            checked = check(entry.build(chosen.workload, parallel))
+            checked = check(entry.build(chosen.workload, entry.parallel(ranks, chosen.workload.model)))
         except InputError:
             continue
         turns = range(0, ranks, -(-ranks // _MOST))

@@ -3,7 +3,10 @@
 Layouts as in the ops: q, out, dout, dq (B, S_q, H, D); k, v, dk, dv (B, S_k, H_kv, D); lse (B, H, S_q), natural
 logarithm, scaled scores. Traps that this file takes care of:
 
-* torch's causal mask with S_q != S_k is top-left on the CPU, but bottom-right in flash-attention on CUDA.
+* torch's causal mask with S_q != S_k is top-left on the CPU, but bottom-right in flash-attention on CUDA, as ours: on
+  the CPU a prefix that all queries see and a square make it up.
+* Backward kernels take out only to compute delta = sum(dout * out), so where delta is at hand instead, any out will do
+  that has it: delta * dout / sum(dout * dout).
 * The CPU kernel knows only full and causal masks; others go through its float mask, where a row without any key comes
   back with lse 0 instead of -inf, which would corrupt every merge.
 * Backward takes the global out and lse, so the parts of a ring add up without a correction.
@@ -18,7 +21,7 @@ import torch
 
 from sim.errors import InputError
 from sim.schedule.kernels import mask_variant
-from sim.schedule.masks import Band
+from sim.schedule.masks import CAUSAL, FULL, Band
 
 Tensor = torch.Tensor
 
@@ -64,6 +67,14 @@ class CpuFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
         """See AttentionKernel."""
+        prefix = _prefix(band, q, k)
+        if prefix:
+            first, second = (
+                self.forward(q, k[:, :prefix], v[:, :prefix], FULL),
+                self.forward(q, k[:, prefix:], v[:, prefix:], CAUSAL),
+            )
+            merge(first.out, first.lse, second.out, second.lse)
+            return second
         causal, mask = _cpu_mask(band, q, k)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=mask
@@ -75,6 +86,12 @@ class CpuFlash:
     def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
         """See AttentionKernel."""
         q, k, v, out, lse = saved
+        prefix = _prefix(band, q, k)
+        if prefix:
+            first = self.backward((q, k[:, :prefix], v[:, :prefix], out, lse), dout, FULL)
+            second = self.backward((q, k[:, prefix:], v[:, prefix:], out, lse), dout, CAUSAL)
+            dk, dv = (torch.cat(pair, dim=1) for pair in zip(first[1:], second[1:], strict=True))
+            return Backward(first.dq.add_(second.dq), dk, dv)
         causal, mask = _cpu_mask(band, q, k)
         if mask is not None:  # exp(-inf - -inf) is not a number; any finite lse gives such rows probability 0
             lse = lse.masked_fill(lse == -math.inf, 0.0)
@@ -92,9 +109,39 @@ class CpuFlash:
         return Backward(*(grad.transpose(1, 2) for grad in grads))
 
 
+def with_delta(delta: Tensor, dout: Tensor) -> Tensor:
+    """Return an out (B, S, H, D) whose sum of products with dout is delta (B, H, S)."""
+    square = (dout.to(delta.dtype) ** 2).sum(dim=-1)
+    share = delta.transpose(1, 2) / square.masked_fill(square == 0, 1.0)
+    return (dout * share[..., None]).to(dout.dtype)
+
+
+def delta_of(out: Tensor, dout: Tensor, delta: Tensor) -> None:
+    """Write sum(dout * out) over the head dim of (B, S, H, D) to delta (B, H, S)."""
+    delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(dim=-1).transpose(1, 2))
+
+
+def merge(out: Tensor, lse: Tensor, into_out: Tensor, into_lse: Tensor) -> None:
+    """Fold (out, lse) into (into_out, into_lse), in place. out: (B, S, H, D); lse: (B, H, S).
+
+    By weights exp(lse - total), which stays exact for any gap between the two and where either side, or both, saw no
+    key at all (lse = -inf, weight 0).
+    """
+    total = torch.logaddexp(into_lse, lse)
+    finite = torch.where(total == -torch.inf, 0.0, total)
+    into_out.mul_(torch.exp(into_lse - finite).transpose(1, 2).unsqueeze(-1))
+    into_out.add_(out * torch.exp(lse - finite).transpose(1, 2).unsqueeze(-1).to(into_out.dtype))
+    into_lse.copy_(total)
+
+
+def _prefix(band: Band, q: Tensor, k: Tensor) -> int:
+    """Return how many keys all queries of a causal block see, more keys than queries; 0 for other blocks."""
+    return k.shape[1] - q.shape[1] if mask_variant(band, q.shape[1], k.shape[1]) == "causal" else 0
+
+
 def _cpu_mask(band: Band, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
     """Return (is_causal, float mask) for the CPU kernel."""
-    variant = mask_variant(band)
+    variant = mask_variant(band, q.shape[1], k.shape[1])
     if variant != "masked":
         return variant == "causal", None
     rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None, :]
@@ -132,11 +179,9 @@ class CudaFlash:
 
 def _cuda_causal(band: Band, q: Tensor, k: Tensor) -> bool:
     """Return is_causal for flash-attention; raises InputError for what its minimal path does not do."""
-    variant = mask_variant(band)
-    if variant == "masked" or (variant == "causal" and q.shape[1] != k.shape[1]):
-        raise InputError(
-            f"attention on CUDA runs full and square causal blocks, not {band} on {q.shape[1]}x{k.shape[1]}"
-        )
+    variant = mask_variant(band, q.shape[1], k.shape[1])
+    if variant == "masked":
+        raise InputError(f"attention on CUDA runs full and causal blocks, not {band} on {q.shape[1]}x{k.shape[1]}")
     if q.dtype not in {torch.bfloat16, torch.float16}:
         raise InputError(f"attention on CUDA runs bf16 and fp16, not {q.dtype}; set --dtype bf16")
     return variant == "causal"

@@ -14,7 +14,7 @@ from runtime.reference import attention, layers
 from runtime.tensors import TORCH_DTYPE, Storage
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Program
-from sim.schedule.masks import MASKS, Span, block_band
+from sim.schedule.masks import Span, mask_of
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -52,6 +52,7 @@ def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -
         shape = (workload.batch, _BLOCK, *width)
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         low, high = block * _BLOCK, (block + 1) * _BLOCK
+        drawn[:, max(workload.real_seq - low, 0) :] = 0.0
         begin = max(span.start, low + (span.start - low) % span.step)
         blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step])
     return _rounded(torch.cat(blocks, dim=1), workload)
@@ -82,24 +83,22 @@ def fill_inputs(program: Program, workload: Workload, storage: Storage) -> None:
         parts = []
         for span in port.tokens:
             q = global_tokens("q", span, model.num_heads, workload)[:, :, list(heads)]
-            band = block_band(MASKS[workload.mask], span, whole)
-            assert band is not None
-            part = attention(q, k, v, None, band)
+            part = attention(q, k, v, None, mask_of(workload), range(*span))
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
 
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
-    """Return outputs and gradients by (tensor, layer), whole and in fp64, computed on one process."""
-    whole, model = Span(0, workload.seq), workload.model
+    """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
+    whole, model = Span(0, workload.real_seq), workload.model
     if workload.scope == "layer":
         weights = [
             {name: global_weight(name, layer, workload) for name in weight_shapes(model)}
             for layer in range(workload.layers)
         ]
         x, dx = (global_activations(name, whole, workload) for name in ("x", "dx"))
-        return layers(weights, x, dx if workload.backward else None, model, MASKS[workload.mask])
+        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload))
     q, dout = (global_tokens(name, whole, model.num_heads, workload) for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload) for name in ("k", "v"))
-    found = attention(q, k, v, dout, MASKS[workload.mask])._asdict()
+    found = attention(q, k, v, dout, mask_of(workload))._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}

@@ -6,14 +6,17 @@ from typing import assert_never
 
 import torch
 
-from runtime.attention import AttentionKernel
+from runtime.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.dense import gemm, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward
 from runtime.tensors import Storage
+from runtime.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
 from sim.schedule.ops import (
     Accumulate,
     Attend,
     AttendBackward,
     Copy,
+    Delta,
+    Fold,
     Gemm,
     Kernel,
     Merge,
@@ -23,6 +26,7 @@ from sim.schedule.ops import (
     SwiGlu,
     SwiGluBackward,
     TokenKernel,
+    Zero,
 )
 from sim.schedule.views import Split
 
@@ -30,27 +34,77 @@ from sim.schedule.views import Split
 def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
     """Run one kernel; return the name of the implementation."""
     if isinstance(op, Attend):
-        result = attention.forward(storage.read(op.q), storage.read(op.k), storage.read(op.v), op.band)
-        storage.put(op.out, result.out)
-        storage.put(op.lse, result.lse)
-        return attention.name
+        return _attend(op, storage, attention)
     if isinstance(op, AttendBackward):
-        q, k, v, out, lse, dout = (storage.read(view) for view in op.reads)
-        grads = attention.backward((q, k, v, out, lse), dout, op.band)
-        for view, grad in zip(op.writes, grads, strict=True):
-            storage.put(view, grad)
-        return attention.name
+        return _attend_backward(op, storage, attention)
+    if isinstance(op, Delta):
+        delta_of(storage.read(op.out), storage.read(op.dout), storage.write(op.delta))
+        return "eager delta"
     if isinstance(op, Merge):
         merge(storage.read(op.out), storage.read(op.lse), storage.read(op.into_out), storage.read(op.into_lse))
         return "eager merge"
     if isinstance(op, Accumulate):
         storage.read(op.into).add_(storage.read(op.source))
         return "aten add_"
+    if isinstance(op, Zero):
+        storage.write(op.into).zero_()
+        return "aten zero_"
     if isinstance(op, Copy):
         storage.write(op.target.view)
-        parts(op.target, storage).copy_(parts(op.source, storage))
+        source, target = parts(op.source, storage), parts(op.target, storage)
+        if op.order:
+            index = torch.tensor(op.order, device=source.device)
+            target.copy_(source.index_select(0, index))
+            return "aten index_select, copy_"
+        target.copy_(source)
         return "aten copy_"
+    if isinstance(op, Fold):
+        storage.write(op.target.view)
+        source = parts(op.source, storage)
+        parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
+        return "aten sum, copy_"
     return _run_token_kernel(op, storage)
+
+
+def _attend(op: Attend, storage: Storage, attention: AttentionKernel) -> str:
+    """Run attention of one block."""
+    q, k, v = (storage.read(view) for view in op.reads)
+    name = attention.name
+    results: tuple[torch.Tensor, ...]
+    if op.kernel == "flash":
+        results = attention.forward(q, k, v, op.band)
+    elif op.kernel == "memory-efficient":
+        results, name = chunked_forward(q, k, v, op.band), "eager chunks"
+    elif op.kernel == "standard":
+        results, name = standard_forward(q, k, v, op.band), "eager attention"
+    else:
+        assert_never(op.kernel)
+    for view, result in zip(op.writes, results, strict=True):
+        storage.put(view, result)
+    return name
+
+
+def _attend_backward(op: AttendBackward, storage: Storage, attention: AttentionKernel) -> str:
+    """Run the backward pass of one block."""
+    q, k, v, out, lse, dout, *probs = (storage.read(view) for view in op.reads)
+    name = attention.name
+    if op.kernel == "flash":
+        if op.from_delta:
+            out, name = with_delta(out, dout), f"{name}, out from delta"
+        grads = attention.backward((q, k, v, out, lse), dout, op.band)
+    else:
+        delta = out if op.from_delta else torch.empty_like(lse)
+        if not op.from_delta:
+            delta_of(out, dout, delta)
+        if op.kernel == "memory-efficient":
+            grads, name = chunked_backward((q, k, v, delta, lse), dout, op.band), "eager chunks"
+        elif op.kernel == "standard":
+            grads, name = standard_backward(q, k, v, delta, dout, probs[0]), "eager attention"
+        else:
+            assert_never(op.kernel)
+    for view, grad in zip(op.writes, grads, strict=True):
+        storage.put(view, grad)
+    return name
 
 
 def _run_token_kernel(op: TokenKernel, storage: Storage) -> str:
@@ -77,16 +131,3 @@ def parts(split: Split, storage: Storage) -> torch.Tensor:
     """Return the parts of a split as (parts, *part shape), sharing memory with the buffer."""
     tensor = storage.read(split.view)
     return tensor.unflatten(split.dim, (split.parts, -1)).movedim(split.dim, 0)
-
-
-def merge(out: torch.Tensor, lse: torch.Tensor, into_out: torch.Tensor, into_lse: torch.Tensor) -> None:
-    """Fold (out, lse) into (into_out, into_lse), in place. out: (B, S, H, D); lse: (B, H, S).
-
-    By weights exp(lse - total), which stays exact for any gap between the two and where either side, or both, saw no
-    key at all (lse = -inf, weight 0).
-    """
-    total = torch.logaddexp(into_lse, lse)
-    finite = torch.where(total == -torch.inf, 0.0, total)
-    into_out.mul_(torch.exp(into_lse - finite).transpose(1, 2).unsqueeze(-1))
-    into_out.add_(out * torch.exp(lse - finite).transpose(1, 2).unsqueeze(-1).to(into_out.dtype))
-    into_lse.copy_(total)

@@ -17,6 +17,10 @@ _QUERIES = 1024
 """Queries whose scores are written out at once."""
 
 
+_NOTHING = 1e-12
+"""What rounding in fp64 leaves of a tensor that is zero."""
+
+
 class Reference(NamedTuple):
     """Global tensors in fp64. out, dq: (B, S, H, D); dk, dv: (B, S, H_kv, D); lse: (B, H, S)."""
 
@@ -27,10 +31,13 @@ class Reference(NamedTuple):
     dv: Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, band: Band) -> Reference:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, band: Band, positions: range | None = None
+) -> Reference:
     """Return attention of q (B, S_q, H, D) to k, v (B, S_k, H_kv, D) and, if dout is given, its gradients.
 
-    One sequence, one head and some queries at a time, so that scores take little memory.
+    ``positions`` are those of the queries, by default 0, 1, …, as those of the keys. One sequence, one head and some
+    queries at a time, so that scores take little memory.
     """
     group = q.shape[2] // k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
@@ -38,7 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, band: Band) 
     scale = q.shape[-1] ** -0.5
     for begin in range(0, q.shape[1], _QUERIES):
         some = slice(begin, begin + _QUERIES)
-        keep = _kept(band, range(q.shape[1])[some], k.shape[1])
+        keep = _kept(band, (positions or range(q.shape[1]))[some], k.shape[1])
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
             g = h // group
             scores = (q[b, some, h] @ k[b, :, g].T * scale).masked_fill_(~keep, -torch.inf)
@@ -114,7 +121,7 @@ def _turned(x: Tensor, model: ModelSpec) -> Tensor:
 
 def _kept(band: Band, queries: range, num_keys: int) -> Tensor:
     """Return which pairs of some queries and all keys a band keeps."""
-    rows, columns = torch.arange(queries.start, queries.stop)[:, None], torch.arange(num_keys)[None, :]
+    rows, columns = torch.tensor(queries)[:, None], torch.arange(num_keys)[None, :]
     keep = torch.ones(len(queries), num_keys, dtype=torch.bool)
     if band.right is not None:
         keep &= columns <= rows + band.right
@@ -125,8 +132,10 @@ def _kept(band: Band, queries: range, num_keys: int) -> Tensor:
 
 def relative_error(value: Tensor, exact: Tensor, whole: Tensor | None = None) -> float:
     """Return the largest deviation from ``exact``, relative to the largest magnitude of the tensor it is a part of (or
-    absolute, if that tensor is all zero).
+    absolute, if that tensor is zero: softmax over a single key has no gradient).
     """
     scale = float((exact if whole is None else whole).abs().max())
+    if scale < _NOTHING:
+        scale = 0.0
     error = float((value.double() - exact).abs().max()) / (scale or 1.0)
     return float("inf") if math.isnan(error) else error  # not a number is as wrong as can be

@@ -2,6 +2,7 @@
 
     LongstepError
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
+    │   ├── LengthError                        a sequence length that a layout does not divide
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
@@ -21,6 +22,18 @@ class LongstepError(Exception):
 
 class InputError(LongstepError, ValueError):
     """A value that the user gave cannot be used."""
+
+
+class LengthError(InputError):
+    """A sequence length that a layout does not divide; ``above`` is the next longer one that it does."""
+
+    def __init__(self, seq: int, multiple: int) -> None:
+        below, self.above = seq // multiple * multiple, -(-seq // multiple) * multiple
+        nearest = f"{below} or {self.above}" if below else f"{self.above}"
+        super().__init__(
+            f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set --seq, or --pad to "
+            f"fill up with tokens that nobody sees"
+        )
 
 
 class ScheduleError(InputError):

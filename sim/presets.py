@@ -10,7 +10,7 @@ import math
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -76,7 +76,9 @@ def override(spec: T, path: str, text: str, where: str) -> T:
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
-        raise InputError(f"{_option(where, path)}={text}: {error}") from error
+        hint = get_type_hints(type(spec)).get(path)
+        allowed = f": allowed are {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
+        raise InputError(f"{_option(where, path)}={text}: {error}{allowed}") from error
 
 
 def _parsed(text: str, present: object, path: str, where: str) -> object:

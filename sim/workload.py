@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sim.errors import InputError, unknown
+from sim.options import DEFAULTS, Options
 from sim.presets import load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -69,6 +70,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch: Count = 1
     """Sequences per context-parallel group."""
     mask: MaskName = "causal"
+    window: Count | None = None
+    """Sliding window: a query sees itself and the W - 1 tokens before it (with mask full also those after it)."""
+    padding: Annotated[int, Meta(ge=0)] = 0
+    """How many of the last tokens of ``seq`` only fill up the layout: zeros, with gradients of zero."""
     dtype: Dtype = "fp32"
     scope: Scope = "attention"
     """attention: q, k, v in, out; layer: whole transformer layers, tokens in, tokens out."""
@@ -80,8 +85,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Raise InputError for what no schedule can play."""
         if self.scope == "attention" and self.layers != 1:
             raise InputError(f"{self.layers} layers: the scope attention plays one; set --layers 1, or --scope layer")
+        if self.padding >= self.seq or (self.padding and self.mask != "causal"):
+            raise InputError(
+                f"{self.padding} tokens of padding in {self.seq} under mask {self.mask}: under a causal mask the last "
+                f"tokens may be padding, since no other sees them; set --mask causal, or a --seq that divides"
+            )
         if self.scope == "layer" and self.passes == "backward":
             raise InputError("pass backward: layers need their forward pass; set --pass both, or --scope attention")
+
+    @property
+    def real_seq(self) -> int:
+        """Tokens of the sequence that are not padding."""
+        return self.seq - self.padding
 
     @property
     def forward(self) -> bool:
@@ -95,10 +110,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the sequence is split: P = ``ulysses_degree`` * ``ring_degree`` ranks."""
+    """How the sequence is split: P = ``ulysses_degree`` * ``ring_degree`` ranks, and what a schedule may choose."""
 
     ulysses_degree: Count = 1
     ring_degree: Count = 1
+    options: Options = DEFAULTS
 
     @property
     def num_ranks(self) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Small tensors in several threads are no faster, and many times slower where something else runs on the machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Examples are run by test_golden, not imported for their doctests.
 collect_ignore = [str(path.with_suffix(".py")) for path in (Path(__file__).parent / "golden").glob("*.out")]

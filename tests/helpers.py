@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import msgspec
 
+from sim.errors import InputError, ScheduleError
 from sim.schedule.attention import attention_flops
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.catalog import SCHEDULES
 from sim.schedule.check import Checked, check
 from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.layout import contiguous, num_tokens
-from sim.schedule.masks import MASKS, Span, block_band
+from sim.schedule.masks import Span, block_band, mask_of
 from sim.schedule.views import Split
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
@@ -33,12 +35,68 @@ def make_model(heads: int = 8, kv_heads: int = 4, head_dim: int = 16, dtype: str
     return ModelSpec(**fields)
 
 
-def make_parallel(name: str, ranks: int) -> Parallel:
-    return Parallel(ulysses_degree=ranks) if name == "ulysses" else Parallel(ring_degree=ranks)
+class Variant(NamedTuple):
+    """A schedule of the catalog with options of its own, and how many of its ranks split heads."""
+
+    schedule: str
+    options: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    ulysses: int | None = None
+
+    def parallel(self, ranks: int, model: ModelSpec) -> Parallel:
+        """Return the degrees of so many ranks; Ulysses gets its share where that divides them."""
+        parallel = SCHEDULES[self.schedule].parallel(ranks, model)
+        if self.ulysses is not None:
+            heads = math.gcd(ranks, self.ulysses)
+            parallel = msgspec.structs.replace(parallel, ulysses_degree=heads, ring_degree=ranks // heads)
+        return msgspec.structs.replace(parallel, options=msgspec.structs.replace(parallel.options, **self.options))
+
+
+VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
+    "ring from the KV at hand": Variant("ring", {"ring_backward": "kv-at-hand"}),
+    "ring, queries travel": Variant("ring", {"ring_backward": "queries", "gradients": "model"}),
+    "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "one"}),
+    "zigzag from the KV at hand": Variant("zigzag", {"ring_backward": "kv-at-hand", "gradients": "model"}),
+    "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "one"}),
+    "striped, queries travel": Variant("striped", {"ring_backward": "queries"}),
+    "double ring of stripes": Variant("double-ring", {"layout": "striped", "communicators": "one"}),
+    "double ring of single ranks": Variant("double-ring", {"layout": "contiguous", "inner_ring_degree": 1}),
+    "double ring, no overlap": Variant("double-ring", {"overlap": False, "gradients": "model"}),
+    "balanced ring, no overlap": Variant("balanced-ring", {"overlap": False, "gradients": "model"}),
+    "allgather of slices": Variant("allgather", {"layout": "contiguous", "gradients": "fp32"}),
+    "ulysses, packed": Variant("ulysses", {"packed": True}),
+    "ulysses, blocking": Variant("ulysses", {"overlap": False, "layout_copies": "always"}),
+    "usp of 2": Variant("usp", ulysses=2),
+    "usp of 4": Variant("usp", {"layout": "striped", "ring_backward": "kv-at-hand"}, ulysses=4),
+    "usp of 1": Variant("usp", ulysses=1),
+    "usp, rings inside": Variant("usp", {"placement": "ring-inner", "packed": True, "layout": "contiguous"}, ulysses=2),
+    "usp, queries travel": Variant("usp", {"ring_backward": "queries", "overlap": False}, ulysses=2),
+    "upipe over rings": Variant("upipe", {"layout": "zigzag"}, ulysses=2),
+    "upipe, kept": Variant("upipe", {"recompute": False, "packed": True}, ulysses=4),
+    "upipe of 1": Variant("upipe", {"placement": "ring-inner", "layout": "striped"}, ulysses=1),
+    "standard attention": Variant("single", {"kernel": "standard"}),
+    "memory-efficient attention": Variant("single", {"kernel": "memory-efficient"}),
+}
+"""All that is tested: every schedule of the catalog, and what its options make of it."""
+
+REFUSED = ("allowed are", "the nearest are", "set --gpus 1", "set --pass both")
+"""What a refusal says: the values that are allowed."""
 
 
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
-    return check(SCHEDULES[name].build(workload, make_parallel(name, ranks)))
+    """Return a proved schedule of the catalog, or a variant."""
+    variant = VARIANTS[name]
+    return check(SCHEDULES[variant.schedule].build(workload, variant.parallel(ranks, workload.model)))
+
+
+def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | None:
+    """Return a proved schedule, or None where it is refused with the values that are allowed."""
+    try:
+        return make_checked(name, workload, ranks)
+    except ScheduleError:
+        raise
+    except InputError as error:
+        assert any(words in str(error) for words in REFUSED), error
+        return None
 
 
 def make_gathered(workload: Workload, ranks: int) -> Schedule:
@@ -49,7 +107,7 @@ def make_gathered(workload: Workload, ranks: int) -> Schedule:
     def build(rank: int) -> Program:
         b, model = ProgramBuilder(rank, workload), workload.model
         tokens, heads, kv_heads = layout[rank], Span(0, model.num_heads), Span(0, model.num_kv_heads)
-        band = block_band(MASKS[workload.mask], tokens[0], whole)
+        band = block_band(mask_of(workload), tokens[0], whole)
         assert band is not None
         q, k, v = b.input("q", tokens, heads), b.input("k", tokens, kv_heads), b.input("v", tokens, kv_heads)
         gathered = []

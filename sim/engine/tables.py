@@ -114,8 +114,16 @@ class KernelTable:
 
     def seconds(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
         """Return the time of a kernel and a note where it was extrapolated (else ""); None if nothing like it was
-        measured.
+        measured. A causal block of more keys than queries is a block that all queries see, and a square.
         """
+        pieces = [self._seconds(piece, now) for piece in _squared(use)]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
+            return None
+        return sum(seconds for seconds, _ in found), next((note for _, note in found if note), "")
+
+    def _seconds(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
+        """Return the time of a kernel that has points of its own shape, with a note as in ``seconds``."""
         key, note = self._nearest(use)
         if key is None:
             return None
@@ -156,6 +164,21 @@ class KernelTable:
             return None, ""
         key = min(like, key=lambda k: (k[2] != use.dtype, k[1] != use.variant, k))
         return key, f"{use.kernel} {use.variant} {use.dtype}: efficiency of {key[1]} {key[2]}".replace("  ", " ")
+
+
+def _squared(use: KernelUse) -> list[KernelUse]:
+    """Return what a kernel consists of: of a causal block of more keys than queries the full and the square part."""
+    if use.kernel not in ATTENTION_KERNELS or use.variant != "causal" or use.shape[1] == use.shape[2]:
+        return [use]
+    batch, queries, keys, *heads = use.shape
+    full, square = queries * (keys - queries), queries * (queries + 1) // 2
+    flops, nbytes = use.flops * full // (full + square), use.hbm_bytes * (keys - queries) // keys
+    return [
+        use._replace(variant="full", shape=(batch, queries, keys - queries, *heads), flops=flops, hbm_bytes=nbytes),
+        use._replace(
+            shape=(batch, queries, queries, *heads), flops=use.flops - flops, hbm_bytes=use.hbm_bytes - nbytes
+        ),
+    ]
 
 
 class TransferTable:

@@ -1,50 +1,89 @@
 """Adding up partial results: the online softmax over blocks of keys, and sums of gradients.
 
-Both write the first result in place where the data types allow it, keep the sum in promote(model dtype, fp32), and cast
-once at the end; so a schedule with one block pays nothing.
+Both write the first result of any rows in place where the data types allow it, and cast once at the end; so a schedule
+with one block pays nothing.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
+from sim.schedule.attention import Saved
+from sim.schedule.blocks import Block
 from sim.schedule.builder import ProgramBuilder
-from sim.schedule.masks import Band
-from sim.schedule.views import View
+from sim.schedule.views import Category, View
 from sim.workload import accumulation_dtype
 
 
-class SoftmaxAccumulator:
-    """Attention of one set of queries to ``num_blocks`` blocks of keys, merged by their log-sum-exps."""
+class _Filled:
+    """Which rows (tokens) of a sum hold something yet."""
 
-    def __init__(self, builder: ProgramBuilder, q: View, num_blocks: int) -> None:
+    def __init__(self, *rows: slice) -> None:
+        self._rows = list(rows)
+
+    def take(self, rows: slice) -> list[tuple[slice, bool]]:
+        """Return these rows in pieces, each with whether it holds something yet; from now on all of them do."""
+        edges = {rows.start, rows.stop} | {edge for old in self._rows for edge in (old.start, old.stop)}
+        cuts = sorted(edge for edge in edges if rows.start <= edge <= rows.stop)
+        pieces: list[tuple[slice, bool]] = []
+        for start, stop in pairwise(cuts):
+            held = any(old.start <= start and stop <= old.stop for old in self._rows)
+            if pieces and pieces[-1][1] == held:
+                pieces[-1] = (slice(pieces[-1][0].start, stop), held)
+            else:
+                pieces.append((slice(start, stop), held))
+        self._rows += [piece for piece, held in pieces if not held]
+        return pieces
+
+
+class SoftmaxAccumulator:
+    """Attention of one set of queries to keys that come in ``num_parts`` partial results, merged by their lse."""
+
+    def __init__(self, builder: ProgramBuilder, q: View, num_parts: int) -> None:
         self._b = builder
         self._q = q
-        self._left = num_blocks
+        self._left = num_parts
+        self._filled = _Filled()
         _, tokens, heads, _ = q.shape
         self.out = builder.tensor("out", tokens, heads, "saved")
         self.lse = builder.lse("lse", tokens, heads, "saved")
         self._sum = self.out
         sum_dtype = accumulation_dtype(builder.workload.dtype)
-        if num_blocks > 1 and sum_dtype != builder.workload.dtype:
+        if num_parts > 1 and sum_dtype != builder.workload.dtype:
             self._sum = builder.tensor("out sum", tokens, heads, "attention", sum_dtype)
-        self._first = True
 
-    def attend(self, k: View, v: View, band: Band, label: str) -> None:
-        """Attend to one more block of keys; after the last of them ``out`` and ``lse`` are complete."""
-        b, (_, tokens, heads, _) = self._b, self._q.shape
-        self._left -= 1
-        if self._first and b.dtype(self._sum) == b.dtype(self._q):
-            b.attend(self._q, k, v, self._sum, self.lse, band, f"attend {label}")
-        else:
-            out = b.tensor("out part", tokens, heads, "attention")
-            lse = self.lse if self._first else b.lse("lse part", tokens, heads, "attention")
-            b.attend(self._q, k, v, out, lse, band, f"attend {label}")
-            if self._first:
-                b.copy(out, self._sum, f"cast {label}")
+    def attend(self, block: Block, k: View, v: View, label: str) -> None:
+        """Attend to one more block of keys k, v; after the last part ``out`` and ``lse`` are complete."""
+        b, rows, columns = self._b, block.rows, block.columns
+        q, k, v = self._q[:, rows], k[:, columns], v[:, columns]
+        _, tokens, heads, _ = q.shape
+        pieces = self._filled.take(rows)
+        fresh = pieces == [(rows, False)]
+        direct = fresh and b.dtype(self._sum) == b.dtype(q)
+        out = self._sum[:, rows] if direct else b.tensor("out part", tokens, heads, "attention")
+        lse = self.lse[:, :, rows] if fresh else b.lse("lse part", tokens, heads, "attention")
+        b.attend(q, k, v, out, lse, block.band, f"attend {label}")
+        for piece, held in pieces if not direct else ():
+            part = slice(piece.start - rows.start, piece.stop - rows.start)
+            into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
+            if held:
+                b.merge((out[:, part], lse[:, :, part]), (into, into_lse), f"merge {label}")
             else:
-                b.merge((out, lse), (self._sum, self.lse), f"merge {label}")
-        self._first = False
+                b.copy(out[:, part], into, f"cast {label}")
+                if not fresh:
+                    b.copy(lse[:, :, part], into_lse, f"keep lse {label}")
+        self._count()
+
+    def merge(self, part: tuple[View, View], label: str) -> None:
+        """Merge a partial (out, lse) of all queries that another rank has computed."""
+        self._b.merge(part, (self._sum, self.lse), f"merge {label}")
+        self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
         if self._left == 0 and self._sum is not self.out:
-            b.copy(self._sum, self.out, "cast out")
+            self._b.copy(self._sum, self.out, "cast out")
 
 
 class GradientSum:
@@ -54,19 +93,72 @@ class GradientSum:
         self._b = builder
         self._name = name
         self.total = total
-        self._empty = empty
+        self._filled = _Filled() if empty else _Filled(slice(0, total.shape[1]))
+        self._pieces: list[tuple[slice, bool]] = []
 
-    def target(self, like: View) -> View:
-        """Return where the next kernel shall write: the sum itself while it is empty, else a buffer of its own."""
-        if self._empty and self._b.dtype(self.total) == self._b.dtype(like):
-            return self.total
+    def target(self, rows: slice, like: View) -> View:
+        """Return where the next kernel shall write its part: the sum itself where it is empty, else a new buffer.
+
+        ``like`` is the tensor whose gradient it is, in these rows.
+        """
+        self._pieces = self._filled.take(rows)
+        if self._pieces == [(rows, False)] and self._b.dtype(self.total) == self._b.dtype(like):
+            return self.total[:, rows]
         return self._b.like(f"{self._name} part", like, "attention")
 
-    def add(self, part: View, label: str) -> None:
-        """Add what a kernel wrote to the view that ``target`` returned."""
-        if part.buffer != self.total.buffer:
-            if self._empty:
-                self._b.copy(part, self.total, f"cast {self._name} {label}")
+    def add(self, part: View, rows: slice, label: str) -> None:
+        """Add what a kernel wrote to the view that ``target`` has just returned."""
+        if part.buffer == self.total.buffer:
+            return
+        for piece, held in self._pieces:
+            some, into = part[:, piece.start - rows.start : piece.stop - rows.start], self.total[:, piece]
+            if held:
+                self._b.accumulate(some, into, f"add {self._name} {label}")
             else:
-                self._b.accumulate(part, self.total, f"add {self._name} {label}")
-        self._empty = False
+                self._b.copy(some, into, f"cast {self._name} {label}")
+
+    def take(self, part: View, label: str) -> None:
+        """Add what another rank has sent, of all rows."""
+        rows = slice(0, part.shape[1])
+        self._pieces = self._filled.take(rows)
+        self.add(part, rows, label)
+
+    def fill(self) -> None:
+        """Write zeros where the sum holds nothing yet."""
+        for piece, held in self._filled.take(slice(0, self.total.shape[1])):
+            if not held:
+                self._b.zero(self.total[:, piece], f"zero {self._name}")
+
+    def finished(self, name: str, category: Category = "attention") -> View:
+        """Return the sum in the model's data type."""
+        b = self._b
+        if b.dtype(self.total) == b.workload.dtype:
+            return self.total
+        grad = b.like(name, self.total, category, b.workload.dtype)
+        b.copy(self.total, grad, f"cast {name}")
+        return grad
+
+
+class Gradients(NamedTuple):
+    """The running sums that the backward pass of a block adds to."""
+
+    dq: GradientSum
+    dk: GradientSum
+    dv: GradientSum
+
+
+def attend_backward(
+    builder: ProgramBuilder, block: Block, saved: Saved, dout: View, sums: Gradients, label: str
+) -> None:
+    """Append the backward pass of one block of q, k, v, and add what it gives to the sums.
+
+    ``saved.out`` may be delta instead, as ``ProgramBuilder.attend_backward`` says.
+    """
+    rows, columns = block.rows, block.columns
+    q, k, v = saved.q[:, rows], saved.k[:, columns], saved.v[:, columns]
+    out = saved.out[:, rows] if len(saved.out.slices) == len(saved.q.slices) else saved.out[:, :, rows]
+    targets = (sums.dq.target(rows, q), sums.dk.target(columns, k), sums.dv.target(columns, v))
+    operands = (q, k, v, out, saved.lse[:, :, rows])
+    builder.attend_backward(operands, dout[:, rows], targets, block.band, f"backward {label}")
+    for total, part, where in zip(sums, targets, (rows, columns, columns), strict=True):
+        total.add(part, where, label)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from sim.errors import InputError
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
-from sim.schedule.masks import MASKS, Span, Tokens, count_pairs
+from sim.schedule.masks import Span, Tokens, count_pairs, mask_of
+from sim.schedule.ops import AttentionName
 from sim.schedule.views import View
 from sim.workload import ModelSpec, Workload
 
@@ -32,6 +34,15 @@ class Saved(NamedTuple):
     v: View
     out: View
     lse: View
+    more: tuple[View, ...] = ()
+    """What else a schedule keeps. It then cannot play its backward pass alone."""
+    stages: tuple[Saved, ...] = ()
+    """What each stage keeps, of a schedule that attends to some heads at a time. It cannot either."""
+
+    @property
+    def operands(self) -> tuple[View, View, View, View, View]:
+        """What a backward kernel takes."""
+        return self.q, self.k, self.v, self.out, self.lse
 
 
 class DistributedAttention(Protocol):
@@ -47,6 +58,12 @@ class DistributedAttention(Protocol):
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """Append the backward pass; return dq, dk, dv of this rank's own tokens."""
         ...
+
+
+def needs_forward(workload: Workload, what: str) -> None:
+    """Raise InputError where a backward pass alone is asked for, which needs more of its forward pass than that."""
+    if not workload.forward:
+        raise InputError(f"pass backward: {what} needs its own forward pass; set --pass both")
 
 
 def all_heads(model: ModelSpec, tokens: Tokens) -> Shard:
@@ -81,16 +98,18 @@ def attention_program(
         b.output("dq", dq, local.tokens, local.heads)
         b.output("dk", dk, local.tokens, local.kv_heads)
         b.output("dv", dv, local.tokens, local.kv_heads)
-    else:
+    elif not (saved.more or saved.stages):
         b.output("lse", saved.lse, distributed.saved_shard.tokens, distributed.saved_shard.heads)
     return b.build()
 
 
-def attention_flops(workload: Workload) -> int:
+def attention_flops(workload: Workload, kernel: AttentionName = "flash") -> int:
     """Return the FLOPs of attention over all ranks: 4*D per kept (query, key) pair and head forward, 2.5 times that
-    backward (five matmuls against two, arXiv:2307.08691 §4.1); a multiply-add counts 2.
+    backward (five matmuls against two, arXiv:2307.08691 §4.1); a multiply-add counts 2. Kernels that are not fused
+    compute all pairs, and a standard one, which keeps the probabilities, four matmuls backward.
     """
     model, whole = workload.model, Span(0, workload.seq)
-    pairs = count_pairs(MASKS[workload.mask], whole, whole) * workload.batch * model.num_heads
-    per_pair = (4 if workload.forward else 0) + (10 if workload.backward else 0)
-    return pairs * per_pair * model.head_dim
+    pairs = count_pairs(mask_of(workload), whole, whole) if kernel == "flash" else workload.seq**2
+    backward = 8 if kernel == "standard" else 10
+    per_pair = (4 if workload.forward else 0) + (backward if workload.backward else 0)
+    return pairs * workload.batch * model.num_heads * per_pair * model.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sim.options import Options
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Communicator, Port, Program
 from sim.schedule.layout import num_tokens
@@ -17,9 +18,12 @@ from sim.schedule.ops import (
     AllToAll,
     Attend,
     AttendBackward,
+    AttentionName,
     Barrier,
     Copy,
+    Delta,
     Exchange,
+    Fold,
     Gemm,
     GemmForm,
     HostSync,
@@ -33,6 +37,7 @@ from sim.schedule.ops import (
     Rope,
     SwiGlu,
     SwiGluBackward,
+    Zero,
 )
 from sim.schedule.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.workload import Dtype, Workload, accumulation_dtype
@@ -85,6 +90,11 @@ class ProgramBuilder:
         buffer = self._buffers[view.buffer]
         return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
 
+    def gradient(self, name: str, like: View, options: Options) -> View:
+        """Return a new buffer in which partial gradients of a tensor are summed."""
+        dtype = accumulation_dtype(self.workload.dtype) if options.gradients == "fp32" else self.workload.dtype
+        return self.like(name, like, "attention", dtype)
+
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view's buffer."""
         return self._buffers[view.buffer].dtype
@@ -128,11 +138,26 @@ class ProgramBuilder:
 
     # Kernels
 
-    def attend(self, q: View, k: View, v: View, out: View, lse: View, band: Band, label: str) -> None:
-        """Append attention of one block."""
+    def attend(
+        self,
+        q: View,
+        k: View,
+        v: View,
+        out: View,
+        lse: View,
+        band: Band,
+        label: str,
+        *,
+        kernel: AttentionName = "flash",
+        probs: View | None = None,
+    ) -> None:
+        """Append attention of one block; ``probs`` is what a standard kernel keeps."""
         self._ops.append(
-            Attend(stream=COMPUTE, part=self.part, label=label, q=q, k=k, v=v, out=out, lse=lse, band=band)
-        )
+            Attend(
+                stream=COMPUTE, part=self.part, label=label, band=band, kernel=kernel,
+                q=q, k=k, v=v, out=out, lse=lse, probs=probs,
+            )
+        )  # fmt: skip
 
     def attend_backward(
         self,
@@ -141,16 +166,23 @@ class ProgramBuilder:
         grads: tuple[View, View, View],
         band: Band,
         label: str,
+        *,
+        kernel: AttentionName = "flash",
+        probs: View | None = None,
     ) -> None:
-        """Append the backward pass of one block; ``saved`` is (q, k, v, out, lse) and ``grads`` (dq, dk, dv)."""
+        """Append the backward pass of one block; ``saved`` is (q, k, v, out or delta, lse), ``grads`` (dq, dk, dv)."""
         q, k, v, out, lse = saved
         dq, dk, dv = grads
         self._ops.append(
             AttendBackward(
-                stream=COMPUTE, part=self.part, label=label, band=band,
-                q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv,
+                stream=COMPUTE, part=self.part, label=label, band=band, kernel=kernel,
+                q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, probs=probs,
             )
         )  # fmt: skip
+
+    def delta(self, out: View, dout: View, delta: View) -> None:
+        """Append delta = sum of dout * out over the head dim."""
+        self._ops.append(Delta(stream=COMPUTE, part=self.part, label="delta", out=out, dout=dout, delta=delta))
 
     def merge(self, partial: tuple[View, View], into: tuple[View, View], label: str) -> None:
         """Append the merge of a partial (out, lse) into an accumulated one."""
@@ -165,13 +197,23 @@ class ProgramBuilder:
         """Append into += source."""
         self._ops.append(Accumulate(stream=COMPUTE, part=self.part, label=label, source=source, into=into))
 
+    def zero(self, into: View, label: str) -> None:
+        """Append into = 0."""
+        self._ops.append(Zero(stream=COMPUTE, part=self.part, label=label, into=into))
+
     def copy(self, source: View, target: View, label: str) -> None:
         """Append target = source, cast where the data types differ."""
         self.copy_parts(Split(source, 0, 1), Split(target, 0, 1), label)
 
-    def copy_parts(self, source: Split, target: Split, label: str) -> None:
-        """Append one kernel that copies part i of source into part i of target."""
-        self._ops.append(Copy(stream=COMPUTE, part=self.part, label=label, source=source, target=target))
+    def copy_parts(self, source: Split, target: Split, label: str, order: Sequence[int] = ()) -> None:
+        """Append one kernel that copies part i of source, or part ``order[i]``, into part i of target."""
+        self._ops.append(
+            Copy(stream=COMPUTE, part=self.part, label=label, source=source, target=target, order=tuple(order))
+        )
+
+    def fold(self, source: Split, target: Split, label: str) -> None:
+        """Append one kernel that sums each n parts of source into one of target."""
+        self._ops.append(Fold(stream=COMPUTE, part=self.part, label=label, source=source, target=target))
 
     def gemm(self, form: GemmForm, a: View, b: View, out: View, label: str, *, add: bool = False) -> None:
         """Append a matrix product; with ``add`` it is added to what ``out`` holds."""

@@ -17,7 +17,10 @@ from sim.schedule.ops import (
     Accumulate,
     Attend,
     AttendBackward,
+    AttentionName,
     Copy,
+    Delta,
+    Fold,
     Gemm,
     Kernel,
     Merge,
@@ -26,6 +29,7 @@ from sim.schedule.ops import (
     Rope,
     SwiGlu,
     SwiGluBackward,
+    Zero,
 )
 from sim.workload import DTYPE_BYTES, Dtype
 
@@ -58,7 +62,8 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
     """Return the kernel that an op runs."""
     if isinstance(op, Attend | AttendBackward):
         backward = isinstance(op, AttendBackward)
-        return attention_use(backward, program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
+        size = (program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
+        return attention_use(backward, *size) if op.kernel == "flash" else unfused_use(op.kernel, backward, *size)
     if isinstance(op, Gemm):
         return gemm_use(op, program)
     return _streaming_use(op, program)
@@ -78,7 +83,10 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
 _FLOPS_PER_ELEMENT: dict[type[Kernel], tuple[str, int]] = {
     Merge: ("merge", 3),
     Accumulate: ("accumulate", 1),
+    Zero: ("zero", 0),
     Copy: ("copy", 0),
+    Fold: ("fold", 1),
+    Delta: ("delta", 2),
     RmsNorm: ("rms_norm", 4),
     RmsNormBackward: ("rms_norm_backward", 10),
     Rope: ("rope", 3),
@@ -91,17 +99,18 @@ _FLOPS_PER_ELEMENT: dict[type[Kernel], tuple[str, int]] = {
 def _streaming_use(op: Kernel, program: Program) -> KernelUse:
     """Return a kernel that passes over its operands once; its size is that of its first one."""
     kernel, flops = _FLOPS_PER_ELEMENT[type(op)]
-    first = op.reads[0]
+    first = op.into if isinstance(op, Zero) else op.reads[0]
+    variant = "gather" if isinstance(op, Copy) and op.order else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    return KernelUse(kernel, "", program.dtype(first), (elements,), flops * elements, moved)
+    return KernelUse(kernel, variant, program.dtype(first), (elements,), flops * elements, moved)
 
 
 @lru_cache(maxsize=4096)
 def attention_use(
     backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int, kv_heads: int, band: Band
 ) -> KernelUse:
-    """Return the attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
+    """Return the fused attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
 
     Forward 4*D FLOPs per kept pair and head (two matmuls), backward 10*D (five, one of them recomputes the scores;
     arXiv:2307.08691 §4.1). The backward workspace is flash-attention's (flash_attn 2.8 csrc/flash_attn/flash_api.cpp,
@@ -111,23 +120,57 @@ def attention_use(
     batch, queries, heads, head_dim = q_shape
     pairs = count_pairs(band, Span(0, queries), Span(0, num_keys)) * batch * heads
     size = DTYPE_BYTES[dtype]
-    q_bytes = math.prod(q_shape) * size
-    kv_bytes = 2 * batch * num_keys * kv_heads * head_dim * size
-    lse_bytes = batch * heads * queries * max(4, size)
-    shape = (batch, queries, num_keys, heads, kv_heads, head_dim)
-    variant = mask_variant(band)
+    variant = mask_variant(band, queries, num_keys)
+    shape, moved, lse_bytes = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
     if not backward:
-        moved = 2 * q_bytes + kv_bytes + lse_bytes
         return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
-    moved = 4 * q_bytes + 2 * kv_bytes + lse_bytes
     dq_sum = math.prod(q_shape) * 4 if size < 4 else 0
     expanded = 2 * batch * num_keys * heads * head_dim * size if heads != kv_heads else 0
     workspace = lse_bytes + dq_sum + expanded
     return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved, workspace)
 
 
-def mask_variant(band: Band) -> str:
-    """Return which implementation of attention a band needs: full, causal (top-left), or masked for all others."""
+QUERY_CHUNK, KEY_CHUNK = 1024, 4096
+"""Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
+
+
+def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,
+                kv_heads: int, band: Band) -> KernelUse:  # fmt: skip
+    """Return attention whose scores pass through HBM, whatever the mask keeps of them (arXiv:2205.14135 §3.1).
+
+    Forward writes and reads the scores and the probabilities. Backward reads the probabilities, writes and reads their
+    gradient and that of the scores (read by two matmuls); a memory-efficient one computes scores and probabilities
+    again.
+    """
+    batch, queries, heads, head_dim = q_shape
+    size, pairs = DTYPE_BYTES[dtype], batch * heads * queries * num_keys
+    shape, moved, _ = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
+    again = kernel == "memory-efficient"
+    per_pair = (10 if again else 8) * head_dim if backward else 4 * head_dim
+    scores = (10 if again else 7) if backward else 4
+    held = batch * heads * min(queries, QUERY_CHUNK) * min(num_keys, KEY_CHUNK) if again else pairs
+    workspace = held * size * (2 if backward or again else 1)
+    name = "attention_backward" if backward else "attention_forward"
+    variant = f"{kernel} {mask_variant(band, queries, num_keys)}"
+    return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size, workspace)
+
+
+def _attention_operands(
+    backward: bool, size: int, q_shape: tuple[int, ...], num_keys: int, kv_heads: int
+) -> tuple[tuple[int, ...], int, int]:
+    """Return the shape of a use, the bytes of all operands once, and those of the log-sum-exp."""
+    batch, queries, heads, head_dim = q_shape
+    q_bytes = math.prod(q_shape) * size
+    kv_bytes = 2 * batch * num_keys * kv_heads * head_dim * size
+    lse_bytes = batch * heads * queries * max(4, size)
+    moved = (4 * q_bytes + 2 * kv_bytes if backward else 2 * q_bytes + kv_bytes) + lse_bytes
+    return (batch, queries, num_keys, heads, kv_heads, head_dim), moved, lse_bytes
+
+
+def mask_variant(band: Band, num_queries: int, num_keys: int) -> str:
+    """Return which implementation of attention a band needs: full; causal, the last query seeing the last key; or
+    masked for all others.
+    """
     if band == FULL:
         return "full"
-    return "causal" if band == Band(right=0) else "masked"
+    return "causal" if num_keys >= num_queries and band == Band(right=num_keys - num_queries) else "masked"

@@ -17,6 +17,7 @@ from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Span
+from sim.schedule.ops import AttentionName
 from sim.schedule.views import Category, View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
 
@@ -35,6 +36,7 @@ class AttentionPlan(NamedTuple):
     wire_bytes: int
     """What attention of one layer sends over all ranks, by the paper's formula."""
     source: str
+    kernel: AttentionName = "flash"
 
 
 def build_around(plan: AttentionPlan, workload: Workload, parallel: Parallel) -> Schedule:
@@ -201,11 +203,13 @@ class _Layers:
 def _claims(plan: AttentionPlan, workload: Workload, ranks: int) -> Claims:
     """Attention by its paper; 2 FLOPs per token and weight forward, 4 backward; an all-reduce of every gradient."""
     if workload.scope == "attention":
-        return Claims(attention_flops=attention_flops(workload), wire_bytes=plan.wire_bytes, source=plan.source)
+        return Claims(
+            attention_flops=attention_flops(workload, plan.kernel), wire_bytes=plan.wire_bytes, source=plan.source
+        )
     sizes = [math.prod(shape) for shape in weight_shapes(workload.model).values()]
     reduced = 2 * (ranks - 1) * sum(sizes) * DTYPE_BYTES[workload.dtype] if workload.backward else 0
     return Claims(
-        attention_flops=workload.layers * attention_flops(workload),
+        attention_flops=workload.layers * attention_flops(workload, plan.kernel),
         gemm_flops=gemm_flops(workload),
         wire_bytes=workload.layers * (plan.wire_bytes + reduced),
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",

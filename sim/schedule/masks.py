@@ -7,10 +7,11 @@ describes a whole sequence (positions) and one block of it (row and column indic
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.workload import MaskName
+from sim.workload import Workload
 
 
 class Span(NamedTuple):
@@ -46,7 +47,14 @@ class Band(NamedTuple):
 
 FULL = Band()
 CAUSAL = Band(right=0)
-MASKS: dict[MaskName, Band] = {"causal": CAUSAL, "full": FULL}
+
+
+def mask_of(workload: Workload) -> Band:
+    """Return the mask of a whole sequence; a window of W keeps W tokens on each side that the mask keeps, the token
+    itself among them (arXiv:2310.06825 §2).
+    """
+    reach = None if workload.window is None else workload.window - 1
+    return Band(left=reach, right=0 if workload.mask == "causal" else reach)
 
 
 def count_pairs(band: Band, queries: Span, keys: Span) -> int:
@@ -114,6 +122,19 @@ def same_pairs(a: Band, b: Band, num_queries: int, num_keys: int) -> bool:
         return True
     both = Band(_least(a.left, b.left), _least(a.right, b.right))
     return count_pairs(a, rows, columns) == count_pairs(b, rows, columns) == count_pairs(both, rows, columns)
+
+
+@lru_cache(maxsize=65536)
+def keeps_mask(mask: Band, band: Band, queries: Span, keys: Span, shift: int) -> bool:
+    """Return whether a band by local indices, moved by ``shift`` = first row - first column, keeps what the mask keeps
+    of these queries and keys.
+    """
+    left = None if band.left is None else band.left - shift
+    right = None if band.right is None else band.right + shift
+    wanted = block_band(mask, queries, keys)
+    if wanted is None:
+        return count_pairs(Band(left, right), Span(0, queries.size), Span(0, keys.size)) == 0
+    return same_pairs(Band(left, right), wanted, queries.size, keys.size)
 
 
 def _least(a: int | None, b: int | None) -> int | None:

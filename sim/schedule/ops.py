@@ -18,6 +18,8 @@ HOST = "host"
 
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]
+AttentionName = Literal["flash", "memory-efficient", "standard"]
+"""Implementations of attention: see ``sim.options.Options.kernel``."""
 
 
 class Message(NamedTuple):
@@ -36,7 +38,10 @@ class _Op(Data, frozen=True, kw_only=True, tag=True):
 
 
 class Attend(_Op, frozen=True, kw_only=True):
-    """out, lse = attention of one block with its log-sum-exp. q, out: bshd; k, v: bshd; lse: bhs."""
+    """out, lse = attention of one block with its log-sum-exp. q, out: bshd; k, v: bshd; lse: bhs.
+
+    A standard kernel keeps the probabilities too, ``probs``: (B, H, S_q, S_k).
+    """
 
     q: View
     k: View
@@ -44,6 +49,8 @@ class Attend(_Op, frozen=True, kw_only=True):
     out: View
     lse: View
     band: Band
+    kernel: AttentionName = "flash"
+    probs: View | None = None
 
     @property
     def reads(self) -> tuple[View, ...]:
@@ -51,11 +58,14 @@ class Attend(_Op, frozen=True, kw_only=True):
 
     @property
     def writes(self) -> tuple[View, ...]:
-        return (self.out, self.lse)
+        return (self.out, self.lse) if self.probs is None else (self.out, self.lse, self.probs)
 
 
 class AttendBackward(_Op, frozen=True, kw_only=True):
-    """dq, dk, dv of one block, from the global out and lse. Shapes as in Attend; dout, dq: bshd; dk, dv: bshd."""
+    """dq, dk, dv of one block, from the global out and lse. Shapes as in Attend; dout, dq: bshd; dk, dv: bshd.
+
+    ``out`` may be delta (bhs) instead, all that backward needs of it: see Delta.
+    """
 
     q: View
     k: View
@@ -67,14 +77,41 @@ class AttendBackward(_Op, frozen=True, kw_only=True):
     dk: View
     dv: View
     band: Band
+    kernel: AttentionName = "flash"
+    probs: View | None = None
+
+    @property
+    def from_delta(self) -> bool:
+        """Whether delta stands in the place of out."""
+        return len(self.out.slices) == 3
 
     @property
     def reads(self) -> tuple[View, ...]:
-        return (self.q, self.k, self.v, self.out, self.lse, self.dout)
+        given = (self.q, self.k, self.v, self.out, self.lse, self.dout)
+        return given if self.probs is None else (*given, self.probs)
 
     @property
     def writes(self) -> tuple[View, ...]:
         return (self.dq, self.dk, self.dv)
+
+
+class Delta(_Op, frozen=True, kw_only=True):
+    """delta = the sum of dout * out over the head dim, of the global out (arXiv:2307.08691 algorithm 2, line 4).
+
+    out, dout: bshd; delta: bhs, in the accumulation data type.
+    """
+
+    out: View
+    dout: View
+    delta: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.out, self.dout)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.delta,)
 
 
 class Merge(_Op, frozen=True, kw_only=True):
@@ -109,8 +146,40 @@ class Accumulate(_Op, frozen=True, kw_only=True):
         return (self.into,)
 
 
+class Zero(_Op, frozen=True, kw_only=True):
+    """into = 0: a sum of gradients to which nothing has been added yet."""
+
+    into: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.into,)
+
+
 class Copy(_Op, frozen=True, kw_only=True):
-    """Part i of target = part i of source, in one kernel: layout copies, packing, casts."""
+    """Part i of target = part i of source, or part ``order[i]``, in one kernel: layout copies, packing, casts."""
+
+    source: Split
+    target: Split
+    order: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.source.view,)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.target.view,)
+
+
+class Fold(_Op, frozen=True, kw_only=True):
+    """Part i of target = the sum of parts i * n to i * n + n - 1 of source, which has n times as many parts: gradients
+    of key/value heads that were replicated.
+    """
 
     source: Split
     target: Split
@@ -351,8 +420,8 @@ class Barrier(_Op, frozen=True, kw_only=True):
 
 
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
-AttentionKernel: TypeAlias = Attend | AttendBackward | Merge
+AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
 """What a layer does to each token by itself."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Copy
+Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
 Op: TypeAlias = Kernel | Exchange | Collective | HostSync

@@ -1,144 +1,243 @@
 """Ring attention: queries stay, keys and values travel around the ring (arXiv:2310.01889 §3).
 
 Step t of rank r attends to the keys of rank (r - t) mod P while it sends the keys at hand to r + 1 and receives the
-next ones from r - 1. Backward the keys travel again, and dK, dV one hop behind them: each rank adds its part and passes
-the sum on, so the last of P hops brings it home. Under a causal mask a rank skips the blocks that the mask empties,
-but takes every hop, and the last rank sets the time.
+next ones from r - 1. Backward something travels again, and the sums of its gradients one hop behind it: each rank adds
+its part and passes them on (``sim.options.Options.ring_backward`` says what, and from where). Which tokens lie on which
+rank is the layout's: contiguous slices, the zigzag's pairs of chunks, or stripes (arXiv:2311.09431). A rank skips what
+the mask empties, but takes every hop; so with contiguous slices under a causal mask the last rank sets the time.
 """
 
 from __future__ import annotations
 
-from sim.schedule.accumulate import GradientSum, SoftmaxAccumulator
-from sim.schedule.attention import Saved, all_heads
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sim.options import Options, only
+from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward
+from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.blocks import Block, blocks
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Communicator, Schedule
 from sim.schedule.layer import AttentionPlan, build_around
-from sim.schedule.layout import contiguous
-from sim.schedule.masks import MASKS, Band, Tokens, block_band
+from sim.schedule.layout import LAYOUTS
+from sim.schedule.masks import Tokens, mask_of
 from sim.schedule.ops import Message
 from sim.schedule.views import View
-from sim.workload import DTYPE_BYTES, Dtype, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, accumulation_dtype
+
+RING_OPTIONS = ("layout", "ring_backward", "gradients", "communicators", "overlap")
 
 
 def build(workload: Workload, parallel: Parallel) -> Schedule:
-    """Return ring attention over all ranks, each owning a contiguous slice of the sequence."""
-    ranks = tuple(range(parallel.num_ranks))
-    layout = contiguous(workload.seq, len(ranks))
-    # KV and dKV hop at the same time: on one communicator they would queue behind each other.
-    kv, dkv = (Communicator(name=name, groups=(ranks,)) for name in ("ring kv", "ring dkv"))
+    """Return ring attention over all ranks."""
+    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
+    only(options, "ring", *RING_OPTIONS)
+    layout = LAYOUTS[options.layout](workload.seq, len(ranks))
+    rings = ring_communicators((ranks,), options)
     plan = AttentionPlan(
         name="ring",
-        communicators=(kv, dkv),
+        communicators=rings.declared,
         shard=lambda rank: all_heads(workload.model, layout[rank]),
-        attention=lambda b: RingAttention(b, kv, dkv, layout),
-        wire_bytes=_wire_bytes(workload, len(ranks)),
-        source="arXiv:2310.01889 §3; dKV in fp32 with P hops as in ring-flash-attention",
+        attention=lambda b: RingAttention(b, rings, layout, all_heads(workload.model, layout[b.rank]), options),
+        wire_bytes=ring_bytes(workload, options, len(ranks), heads_of(workload.model)),
+        source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
     )
+    check_backward(workload, options)
     return build_around(plan, workload, parallel)
 
 
+class Rings(NamedTuple):
+    """The communicators of a ring: what hops on, and the gradients that hop behind it."""
+
+    on: Communicator
+    behind: Communicator
+
+    @property
+    def declared(self) -> tuple[Communicator, ...]:
+        """Each communicator once."""
+        return (self.on,) if self.on == self.behind else (self.on, self.behind)
+
+
+def ring_communicators(groups: tuple[tuple[int, ...], ...], options: Options, name: str = "ring") -> Rings:
+    """Return the communicators of rings over these groups of ranks."""
+    on = Communicator(name=f"{name} kv", groups=groups)
+    behind = Communicator(name=f"{name} dkv", groups=groups) if options.communicators == "two" else on
+    return Rings(on, behind)
+
+
+def check_backward(workload: Workload, options: Options) -> None:
+    """Raise InputError where the backward pass alone lacks what the forward pass leaves."""
+    if options.ring_backward == "kv-at-hand":
+        needs_forward(workload, "ring_backward kv-at-hand")
+
+
 class RingAttention:
-    """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring."""
+    """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring, ``shard`` its own."""
 
     def __init__(
-        self, builder: ProgramBuilder, kv: Communicator, dkv: Communicator, layout: tuple[Tokens, ...]
+        self, builder: ProgramBuilder, rings: Rings, layout: Sequence[Tokens], shard: Shard, options: Options
     ) -> None:
         self._b = builder
-        self._kv = kv
-        self._dkv = dkv
-        ring = kv.group_of(builder.rank)
-        self._size = len(ring)
-        self._position = ring.index(builder.rank)
-        self._next = ring[(self._position + 1) % self._size]
-        self._previous = ring[self._position - 1]
+        self._rings = rings
+        self._ring = rings.on.group_of(builder.rank)
+        self._size = len(self._ring)
+        self._position = self._ring.index(builder.rank)
         self._layout = layout
-        self.saved_shard = all_heads(builder.workload.model, layout[self._position])
+        self._options = options
+        self._mask = mask_of(builder.workload)
+        self.saved_shard = shard
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """P - 1 hops of KV; every block is attended while the next KV is on its way."""
-        bands = [self._band(step) for step in range(self._size)]
-        softmax = SoftmaxAccumulator(self._b, q, num_blocks=sum(band is not None for band in bands))
-        slots = self._kv_slots(k, v)
-        for step, band in enumerate(bands):
-            self._pass_on_kv(step, slots)
-            if band is not None:
-                softmax.attend(*slots[step], band, f"kv{self._source(step)}")
-        return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
+        steps = [self._blocks(self._position, source) for source in self._sources(1)]
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(map(len, steps)))
+        slots = self._slots((k, v), "kv")
+        for step, (source, found) in enumerate(zip(self._sources(1), steps, strict=True)):
+            self._pass_on(step, slots, 1, f"send kv{source}")
+            k_here, v_here = slots[step]
+            for block in found:
+                softmax.attend(block, k_here, v_here, f"kv{source}")
+        at_hand = slots[-1] if self._options.ring_backward == "kv-at-hand" else ()
+        return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
-        """P - 1 hops of KV and P hops of dKV, summed and sent in promote(model dtype, fp32)."""
-        b, size = self._b, self._size
-        sum_dtype = accumulation_dtype(b.workload.dtype)
-        slots = self._kv_slots(saved.k, saved.v)
-        dkv_slots = [self._slot("d", i, saved.k, saved.v, sum_dtype) for i in range(min(size, 2))]
-        dq = GradientSum(b, "dq", b.like("dq sum", saved.q, "attention", sum_dtype))
-        for step in range(size):
-            self._pass_on_kv(step, slots)
-            k, v = slots[step]
-            band, source = self._band(step), f"kv{self._source(step)}"
-            here = dkv_slots[step % 2]
-            if band is not None:
-                dk = GradientSum(b, "dk", here[0], empty=step == 0)
-                dv = GradientSum(b, "dv", here[1], empty=step == 0)
-                grads = (dq.target(saved.q), dk.target(k), dv.target(v))
-                b.attend_backward((saved.q, k, v, saved.out, saved.lse), dout, grads, band, f"backward {source}")
-                for total, part in zip((dq, dk, dv), grads, strict=True):
-                    total.add(part, source)
-            if size > 1:
-                self._hop(self._dkv, here, dkv_slots[(step + 1) % 2], f"send d{source}")
-        dk_home, dv_home = dkv_slots[size % 2 if size > 1 else 0]
-        return self._cast("dq", dq.total), self._cast("dk", dk_home), self._cast("dv", dv_home)
-
-    def _source(self, step: int) -> int:
-        """Return whose keys are at hand in this step."""
-        return (self._position - step) % self._size
-
-    def _band(self, step: int) -> Band | None:
-        """Return the mask between this rank's queries and the keys at hand, None if it keeps nothing."""
-        (queries,), (keys,) = self._layout[self._position], self._layout[self._source(step)]
-        return block_band(MASKS[self._b.workload.mask], queries, keys)
-
-    def _kv_slots(self, k: View, v: View) -> list[tuple[View, View]]:
-        """Return which buffers hold the keys of every step: the own ones, then two in turns."""
-        pool = [self._slot("", i, k, v) for i in range(min(self._size - 1, 2))]
-        return [(k, v), *(pool[i % 2] for i in range(self._size - 1))]
-
-    def _slot(self, prefix: str, number: int, k: View, v: View, dtype: Dtype | None = None) -> tuple[View, View]:
-        """Return buffers that keys and values, or their gradients, are received into."""
-        return (
-            self._b.like(f"{prefix}k slot {number}", k, "communication", dtype),
-            self._b.like(f"{prefix}v slot {number}", v, "communication", dtype),
-        )
-
-    def _pass_on_kv(self, step: int, slots: list[tuple[View, View]]) -> None:
-        """Send the keys at hand on and receive those of the next step, if there is one."""
-        if step < self._size - 1:
-            self._hop(self._kv, slots[step], slots[step + 1], f"send kv{self._source(step)}")
-
-    def _hop(self, over: Communicator, here: tuple[View, View], there: tuple[View, View], label: str) -> None:
-        self._b.exchange(
-            over,
-            [Message(self._next, view) for view in here],
-            [Message(self._previous, view) for view in there],
-            label,
-        )
-
-    def _cast(self, name: str, total: View) -> View:
-        """Return the gradient in the model's data type."""
+        """P - 1 hops of what travels, and P hops of its gradients (one less from the KV at hand)."""
         b = self._b
-        if b.dtype(total) == b.workload.dtype:
-            return total
-        grad = b.like(name, total, "attention", b.workload.dtype)
-        b.copy(total, grad, f"cast {name}")
-        return grad
+        if self._options.ring_backward == "queries":
+            delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
+            b.delta(saved.out, dout, delta)
+            stay = self._sums(("dk", "dv"), saved[1:3])
+            (dq,) = self._around((saved.q, dout, saved.lse, delta), "q", ("dq",), stay, saved)
+            return dq.finished("dq"), stay[0].finished("dk"), stay[1].finished("dv")
+        stay = self._sums(("dq",), saved[:1])
+        if self._options.ring_backward == "kv-at-hand":
+            saved = saved._replace(k=saved.more[0], v=saved.more[1])
+        dk, dv = self._around((saved.k, saved.v), "kv", ("dk", "dv"), stay, saved, dout)
+        return stay[0].finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _around(
+        self,
+        bundle: tuple[View, ...],
+        what: str,
+        names: tuple[str, ...],
+        stay: list[GradientSum],
+        saved: Saved,
+        dout: View | None = None,
+    ) -> list[GradientSum]:
+        """Send a bundle around the ring, the sums of its gradients behind it; return those that came home."""
+        b, size = self._b, self._size
+        at_hand = self._options.ring_backward == "kv-at-hand"
+        way = -1 if at_hand else 1
+        slots = self._slots(bundle, what)
+        likes = bundle[: len(names)]
+        pool = [[b.gradient(f"{name} slot {i}", like, self._options) for name, like in zip(names, likes, strict=True)]
+                for i in range(min(size, 2))]  # fmt: skip
+        sums: list[GradientSum] = []
+        for step, source in enumerate(self._sources(way, 1 if at_hand else 0)):
+            self._pass_on(step, slots, way, f"send {what}{source}")
+            here = pool[step % 2]
+            sums = [GradientSum(b, name, view, empty=step == 0) for name, view in zip(names, here, strict=True)]
+            if what == "q":
+                q, arrived, lse, delta = slots[step]
+                operands, gradients = saved._replace(q=q, out=delta, lse=lse), Gradients(sums[0], stay[0], stay[1])
+                found = self._blocks(source, self._position)
+            else:
+                k, v = slots[step]
+                assert dout is not None
+                operands, arrived, gradients = saved._replace(k=k, v=v), dout, Gradients(stay[0], sums[0], sums[1])
+                found = self._blocks(self._position, source)
+            for block in found:
+                attend_backward(b, block, operands, arrived, gradients, f"{what}{source}")
+            for total in sums:
+                total.fill()
+            if size > 1 and step < size - at_hand:
+                self._hop(self._rings.behind, here, pool[(step + 1) % 2], way, f"send d{what}{source}")
+        home = pool[(size - at_hand) % 2 if size > 1 else 0]
+        return [GradientSum(b, name, view, empty=False) for name, view in zip(names, home, strict=True)]
+
+    def _sources(self, way: int, first: int = 0) -> list[int]:
+        """Return whose tensors are at hand in each step, if they travel ``way`` around and the ``first`` next one's are
+        there already.
+        """
+        return [(self._position + first - way * step) % self._size for step in range(self._size)]
+
+    def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
+        return blocks(self._mask, self._layout[queries], self._layout[keys])
+
+    def _sums(self, names: tuple[str, ...], likes: Sequence[View]) -> list[GradientSum]:
+        """Return sums of the gradients that stay."""
+        b = self._b
+        return [
+            GradientSum(b, name, b.gradient(f"{name} sum", like, self._options))
+            for name, like in zip(names, likes, strict=True)
+        ]
+
+    def _slots(self, bundle: tuple[View, ...], what: str) -> list[tuple[View, ...]]:
+        """Return which buffers hold what travels in every step: the own ones, then two in turns."""
+        pool = [
+            tuple(self._b.like(f"{what} slot {i}", view, "communication") for view in bundle)
+            for i in range(min(self._size - 1, 2))
+        ]
+        return [bundle, *(pool[i % 2] for i in range(self._size - 1))]
+
+    def _pass_on(self, step: int, slots: list[tuple[View, ...]], way: int, label: str) -> None:
+        """Send on what is at hand and receive that of the next step, if there is one."""
+        if step < self._size - 1:
+            self._hop(self._rings.on, slots[step], slots[step + 1], way, label)
+
+    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
+        hop(self._b, over, here, there, way, label, overlap=self._options.overlap)
 
 
-def _wire_bytes(workload: Workload, size: int) -> int:
-    """Over all ranks: forward P(P-1) hops of KV; backward as many again, and P*P hops of dKV in fp32 or wider."""
-    model = workload.model
-    elements = 2 * workload.batch * (workload.seq // size) * model.num_kv_heads * model.head_dim
-    kv = elements * DTYPE_BYTES[workload.dtype]
-    dkv = elements * DTYPE_BYTES[accumulation_dtype(workload.dtype)]
-    forward = (size - 1) * kv if workload.forward else 0
-    backward = (size - 1) * kv + (size * dkv if size > 1 else 0) if workload.backward else 0
-    return size * (forward + backward)
+def hop(
+    builder: ProgramBuilder,
+    over: Communicator,
+    here: Sequence[View],
+    there: Sequence[View],
+    way: int,
+    label: str,
+    *,
+    overlap: bool,
+) -> None:
+    """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
+    ring = over.group_of(builder.rank)
+    position = ring.index(builder.rank)
+    target, source = ring[(position + way) % len(ring)], ring[(position - way) % len(ring)]
+    sends, recvs = [Message(target, view) for view in here], [Message(source, view) for view in there]
+    builder.exchange(over, sends, recvs, label)
+    if not overlap:
+        builder.host_sync(over.name, label=f"wait for {label}")
+
+
+class Heads(NamedTuple):
+    """How many heads the tensors of a ring have."""
+
+    query: int
+    kv: int
+
+
+def heads_of(model: ModelSpec) -> Heads:
+    """Return all heads of a model."""
+    return Heads(model.num_heads, model.num_kv_heads)
+
+
+def ring_bytes(workload: Workload, options: Options, size: int, heads: Heads) -> int:
+    """Return what all members of one ring over the whole sequence send: forward P(P-1) hops of KV; backward as many of
+    what travels, and P*P hops of its gradients, P(P-1) from the KV at hand.
+    """
+    if size == 1:
+        return 0
+    rows = workload.batch * (workload.seq // size)
+    wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
+    element = DTYPE_BYTES[workload.dtype]
+    q, kv = rows * heads.query * workload.model.head_dim, 2 * rows * heads.kv * workload.model.head_dim
+    summed = wide if options.gradients == "fp32" else element
+    total = 0
+    if workload.forward:
+        total += (size - 1) * kv * element
+    if workload.backward and options.ring_backward == "queries":
+        total += (size - 1) * (2 * q * element + 2 * rows * heads.query * wide) + size * q * summed
+    elif workload.backward:
+        hops = size - 1 if options.ring_backward == "kv-at-hand" else size
+        total += (size - 1) * kv * element + hops * kv * summed
+    return size * total

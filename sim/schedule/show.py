@@ -15,7 +15,9 @@ from sim.schedule.ops import (
     AttendBackward,
     Barrier,
     Copy,
+    Delta,
     Exchange,
+    Fold,
     Gemm,
     HostSync,
     Merge,
@@ -26,6 +28,7 @@ from sim.schedule.ops import (
     Rope,
     SwiGlu,
     SwiGluBackward,
+    Zero,
 )
 
 CODES: dict[type, str] = {
@@ -34,6 +37,9 @@ CODES: dict[type, str] = {
     Merge: "M",
     Accumulate: "+",
     Copy: "C",
+    Fold: "F",
+    Delta: "D",
+    Zero: "0",
     Gemm: "L",
     RmsNorm: "n",
     RmsNormBackward: "N",
@@ -49,9 +55,9 @@ CODES: dict[type, str] = {
     HostSync: "H",
 }
 LEGEND = (
-    "A attend, B backward, M merge, + accumulate, C copy, L linear, n N norm and backward, o rope, g W swiglu and "
-    "backward, X exchange, T all-to-all, G all-gather, R reduce-scatter, S all-reduce, | barrier, H host sync; what "
-    "stands in one row can happen at once"
+    "A attend, B backward, M merge, + accumulate, C copy, F fold, D delta, 0 zero, L linear, n N norm and backward, "
+    "o rope, g W swiglu and backward, X exchange, T all-to-all, G all-gather, R reduce-scatter, S all-reduce, "
+    "| barrier, H host sync; what stands in one row can happen at once"
 )
 
 

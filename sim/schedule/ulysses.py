@@ -1,29 +1,36 @@
 """DeepSpeed-Ulysses: an all-to-all turns sequence shards into head shards and back (arXiv:2309.14509 §3).
 
-Every rank attends over the whole sequence for H/P heads. Q, K and V go as three calls, as in the published code, each
-with the layout copies that it needs; backward is the mirror image.
+Every rank attends over all tokens of its group for H/U heads, by the attention that lies inside: that of one device,
+or a ring (``usp``). Backward is the mirror image. Q, K and V go as three calls, as in the published code, or packed as
+one. Where there are fewer key/value heads than ranks, each is sent to U / H_kv ranks, and their gradients are summed up
+when they come back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sim.errors import InputError
-from sim.schedule.accumulate import SoftmaxAccumulator
-from sim.schedule.attention import Saved, Shard, all_heads
+from sim.options import Options, only
+from sim.schedule.attention import DistributedAttention, Saved, Shard, all_heads
 from sim.schedule.builder import ProgramBuilder
+from sim.schedule.head_trade import TRADE_OPTIONS, HeadTrade
 from sim.schedule.ir import Communicator, Schedule
 from sim.schedule.layer import AttentionPlan, build_around
-from sim.schedule.layout import contiguous
-from sim.schedule.masks import MASKS, Span
-from sim.schedule.views import Category, Split, View
+from sim.schedule.layout import contiguous, num_tokens
+from sim.schedule.masks import Span, Tokens
+from sim.schedule.single import SingleAttention
+from sim.schedule.views import View
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
 
-TOKENS, HEADS = 1, 2
-"""Dimensions of (B, S, H, D)."""
+Inside = Callable[[ProgramBuilder, Shard], DistributedAttention]
+"""Makes the attention of the heads that a rank was given."""
 
 
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return Ulysses attention over all ranks; raises InputError where heads do not divide over them."""
-    ranks = tuple(range(parallel.num_ranks))
+    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
+    only(options, "ulysses", *TRADE_OPTIONS)
     check_heads(workload.model, len(ranks))
     layout = contiguous(workload.seq, len(ranks))
     ulysses = Communicator(name="ulysses", groups=(ranks,))
@@ -31,103 +38,99 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
         name="ulysses",
         communicators=(ulysses,),
         shard=lambda rank: all_heads(workload.model, layout[rank]),
-        attention=lambda b: UlyssesAttention(b, ulysses),
-        wire_bytes=_wire_bytes(workload, len(ranks)),
+        attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, workload.seq),), SingleAttention, options),
+        wire_bytes=ulysses_bytes(workload, len(ranks)),
         source="arXiv:2309.14509 §3.2",
     )
     return build_around(plan, workload, parallel)
 
 
 class UlyssesAttention:
-    """Ulysses attention of one rank: member i of the group attends with the i-th H/P heads."""
+    """Ulysses attention of one rank: member i of the group attends to ``tokens`` with the i-th H/U heads."""
 
-    def __init__(self, builder: ProgramBuilder, ulysses: Communicator) -> None:
+    def __init__(
+        self, builder: ProgramBuilder, ulysses: Communicator, tokens: Tokens, inside: Inside, options: Options
+    ) -> None:
         self._b = builder
-        self._ulysses = ulysses
-        group = ulysses.group_of(builder.rank)
-        self._size = len(group)
-        position = group.index(builder.rank)
-        model = builder.workload.model
-        heads, kv_heads = model.num_heads // self._size, model.num_kv_heads // self._size
+        self._trade = HeadTrade(builder, ulysses, options)
+        model, size, position = builder.workload.model, self._trade.size, self._trade.position
+        heads, kv_heads = model.num_heads // size, max(1, model.num_kv_heads // size)
+        # Where key/value heads are fewer than members, which one each gets.
+        self._kv_heads = kv_heads_of(model, size) if model.num_kv_heads < size else ()
+        first = kv_heads_of(model, size)[position]
         self.saved_shard = Shard(
-            tokens=(Span(0, builder.workload.seq),),
+            tokens=tokens,
             heads=Span(position * heads, (position + 1) * heads),
-            kv_heads=Span(position * kv_heads, (position + 1) * kv_heads),
+            kv_heads=Span(first, first + kv_heads),
         )
+        self._inside = inside(builder, self.saved_shard)
+        self._local_tokens = num_tokens(tokens) // size
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """Three all-to-alls in, attention, one all-to-all out."""
-        q, k, v = (self._to_heads(view, name, "saved") for view, name in ((q, "q"), (k, "k"), (v, "v")))
-        softmax = SoftmaxAccumulator(self._b, q, num_blocks=1)
-        softmax.attend(k, v, MASKS[self._b.workload.mask], "all")
-        return self._to_tokens(softmax.out, "out"), Saved(q, k, v, softmax.out, softmax.lse)
+        """All-to-alls of q, k and v, attention, one all-to-all of the output."""
+        if self._trade.size == 1:
+            return self._inside.forward(q, k, v)
+        if self._kv_heads:
+            (q,) = self._trade.to_heads({"q": q}, "saved")
+            k, v = self._trade.to_heads({"k": k, "v": v}, "saved", self._kv_heads)
+        else:
+            q, k, v = self._trade.to_heads({"q": q, "k": k, "v": v}, "saved")
+        out, saved = self._inside.forward(q, k, v)
+        local = self._local("out", self._b.workload.model.num_heads)
+        self._trade.to_tokens({"out": out}, {"out": local})
+        return local, saved
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
-        """One all-to-all in, attention backward, three all-to-alls out."""
-        b = self._b
-        dout = self._to_heads(dout, "dout", "attention")
-        dq, dk, dv = (
-            b.like(f"{name} of heads", like, "attention") for name, like in zip(("dq", "dk", "dv"), saved, strict=False)
-        )
-        b.attend_backward(saved, dout, (dq, dk, dv), MASKS[b.workload.mask], "backward all")
-        return self._to_tokens(dq, "dq"), self._to_tokens(dk, "dk"), self._to_tokens(dv, "dv")
+        """One all-to-all in, attention backward, all-to-alls of dq, dk and dv."""
+        if self._trade.size == 1:
+            return self._inside.backward(saved, dout)
+        (dout,) = self._trade.to_heads({"dout": dout}, "attention")
+        names, model = ("dq", "dk", "dv"), self._b.workload.model
+        whole = dict(zip(names, self._inside.backward(saved, dout), strict=True))
+        local = {name: self._local(name, model.num_heads if name == "dq" else model.num_kv_heads) for name in names}
+        self._trade.to_tokens(whole, local)
+        return local["dq"], local["dk"], local["dv"]
 
-    def _to_heads(self, local: View, name: str, category: Category) -> View:
-        """Return (B, S, H/P, D) of the whole sequence from (B, S/P, H, D) of this rank's tokens."""
-        if self._size == 1:
-            return local
-        _, tokens, heads, _ = local.shape
-        whole = self._b.tensor(f"{name} of heads", tokens * self._size, heads // self._size, category)
-        self._all_to_all(self._split(local, HEADS), self._split(whole, TOKENS), name)
-        return whole
+    def _local(self, name: str, heads: int) -> View:
+        """Return a new buffer for this rank's tokens."""
+        return self._b.tensor(name, self._local_tokens, heads, "attention")
 
-    def _to_tokens(self, whole: View, name: str) -> View:
-        """Return (B, S/P, H, D) of this rank's tokens from (B, S, H/P, D) of the whole sequence."""
-        if self._size == 1:
-            return whole
-        _, seq, heads, _ = whole.shape
-        local = self._b.tensor(name, seq // self._size, heads * self._size, "attention")
-        self._all_to_all(self._split(whole, TOKENS), self._split(local, HEADS), name)
-        return local
 
-    def _split(self, view: View, dim: int) -> Split:
-        return Split(view, dim, self._size)
-
-    def _all_to_all(self, sends: Split, recvs: Split, name: str) -> None:
-        """Append the all-to-all, with a copy before and after it where the parts do not follow each other in memory."""
-        b = self._b
-        if not b.parts_are_contiguous(sends):
-            packed = self._staging(f"{name} packed", sends)
-            b.copy_parts(sends, packed, f"pack {name}")
-            sends = packed
-        if b.parts_are_contiguous(recvs):
-            b.all_to_all(self._ulysses, sends, recvs, f"all-to-all {name}")
-        else:
-            arrived = self._staging(f"{name} arrived", recvs)
-            b.all_to_all(self._ulysses, sends, arrived, f"all-to-all {name}")
-            b.copy_parts(arrived, recvs, f"unpack {name}")
-
-    def _staging(self, name: str, like: Split) -> Split:
-        """Return a new buffer in which the parts of ``like`` follow each other."""
-        batch, *rest = like.part_shape
-        view = self._b.buffer(name, "bshd", (self._size * batch, *rest), self._b.dtype(like.view), "repartition")
-        return Split(view, 0, self._size)
+def kv_heads_of(model: ModelSpec, size: int) -> tuple[int, ...]:
+    """Return the first key/value head of every member of a group."""
+    return tuple(member * model.num_kv_heads // size for member in range(size))
 
 
 def check_heads(model: ModelSpec, degree: int) -> None:
-    """Raise InputError where query or key/value heads do not divide over ``degree`` ranks."""
-    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-        if heads % degree:
-            allowed = [n for n in range(1, heads + 1) if model.num_heads % n == 0 and model.num_kv_heads % n == 0]
-            raise InputError(
-                f"Ulysses degree {degree} does not divide {name} {heads} of {model.name}: allowed are "
-                f"{', '.join(map(str, allowed))}; set --gpus, or --set model.{name}=N"
-            )
+    """Raise InputError where heads do not divide over ``degree`` ranks, nor key/value heads by replication."""
+    if not _divides(model, degree):
+        allowed = [n for n in range(1, model.num_heads + 1) if _divides(model, n)]
+        raise InputError(
+            f"Ulysses degree {degree} does not divide num_heads {model.num_heads} of {model.name}, or its num_kv_heads "
+            f"{model.num_kv_heads} neither divide nor are divided by it: allowed are {', '.join(map(str, allowed))}; "
+            f"set --ulysses-degree, or --set model.num_kv_heads=N"
+        )
 
 
-def _wire_bytes(workload: Workload, size: int) -> int:
-    """Over all ranks, in each pass: (2H + 2H_kv) * D * S/P * (P-1)/P per rank (arXiv:2309.14509 §3.2)."""
-    model = workload.model
-    elements = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * workload.batch * workload.seq
-    passes = workload.forward + workload.backward
-    return passes * elements * DTYPE_BYTES[workload.dtype] * (size - 1) // size
+def _divides(model: ModelSpec, degree: int) -> bool:
+    kv_heads = model.num_kv_heads
+    return model.num_heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def sent_heads(model: ModelSpec, size: int) -> int:
+    """Return how many heads of k and v together travel, replicas counted."""
+    return 2 * max(model.num_kv_heads, size)
+
+
+def traded_bytes(workload: Workload, heads: int, size: int) -> int:
+    """Return what all ranks send to trade so many heads of all tokens within groups of ``size``: all but (U-1)/U."""
+    elements = heads * workload.model.head_dim * workload.batch * workload.seq
+    return elements * DTYPE_BYTES[workload.dtype] * (size - 1) // size
+
+
+def ulysses_bytes(workload: Workload, size: int) -> int:
+    """Return what all ranks send, in each pass: (2H + 2H_kv) * D * S * e * (U-1)/U (arXiv:2309.14509 §3.2), where H_kv
+    counts replicas.
+    """
+    heads = 2 * workload.model.num_heads + sent_heads(workload.model, size)
+    return (workload.forward + workload.backward) * traded_bytes(workload, heads, size)

@@ -24,7 +24,7 @@ class Buffer(Data, frozen=True, kw_only=True):
     name: str
     dims: str
     """One letter a dimension: b batch (or peer x batch), s sequence, h heads, d head dim, e model or feed-forward dim;
-    of weights i inputs, o outputs."""
+    of weights i inputs, o outputs; of scores t keys."""
     shape: tuple[int, ...]
     dtype: Dtype
     category: Category

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.attention import CpuFlash
-from runtime.kernels import merge
+from runtime import unfused
+from runtime.attention import CpuFlash, delta_of, merge, with_delta
 from runtime.reference import attention, relative_error
 from sim.schedule.masks import CAUSAL, FULL, Band
 
@@ -113,3 +113,40 @@ def test_gradients_of_a_ring_of_blocks_add_up_with_the_global_log_sum_exp() -> N
         wrong += kernel.backward((q, keys, values, own.out, own.lse), dout, FULL).dq
     assert relative_error(right, exact.dq) < 1e-12
     assert relative_error(wrong, exact.dq) > 0.1
+
+
+@pytest.mark.parametrize("band", [CAUSAL, FULL, Band(left=5, right=0), Band(left=3, right=40)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_unfused_attention_is_exact(band: Band, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks that end in the middle of the block, and with all probabilities written out."""
+    monkeypatch.setattr(unfused, "QUERY_CHUNK", 10)
+    monkeypatch.setattr(unfused, "KEY_CHUNK", 7)
+    q, k, v, dout = tensors(24, 24, kv_heads=kv_heads)
+    exact = attention(q, k, v, dout, band)
+    delta = exact.lse.new_empty(exact.lse.shape)
+    delta_of(exact.out, dout, delta)
+    whole = unfused.standard_forward(q, k, v, band)
+    found = {
+        "standard": (whole, unfused.standard_backward(q, k, v, delta, dout, whole.probs)),
+        "chunks": (
+            unfused.chunked_forward(q, k, v, band),
+            unfused.chunked_backward((q, k, v, delta, exact.lse), dout, band),
+        ),
+    }
+    for name, (forward, backward) in found.items():
+        assert relative_error(forward.out, exact.out) < 1e-12, name
+        assert relative_error(forward.lse, exact.lse) < 1e-12, name
+        for grad in ("dq", "dk", "dv"):
+            assert relative_error(getattr(backward, grad), getattr(exact, grad)) < 1e-12, (name, grad)
+
+
+def test_gradients_from_delta_alone() -> None:
+    """Backward kernels take out only for delta; where dout is zero, so is delta."""
+    q, k, v, dout = tensors(24, 24)
+    dout[:, 3] = 0.0
+    exact = attention(q, k, v, dout, CAUSAL)
+    delta = exact.lse.new_empty(exact.lse.shape)
+    delta_of(exact.out, dout, delta)
+    out = with_delta(delta, dout)
+    grads = CpuFlash().backward((q, k, v, out, exact.lse), dout, CAUSAL)
+    assert all(relative_error(grad, getattr(exact, f"d{x}")) < 1e-12 for x, grad in zip("qkv", grads, strict=True))

@@ -2,92 +2,146 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from runtime import virtual
+from runtime import inputs, virtual
 from runtime.inputs import global_tokens
 from runtime.verify import BOUNDS, output_errors
 from runtime.virtual import execute_virtual
-from sim.errors import InputError, ScheduleError
-from sim.schedule.catalog import SCHEDULES
+from sim.errors import ScheduleError
 from sim.schedule.check import check
 from sim.schedule.masks import Span
 from sim.workload import Workload
-from tests.helpers import make_checked, make_gathered, make_model
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
 
 CPU = torch.device("cpu")
+MASKS: tuple[dict[str, Any], ...] = ({"mask": "causal"}, {"mask": "full"}, {"window": 9})
 
 
 def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: Any) -> bool:
     """Execute a cell and hold it against the reference; False if it is refused with the values allowed."""
     workload = Workload(**fields)
-    try:
-        checked = make_checked(name, workload, ranks)
-    except InputError as error:
-        assert "allowed are" in str(error) or "set --gpus 1" in str(error)
+    checked = checked_or_refused(name, workload, ranks)
+    if checked is None:
         return False
     worst = output_errors(checked, execute_virtual(checked, CPU, order_seed))
     if workload.scope == "layer":
         assert worst.keys() >= {"x 2", "dx", "dwq", "dw_down 1", "dnorm1"}
     else:
-        assert worst.keys() >= ({"dq", "dk", "dv"} if workload.backward else {"out", "lse"})
-    assert all(error <= BOUNDS[workload.dtype] for error in worst.values()), (name, ranks, worst)
+        assert worst.keys() >= ({"dq", "dk", "dv"} if workload.backward else {"out"})
+    # Sums in the model's own data type, as some codes keep them, lose a digit where that is narrow.
+    narrow = VARIANTS[name].options.get("gradients") == "model" or VARIANTS[name].schedule == "allgather"
+    bound = BOUNDS[workload.dtype] * (3 if narrow and workload.dtype in {"bf16", "fp16"} else 1)
+    assert all(error <= bound for error in worst.values()), (name, ranks, worst)
     return True
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_small_numbers_of_ranks(name: str, heads: tuple[int, int], dtype: str) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_small_numbers_of_ranks(name: str, dtype: str) -> None:
+    """All heads, masks and numbers of ranks, a few of them for each data type."""
+    cells = itertools.product((1, 2, 3, 4, 8), ((8, 8), (8, 4), (8, 2), (8, 1)), MASKS)
     played = 0
-    for ranks in (1, 2, 3, 4, 8):
-        for mask in ("causal", "full"):
-            played += exact_or_refused(
-                name, ranks, ranks, model=make_model(*heads), seq=48, batch=2, mask=mask, dtype=dtype
-            )
-    assert played >= {"single": 2, "ring": 10, "ulysses": 2}[name]
+    for number, (ranks, heads, mask) in enumerate(cells):
+        if number % 4 == list(BOUNDS).index(dtype):
+            model = make_model(*heads)
+            played += exact_or_refused(name, ranks, ranks, model=model, seq=48, batch=2, dtype=dtype, **mask)
+    assert played >= (2 if VARIANTS[name].schedule in {"single", "balanced-ring"} else 4)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 1)])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_two_layers(name: str, heads: tuple[int, int], dtype: str) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_layers(name: str, dtype: str) -> None:
     """Output, input gradient and all weights' gradients equal autograd of the textbook formulas."""
     played = 0
-    for ranks in (1, 2, 4, 8):
+    for ranks, heads in ((1, (8, 4)), (2, (8, 8)), (4, (8, 4)), (8, (8, 1))):
         fields: dict[str, Any] = {"scope": "layer", "layers": 2, "batch": 2, "dtype": dtype}
         played += exact_or_refused(name, ranks, ranks, model=make_model(*heads), seq=32, **fields)
-    assert played >= {"single": 1, "ring": 4, "ulysses": 1}[name]
+    assert played >= (1 if VARIANTS[name].schedule == "single" else 4)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_one_pass_alone(name: str, passes: str) -> None:
-    ranks = 1 if name == "single" else 4
-    assert exact_or_refused(name, ranks, 5, model=make_model(8, 4), seq=48, dtype="fp64", passes=passes)
+    variant = VARIANTS[name]
+    ranks = 1 if variant.schedule == "single" else 4
+    played = exact_or_refused(name, ranks, 5, model=make_model(8, 4), seq=48, dtype="fp64", passes=passes)
+    keeps_more = variant.schedule == "upipe" or "at hand" in name or "standard" in name or name == "usp of 4"
+    assert played == (passes == "forward" or not keeps_more)
 
 
-@pytest.mark.parametrize("order_seed", range(6))
-@pytest.mark.parametrize("name", ["ring", "ulysses"])
+@pytest.mark.parametrize("order_seed", range(4))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_random_orders(name: str, order_seed: int) -> None:
     """Any order that the derived dependencies allow gives the same result: a race detector by execution."""
-    assert exact_or_refused(name, 4, order_seed, model=make_model(8, 4), seq=32, dtype="fp64")
+    ranks = 1 if VARIANTS[name].schedule == "single" else 4
+    assert exact_or_refused(name, ranks, order_seed, model=make_model(8, 4), seq=32, dtype="fp64")
+
+
+@pytest.mark.parametrize("heads", [(32, 4), (12, 2), (64, 8)])
+@pytest.mark.parametrize("name", ["zigzag", "balanced-ring", "double-ring", "ulysses", "usp of 4", "upipe over rings"])
+def test_sixteen_ranks(name: str, heads: tuple[int, int]) -> None:
+    played = exact_or_refused(name, 16, 7, model=make_model(*heads, head_dim=8), seq=64, dtype="fp64")
+    assert played == (name != "ulysses" or heads != (12, 2))
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-@pytest.mark.parametrize(("name", "heads"), [("ring", (4, 2)), ("ulysses", (64, 64))])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("ring", (4, 2)), ("zigzag", (2, 1)), ("striped", (2, 1)), ("burst", (2, 1)), ("balanced-ring", (2, 1)),
+        ("double-ring", (2, 1)), ("allgather", (2, 1)), ("ulysses", (64, 64)), ("ulysses", (64, 8)),
+        ("usp of 4", (8, 4)), ("upipe over rings", (4, 2)),
+    ],
+)  # fmt: skip
 def test_sixty_four_ranks(name: str, heads: tuple[int, int], dtype: str) -> None:
     assert exact_or_refused(name, 64, 3, model=make_model(*heads, head_dim=8), seq=128, dtype=dtype)
-    assert not exact_or_refused("ulysses", 64, 3, model=make_model(64, 8, head_dim=8), seq=128, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["ring", "ulysses"])
-def test_one_token_per_rank(name: str) -> None:
-    assert exact_or_refused(name, 8, 1, model=make_model(8, 8), seq=8, dtype="fp64", mask="causal")
+def test_heads_that_do_not_divide_are_refused() -> None:
+    assert not exact_or_refused("ulysses", 64, 3, model=make_model(48, 8, head_dim=8), seq=128)
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.schedule != "single"])
+def test_fewest_tokens_per_rank(name: str) -> None:
+    """One token a rank; two where each rank has two chunks."""
+    options = VARIANTS[name].parallel(8, make_model(8, 8)).options
+    seq = 16 if options.layout == "zigzag" else 8
+    assert exact_or_refused(name, 8, 1, model=make_model(8, 8), seq=seq, dtype="fp64", mask="causal")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_padding_changes_nothing(name: str) -> None:
+    """What is verified are the real tokens, against the sequence without padding."""
+    ranks = 1 if VARIANTS[name].schedule == "single" else 4
+    for fields in ({}, {"scope": "layer", "layers": 2}):
+        assert exact_or_refused(name, ranks, 1, model=make_model(8, 4), seq=48, padding=5, dtype="fp64", **fields)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "striped", "balanced-ring"])
+def test_log_sum_exps_far_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial results whose log-sum-exps differ by more than 88, where exp overflows in fp32, merge exactly."""
+    real = inputs.global_tokens
+
+    def steep(tensor: str, span: Span, heads: int, workload: Workload) -> torch.Tensor:
+        value = real(tensor, span, heads, workload)
+        if tensor == "q":
+            return value.abs()
+        positions = torch.arange(*span, dtype=torch.float64)[None, :, None, None]
+        return value.abs() * torch.where(positions < 24, 40.0, 0.5) if tensor == "k" else value
+
+    monkeypatch.setattr(inputs, "global_tokens", steep)
+    workload = Workload(model=make_model(4, 4), seq=48, dtype="fp64", mask="causal")
+    checked = make_checked(name, workload, 4)
+    lse = inputs.reference(workload)["lse", 0]
+    scores = steep("q", Span(40, 41), 4, workload)[0, 0] * steep("k", Span(40, 41), 4, workload)[0, 0]
+    assert float(lse[0, :, 40].max() - scores.sum(dim=-1).max()) > 88
+    assert max(output_errors(checked, execute_virtual(checked, CPU, 2)).values()) <= 1e-12
 
 
 def test_inputs_depend_on_positions_only() -> None:

@@ -10,7 +10,7 @@ from sim.errors import ScheduleError
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.equations import heads_of, is_weight, is_weight_gradient
 from sim.schedule.ir import Port, Schedule
-from sim.schedule.masks import MASKS, Span
+from sim.schedule.masks import Span, Tokens, mask_of
 from sim.schedule.matching import Key, Matching, describe
 from sim.schedule.ops import (
     Accumulate,
@@ -22,7 +22,9 @@ from sim.schedule.ops import (
     Barrier,
     Collective,
     Copy,
+    Delta,
     Exchange,
+    Fold,
     HostSync,
     Kernel,
     Merge,
@@ -30,9 +32,10 @@ from sim.schedule.ops import (
     ReduceScatter,
     Rope,
     TokenKernel,
+    Zero,
 )
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Content, Piece, brief, common, union
+from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
 from sim.schedule.proof.held import Held, port_pieces
 from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
 from sim.schedule.show import window
@@ -48,7 +51,7 @@ class AbstractPlayer:
         workload = schedule.header.workload
         model = workload.model
         group = model.num_heads // model.num_kv_heads
-        self._rules = AttentionRules(MASKS[workload.mask], workload.seq, workload.batch, group)
+        self._rules = AttentionRules(mask_of(workload), workload.seq, workload.batch, group)
         self._token_rules = TokenRules(model, self._rules)
         self._programs = schedule.programs
         self._memory = [Held(program, self._rules) for program in self._programs]
@@ -128,14 +131,20 @@ class AbstractPlayer:
                 ratio = op.q.shape[2] // op.k.shape[2]
                 out = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
                 memory.write(op.out, out)
-                memory.write(op.lse, [_renamed(piece, "lse") for piece in out])
+                memory.write(op.lse, renamed(out, "lse"))
+                if op.probs is not None:
+                    memory.write(op.probs, renamed(out, "probs"))
             elif isinstance(op, AttendBackward):
                 ratio = op.q.shape[2] // op.k.shape[2]
-                names = ("q", "k", "v", "out", "lse", "dout")
-                operands = {name: memory.read(view) for name, view in zip(names, op.reads, strict=True)}
+                names = ("q", "k", "v", "delta" if op.from_delta else "out", "lse", "dout", "probs")
+                operands = {name: memory.read(view) for name, view in zip(names, op.reads, strict=False)}
                 grads = self._rules.attend_backward(operands, op.band, ratio)
                 for view, pieces in zip(op.writes, grads, strict=True):
                     memory.write(view, pieces)
+            elif isinstance(op, Delta):
+                out, dout = memory.read(op.out), memory.read(op.dout)
+                self._rules.same_queries("out", dout, out)
+                memory.write(op.delta, renamed(dout, "delta"))
             elif isinstance(op, Merge):
                 out, lse = memory.read(op.out), memory.read(op.lse)
                 into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
@@ -145,11 +154,20 @@ class AbstractPlayer:
                 memory.write(op.into_lse, _united(into_lse, lse))
             elif isinstance(op, Accumulate):
                 source, into = memory.read(op.source), memory.read(op.into)
-                same = source[0].content.tensor == into[0].content.tensor
+                same = ZERO in {source[0].content.tensor, into[0].content.tensor} or (
+                    source[0].content.tensor == into[0].content.tensor
+                )
                 total = _sum(into, source) if same else self._token_rules.apply("Accumulate", [source, into])[0]
                 memory.write(op.into, total)
+            elif isinstance(op, Zero):
+                memory.zero(op.into)
             elif isinstance(op, Copy):
-                memory.write_parts(op.target, memory.read_parts(op.source))
+                found = memory.read_parts(op.source)
+                memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
+            elif isinstance(op, Fold):
+                found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
+                folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
+                memory.write_parts(op.target, folded)
             elif isinstance(op, TokenKernel):
                 given = [memory.read(view) for view in op.reads]
                 if isinstance(op, Rope):
@@ -233,7 +251,7 @@ class AbstractPlayer:
                         )
         self._check_owners([port for program in self._programs for port in program.outputs])
         if self._schedule.header.claims:
-            self._check_owners([port for program in self._programs for port in program.inputs])
+            self._check_owners(_distinct([port for program in self._programs for port in program.inputs]))
 
     def _check_owners(self, ports: list[Port]) -> None:
         """Raise where a token of a tensor belongs to no rank or to two; weights are on every rank."""
@@ -254,6 +272,18 @@ class AbstractPlayer:
                 raise ScheduleError(f"{cells} of {total} (token, head) cells of {tensor} have an owner")
 
 
+def _distinct(inputs: list[Port]) -> list[Port]:
+    """Return inputs without the replicas of keys and values, which several ranks may have been left with."""
+    seen: set[tuple[str, Tokens, Span]] = set()
+    found = []
+    for port in inputs:
+        key = (port.tensor, port.tokens, port.heads)
+        if port.tensor not in {"k", "v"} or key not in seen:
+            found.append(port)
+        seen.add(key)
+    return found
+
+
 class _Naming:
     """A context in which a ScheduleError is told which op it came from; entered once per op, so kept cheap."""
 
@@ -272,8 +302,9 @@ class _Naming:
             raise ScheduleError(f"{describe(self._schedule, self._key)}: {error}", where) from error
 
 
-def _renamed(piece: Piece, tensor: str) -> Piece:
-    return piece._replace(content=piece.content._replace(tensor=tensor))
+def renamed(pieces: list[Piece], tensor: str) -> list[Piece]:
+    """Return what another tensor of the same tokens, heads and keys consists of."""
+    return [piece._replace(content=piece.content._replace(tensor=tensor)) for piece in pieces]
 
 
 def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
@@ -286,7 +317,7 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
 def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
     for piece in (*a, *b):
-        if piece.content.tensor not in {"dq", "dk", "dv"} and not is_weight_gradient(piece.content.tensor):
+        if piece.content.tensor not in {"dq", "dk", "dv", ZERO} and not is_weight_gradient(piece.content.tensor):
             raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
     return _united(a, b)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.equations import is_weight_gradient
-from sim.schedule.masks import ONE, Band, Span, block_band, count_pairs, same_pairs
+from sim.schedule.masks import ONE, Band, Span, count_pairs, keeps_mask
 from sim.schedule.proof.contents import Content, Piece, brief, common, meet, spell, union
 
 
@@ -38,15 +38,14 @@ class AttentionRules(NamedTuple):
     def attend_backward(
         self, operands: dict[str, list[Piece]], band: Band, ratio: int
     ) -> tuple[list[Piece], list[Piece], list[Piece]]:
-        """Return the pieces of dq, dk and dv; ``operands`` are those of q, k, v, out, lse and dout by name."""
+        """Return the pieces of dq, dk and dv; ``operands`` are those of q, k, v and, of the same queries, out or delta,
+        lse, dout (and probs) by name.
+        """
         q, k = operands["q"], operands["k"]
         self._same_keys(k, operands["v"])
-        for name in ("out", "lse", "dout"):
-            for x, y in common(q, operands[name]):
-                if y.content[:5] != (name, *x.content[1:5]):
-                    raise ScheduleError(f"{brief(y.content)} where {name} of {brief(x.content)} is needed")
-                if name != "dout" and not self.complete(y.content):
-                    raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
+        for name, pieces in operands.items():
+            if name not in {"q", "k", "v"}:
+                self.same_queries(name, q, pieces)
         dq: list[Piece] = []
         sums: dict[Piece, Content] = {}
         for piece, keys, offset in self._blocks(q, k, band, ratio):
@@ -64,6 +63,14 @@ class AttentionRules(NamedTuple):
         dk = [piece._replace(content=content) for piece, content in sums.items()]
         return dq, dk, [piece._replace(content=piece.content._replace(tensor="dv")) for piece in dk]
 
+    def same_queries(self, name: str, queries: list[Piece], pieces: list[Piece]) -> None:
+        """Raise where pieces are not ``name`` of all keys, of the queries at the same place."""
+        for x, y in common(queries, pieces):
+            if y.content[:5] != (name, *x.content[1:5]):
+                raise ScheduleError(f"{brief(y.content)} where {name} of {brief(x.content)} is needed")
+            if not self.complete(y.content):
+                raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
+
     def complete(self, content: Content) -> bool:
         """Return whether everything that the mask keeps has been summed into this content."""
         whole, tokens = Span(0, self.seq), content.tokens
@@ -72,7 +79,7 @@ class AttentionRules(NamedTuple):
             return summed == _pairs(self.mask, whole, tokens) * self.group
         if is_weight_gradient(content.tensor):
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
-        if content.tensor in {"out", "lse", "dq"}:
+        if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
 
@@ -117,9 +124,7 @@ class AttentionRules(NamedTuple):
                             f"{brief(piece.content)} attends with the wrong key/value heads {spell(key.content.heads)}"
                         )
                     offsets.add(offset)
-                    if not _keeps_mask(
-                        self.mask, band, piece.content.tokens, key.content.tokens, piece.s[0] - key.s[0]
-                    ):
+                    if not keeps_mask(self.mask, band, piece.content.tokens, key.content.tokens, piece.s[0] - key.s[0]):
                         raise ScheduleError(
                             f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {band}, "
                             f"which is not what the mask {self.mask} keeps of them"
@@ -132,17 +137,6 @@ class AttentionRules(NamedTuple):
 @lru_cache(maxsize=65536)
 def _pairs(mask: Band, queries: Span, keys: Span) -> int:
     return count_pairs(mask, queries, keys)
-
-
-@lru_cache(maxsize=65536)
-def _keeps_mask(mask: Band, band: Band, queries: Span, keys: Span, shift: int) -> bool:
-    """Return whether a band by local indices, moved by ``shift`` = first row - first column, equals the mask."""
-    left = None if band.left is None else band.left - shift
-    right = None if band.right is None else band.right + shift
-    wanted = block_band(mask, queries, keys)
-    if wanted is None:
-        return count_pairs(Band(left, right), Span(0, queries.size), Span(0, keys.size)) == 0
-    return same_pairs(Band(left, right), wanted, queries.size, keys.size)
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.masks import Span
 
+ZERO = "zero"
+"""The tensor of zeros, to which any part of any gradient can be added."""
+
 Seen = tuple[tuple[Span, Span], ...]
 """Disjoint boxes (tokens, heads) of the other side that have been summed up: keys for out, lse and dq (heads are then
 ONE); queries for dk and dv, with the query heads numbered within the group of their key/value head; tokens and
@@ -135,6 +138,10 @@ def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
 
 def union(a: Content, b: Content) -> Content:
     """Return the sum of two partial results for the same tokens and heads; raises if anything would count twice."""
+    if a.tensor == ZERO:
+        return b
+    if b.tensor == ZERO:
+        return a
     if a[:5] != b[:5]:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
     for box in b.seen:

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from sim.errors import ScheduleError
 from sim.schedule.ir import Port, Program
+from sim.schedule.masks import Span
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Content, Piece, coalesced, without
+from sim.schedule.proof.contents import ZERO, Content, Piece, coalesced, without
 from sim.schedule.views import Buffer, Split, View
 
 
@@ -68,6 +69,13 @@ class Held:
     def _axis(self, split: Split) -> int:
         """Return which of (batch, tokens, heads) a split cuts."""
         return "bsh".index(self._buffers[split.view.buffer].dims[split.dim])
+
+    def zero(self, view: View) -> None:
+        """Put zeros in place of what was there."""
+        b, s, h = _box(self._buffers[view.buffer], view.slices)
+        tokens, heads = Span(0, s[1] - s[0]), Span(0, h[1] - h[0])
+        content = Content(ZERO, 0, 0, tokens, heads)
+        self.write(view, [Piece((0, b[1] - b[0]), (0, tokens.size), (0, heads.size), content)])
 
     def write(self, view: View, pieces: list[Piece]) -> None:
         """Put pieces, in the view's coordinates, in place of what was there."""

@@ -20,7 +20,9 @@ from sim.schedule.ops import (
     Barrier,
     Collective,
     Copy,
+    Delta,
     Exchange,
+    Fold,
     Gemm,
     HostSync,
     Kernel,
@@ -32,6 +34,7 @@ from sim.schedule.ops import (
     Rope,
     SwiGlu,
     SwiGluBackward,
+    Zero,
 )
 from sim.schedule.views import Split, View, is_contiguous, parts_are_contiguous
 from sim.workload import ModelSpec
@@ -53,14 +56,17 @@ def _shape_problem(op: Kernel | HostSync) -> str:
     """Return where operands do not fit each other."""
     if isinstance(op, Attend | AttendBackward):
         batch, queries, heads, dim = op.q.shape
-        like_q, like_k = [op.out], [op.v]
+        like_q, like_k, like_lse = [op.out], [op.v], [op.lse]
         if isinstance(op, AttendBackward):
-            like_q, like_k = [*like_q, op.dout, op.dq], [*like_k, op.dk, op.dv]
+            like_k += [op.dk, op.dv]
+            like_q = [op.dout, op.dq]
+            (like_lse if op.from_delta else like_q).append(op.out)
         keys = (batch, op.k.shape[1], op.k.shape[2], dim)
         return (
             _differ(op.q.shape, like_q)
             or _differ(keys, [op.k, *like_k])
-            or _differ((batch, heads, queries), [op.lse])
+            or _differ((batch, heads, queries), like_lse)
+            or _differ((batch, heads, queries, keys[1]), [op.probs] if op.probs else [])
             or ("" if heads % op.k.shape[2] == 0 else f"has {heads} heads for {op.k.shape[2]} key/value heads")
         )
     if isinstance(op, Merge):
@@ -68,9 +74,13 @@ def _shape_problem(op: Kernel | HostSync) -> str:
         return _differ(op.out.shape, [op.into_out]) or _differ((batch, heads, tokens), [op.lse, op.into_lse])
     if isinstance(op, Accumulate):
         return _differ(op.source.shape, [op.into])
-    if isinstance(op, Copy):
-        same = (op.source.parts, op.source.part_shape) == (op.target.parts, op.target.part_shape)
-        return "" if same else f"copies parts {op.source.part_shape} into parts {op.target.part_shape}"
+    if isinstance(op, Delta):
+        batch, tokens, heads, _ = op.out.shape
+        return _differ(op.out.shape, [op.dout]) or _differ((batch, heads, tokens), [op.delta])
+    if isinstance(op, Zero):
+        return ""
+    if isinstance(op, Copy | Fold):
+        return _parts_problem(op)
     if isinstance(op, Gemm):
         return _gemm_problem(op)
     if isinstance(op, RmsNorm | RmsNormBackward):
@@ -86,6 +96,18 @@ def _shape_problem(op: Kernel | HostSync) -> str:
     if isinstance(op, HostSync):
         return ""
     assert_never(op)
+
+
+def _parts_problem(op: Copy | Fold) -> str:
+    """Return where parts of one shape do not fall to parts of the other side."""
+    source, target = op.source, op.target
+    if source.part_shape != target.part_shape:
+        return f"takes parts {source.part_shape} for parts {target.part_shape}"
+    if isinstance(op, Fold):
+        return "" if source.parts % target.parts == 0 else f"sums {source.parts} parts into {target.parts}"
+    order = op.order or range(source.parts)
+    fits = len(order) == target.parts and all(0 <= part < source.parts for part in order)
+    return "" if fits else f"takes parts {tuple(order)} of {source.parts} for {target.parts}"
 
 
 def _gemm_problem(op: Gemm) -> str:

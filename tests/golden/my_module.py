@@ -1,0 +1,61 @@
+from sim.schedule.accumulate import SoftmaxAccumulator
+from sim.schedule.attention import Saved, all_heads
+from sim.schedule.blocks import blocks
+from sim.schedule.ir import Communicator
+from sim.schedule.layer import AttentionPlan, build_around
+from sim.schedule.layout import contiguous
+from sim.schedule.masks import Span, mask_of
+from sim.schedule.views import Split
+
+TOKENS = 1  # dimension of (B, S, H, D)
+
+
+class Gathered:
+    """Gather the keys of all ranks, attend, and scatter the sums of their gradients."""
+
+    def __init__(self, b, everyone, layout):
+        self.b, self.everyone, self.parts = b, everyone, len(layout)
+        self.saved_shard = all_heads(b.workload.model, layout[b.rank])
+        everything = (Span(0, b.workload.seq),)
+        (self.block,) = blocks(mask_of(b.workload), layout[b.rank], everything)
+
+    def gather(self, name, local):
+        whole = self.b.tensor(f"all {name}", self.b.workload.seq, local.shape[2], "communication")
+        self.b.all_gather(self.everyone, local, Split(whole, TOKENS, self.parts), f"gather {name}")
+        return whole
+
+    def forward(self, q, k, v):
+        k, v = self.gather("k", k), self.gather("v", v)
+        softmax = SoftmaxAccumulator(self.b, q, num_parts=1)
+        softmax.attend(self.block, k, v, "all")
+        return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
+
+    def backward(self, saved, dout):
+        b, keys = self.b, self.block.columns
+        dq, dk, dv = (b.like(f"d{name}", view, "attention") for name, view in zip("qkv", saved[:3], strict=True))
+        for whole in (dk, dv):
+            b.zero(whole[:, keys.stop :], "zero") if keys.stop < whole.shape[TOKENS] else None
+        operands = (saved.q, saved.k[:, keys], saved.v[:, keys], saved.out, saved.lse)
+        b.attend_backward(operands, dout, (dq, dk[:, keys], dv[:, keys]), self.block.band, "backward")
+        return dq, self.scatter("dk", dk), self.scatter("dv", dv)
+
+    def scatter(self, name, whole):
+        own = self.b.tensor(f"own {name}", whole.shape[TOKENS] // self.parts, whole.shape[2], "attention")
+        self.b.reduce_scatter(self.everyone, Split(whole, TOKENS, self.parts), own, f"scatter {name}")
+        return own
+
+
+def build(workload, parallel):
+    model, size = workload.model, parallel.num_ranks
+    layout = contiguous(workload.seq, size)
+    everyone = Communicator(name="everyone", groups=(tuple(range(size)),))
+    shards = 2 * workload.batch * workload.seq * model.num_kv_heads * model.head_dim * 4  # fp32
+    plan = AttentionPlan(
+        name="gathered",
+        communicators=(everyone,),
+        shard=lambda rank: all_heads(model, layout[rank]),
+        attention=lambda b: Gathered(b, everyone, layout),
+        wire_bytes=(size - 1) * shards * (workload.forward + workload.backward),
+        source="this file: (P-1) shards of K and V are gathered, and of dK and dV scattered",
+    )
+    return build_around(plan, workload, parallel)
