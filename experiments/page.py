@@ -6,29 +6,32 @@ The page stands alone: it loads nothing, and its figures lie in it as one JSON o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from typing import NamedTuple
 
-import jinja2
 import msgspec
 
 from experiments.comparison import Comparison, KindRow, Measured, comparison_lines
+from experiments.plots import CIRCLE, HUES, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
+from experiments.render import render
 from experiments.stragglers import SPEED, Straggler
-from experiments.tables import percent, seconds
+from experiments.tables import percent
 from sim.breakdown import PARTS, PartName, breakdown
 from sim.trace import Row, Trace
 
 _FAMILIES = {
-    "attention": ("Attend", "AttendBackward"),
-    "matrix product": ("Gemm",),
-    "norm, rope, SwiGLU": ("RmsNorm", "RmsNormBackward", "Rope", "SwiGlu", "SwiGluBackward"),
-    "merge, accumulate": ("Merge", "Accumulate"),
-    "copy": ("Copy",),
-    "transfer": ("Exchange", "AllToAll", "AllGather", "ReduceScatter", "AllReduce"),
-    "synchronisation": ("HostSync", "Barrier"),
+    "attention": ("blue", ("Attend", "AttendBackward")),
+    "matrix product": ("green", ("Gemm",)),
+    "norm, rope, SwiGLU": ("sky", ("RmsNorm", "RmsNormBackward", "Rope", "SwiGlu", "SwiGluBackward")),
+    "merge, accumulate": ("purple", ("Merge", "Accumulate")),
+    "copy": ("orange", ("Copy",)),
+    "transfer": ("vermilion", ("Exchange", "AllToAll", "AllGather", "ReduceScatter", "AllReduce")),
+    "synchronisation": ("grey", ("HostSync", "Barrier")),
+    "other": ("yellow", ()),
 }
 """Op kinds that share a colour: more hues than these cannot be told apart by everyone."""
-_FAMILY = {kind: family for family, kinds in _FAMILIES.items() for kind in kinds}
+_FAMILY = {kind: family for family, (_, kinds) in _FAMILIES.items() for kind in kinds}
+_BAND = 0.10
+"""Share of the measured time that the parity plot shades."""
 
 _DIGITS = 10
 """Decimals of a second in the timeline: finer than any clock, and half the size of all digits."""
@@ -95,17 +98,44 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace, strag
     rank costs each schedule.
     """
     inside = contents(found, simulated, executed)
-    return _template().render(
+    rows = [*inside.kinds, inside.step]
+    return render(
+        "page.html.j2",
         title=title,
         step=found.step,
         repeats=len(found.step_times_s),
         lines=comparison_lines(found),
+        parity=_parity(rows),
+        unplotted=[row.name for row in rows if not plottable(row.times)],
         parts=PARTS,
         stragglers=stragglers,
         slow_speed=SPEED,
         inside=inside,
         data=msgspec.to_builtins(inside),
+        family_hues={family: tuple(bytes.fromhex(HUES[hue][0][1:])) for family, (hue, _) in _FAMILIES.items()},
     )
+
+
+def _parity(rows: Sequence[Kind]) -> Plot:
+    """Return the plot of all op kinds and the step; the page colours it like the timeline."""
+    points = [
+        Point(
+            times=row.times,
+            shape=SQUARE if row.family == "step" else TRIANGLE if row.part == "backward" else CIRCLE,
+            look="inked",
+            row=number,
+            tip=_tip(row),
+            name=row.name,
+        )
+        for number, row in enumerate(rows)
+    ]
+    about = "Simulated against measured time of every op kind and the step"
+    return parity_plot(points, [_BAND], 500, 430, about)
+
+
+def _tip(row: Kind) -> str:
+    error = f"error {percent(row.times.error)}, of the step {100 * row.of_step:+.2f} %"
+    return f"{row.name}\n{times_in_words(row.times)}\n{error}"
 
 
 def contents(found: Comparison, simulated: Trace, executed: Trace) -> Contents:
@@ -161,12 +191,3 @@ def _lanes(simulated: Trace, executed: Trace, labels: list[str], kinds: list[tup
 
 def _span(row: Row) -> Span:
     return Span(round(row.posted_s, _DIGITS), round(row.begin_s, _DIGITS), round(row.end_s, _DIGITS))
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"seconds": seconds, "percent": percent}
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.from_string(resources.files("experiments").joinpath("page.html.j2").read_text("utf-8"))

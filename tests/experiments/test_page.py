@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from html.parser import HTMLParser
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,41 +15,10 @@ from sim.engine.report import report
 from sim.engine.simulate import simulate
 from sim.trace import Player, Trace
 from sim.workload import Workload
+from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
 from topology.specs import HbmSpec
-
-HOSTILE = "</script><script>alert('1 & 2')</script><!-- {{ title }}"
-
-
-class Read(HTMLParser):
-    """What a browser would make of a page: its elements, its text, and what each script holds."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.scripts: list[str] = []
-        self._inside = ""
-        self.feed(text)
-        self.close()
-        self.data: dict[str, Any] = json.loads(self.scripts[0])
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._inside:
-            self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside != "style":
-            self.texts.append(data)
 
 
 def scaled(trace: Trace, factor: float, player: Player = "executed") -> Trace:
@@ -130,22 +96,14 @@ def test_the_page_says_what_was_found() -> None:
     assert "kernels take +1.0 % before these steps and -2.0 % after them" in text
     assert "evidence: every kernel and link at the datasheet rates of 'toy'" in text
     assert found.schedule_hash in text
-    kinds = [attributes["data-kind"] for tag, attributes in read.tags if tag == "tr" and "data-kind" in attributes]
-    assert kinds == [str(number) for number in range(len(found.kinds))]
+    assert read.rows("tr") == list(range(len(found.kinds)))
+    assert sorted(read.rows("g")) == list(range(len(found.kinds) + 1)), "all kinds and the step are plotted"
     bars = [attributes for tag, attributes in read.tags if tag == "i" and "title" in attributes]
     assert len(bars) == 2 * 2 * len(PARTS)
 
 
 def test_the_page_loads_nothing() -> None:
-    text = page("a title", *make_comparison())
-    assert set(re.findall(r"\w+://[^\s\"'<>)]*", text)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"url\(|@import|\bimport\b|\bfetch\b|XMLHttpRequest|innerHTML", text)
-    for tag, attributes in Read(text).tags:
-        assert tag not in {"link", "img", "iframe", "base", "object", "embed"}
-        assert not {"src", "href", "srcset", "action"} & attributes.keys()
-    (policy,) = [a["content"] for tag, a in Read(text).tags if tag == "meta" and "http-equiv" in a]
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
+    loads_nothing(page("a title", *make_comparison()))
 
 
 def test_no_text_breaks_out() -> None:
@@ -175,6 +133,7 @@ def test_a_kind_that_takes_no_time() -> None:
     found = msgspec.structs.replace(
         found, step=nothing, kinds=[msgspec.structs.replace(row, times=nothing) for row in found.kinds]
     )
-    data = Read(page("", found, scaled(simulated, 0.0, "simulated"), scaled(executed, 0.0))).data
-    assert data["end_s"] == 0.0
-    assert {kind["of_step"] for kind in data["kinds"]} == {0.0}
+    read = Read(page("", found, scaled(simulated, 0.0, "simulated"), scaled(executed, 0.0)))
+    assert read.data["end_s"] == 0.0
+    assert {kind["of_step"] for kind in read.data["kinds"]} == {0.0}
+    assert read.rows("g") == []
