@@ -28,4 +28,4 @@ bench: $(READY)
 	$(BIN)/python -m experiments.bench
 
 validate: $(READY)
-	$(BIN)/python -m experiments.validate
+	$(BIN)/longstep validate

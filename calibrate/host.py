@@ -103,12 +103,7 @@ class HostCalibration:
                 gpu=spec.gpu.name,
                 cores=facts.cores,
                 threads_per_rank=spec.gpu.sms,
-                software={
-                    "longstep": version("longstep"),
-                    "python": platform.python_version(),
-                    "torch": version("torch"),
-                    "kernel": platform.release(),
-                },
+                software=software(),
             ),
             cluster=msgspec.to_builtins(spec, str_keys=True),
             points=tuple(self._kernels + [link.point for link in self._links]),
@@ -139,3 +134,13 @@ class HostCalibration:
 
     def _time_kernel(self, case: KernelCase, condition: Condition) -> None:
         self._kernels.append(time_kernel(self._on(self._cores), case, condition, self._budget_s))
+
+
+def software() -> dict[str, str]:
+    """Return the versions of what runs here."""
+    return {
+        "longstep": version("longstep"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "kernel": platform.release(),
+    }

@@ -1,4 +1,4 @@
-"""The command ``longstep``: list, show, simulate, run, compare, calibrate.
+"""The command ``longstep``: list, show, simulate, run, compare, validate, calibrate.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
 they are run: simulating works without.
@@ -25,6 +25,7 @@ from experiments.compare import Compare, compare
 from experiments.execute import Run, run
 from experiments.show import List, Show, list_names, show
 from experiments.simulate import Simulate, simulate
+from experiments.validate import Validate, validate
 from sim.errors import LongstepError, RankError
 
 Command = (
@@ -33,6 +34,7 @@ Command = (
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Validate, tyro.conf.subcommand("validate")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
 )
 
@@ -60,6 +62,8 @@ def command(arguments: list[str] | None) -> None:
         run(parsed, console)
     elif isinstance(parsed, Compare):
         compare(parsed, console)
+    elif isinstance(parsed, Validate):
+        validate(parsed, console)
     elif isinstance(parsed, Calibrate):
         calibrate(parsed, console)
     else:
@@ -93,7 +97,7 @@ def open_console() -> Console:
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Calibrate:
+def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Validate | Calibrate:
     """Return the command that was typed; what tyro says about a mistake is put into one line."""
     said = io.StringIO()
     try:

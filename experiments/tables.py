@@ -26,6 +26,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:g} B"
 
 
+def length(tokens: int) -> str:
+    """Return a length as the field writes it: 8K = 8 x 1024, 1M = 1024^2; other lengths in digits."""
+    for factor, unit in ((1024**2, "M"), (1024, "K")):
+        if tokens % factor == 0:
+            return f"{tokens // factor}{unit}"
+    return str(tokens)
+
+
 def percent(value: float) -> str:
     """Return a signed percentage."""
     return f"{100 * value:+.1f} %"

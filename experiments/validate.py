@@ -1,15 +1,18 @@
-"""Holds predictions against executed steps on this machine: five interleaved repeats of every comparison.
+"""``longstep validate``: holds predictions against executed steps over a sweep of lengths, ranks and schedules.
 
-``make validate`` prints the table that stands in the README. It uses the host's profile, and calibrates first if there
-is none. The targets are the project's own; nothing is asserted, since machines differ and are noisy. A repeat before or
-after which kernels were off their calibration stands in brackets: the machine was not the one that was simulated.
+``make validate`` compares the project's own cells, whose table and figure stand in the README. It uses the host's
+profile, and calibrates first if there is none. Nothing is asserted: machines differ and are noisy. A repeat before
+or after which kernels were off their calibration stands in brackets: the machine was not the one that was simulated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated
 
 import msgspec
 import tyro
@@ -18,160 +21,149 @@ from rich.progress import Progress
 from rich.table import Table
 
 from experiments.calibrate import Calibrate, calibrate
-from experiments.cli import guarded, open_console
-from experiments.compare import comparison
-from experiments.comparison import Comparison, Measured
-from experiments.diagnosis import DRIFT
+from experiments.cells import Cell, Sweep, cells_of, playable
+from experiments.compare import calibrated, comparison
+from experiments.comparison import Comparison
 from experiments.execute import WARM_UP, Execution, open_session
-from experiments.selection import Selection, choose
+from experiments.parity import figure, page
+from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary
+from experiments.selection import Chosen, choose
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
-from sim.profile import Profile, load_profile, profile_names, write_whole
-
-REPEATS = 5
-ENOUGH = 0.8
-"""Share of the repeats that has to meet the target."""
+from sim.errors import InputError, LongstepError
+from sim.profile import profile_names, write_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validate:
-    """Compare executed and simulated steps of the tiny model on this machine."""
+    """Compare simulated and executed steps over several lengths, ranks and schedules. Ctrl-C keeps what there is."""
 
-    scope: Literal["attention", "layer", "both"] = "both"
-    """Which half to compare."""
+    sweep: Annotated[Sweep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sweep)
+    repeats: int = 5
+    """Comparisons of every cell; all cells take turns."""
+    record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Measure nothing: show this record, or several as one."""
     out: str | None = None
-    """Write all comparisons, with the profile that they rest on, to this JSON file."""
+    """Write the record to this JSON file, after every comparison."""
+    html: str | None = None
+    """Write one HTML page to this file: a parity plot, the error over length, and all cells."""
+    figure: str | None = None
+    """Write both plots to this SVG file."""
 
 
-class Cell(NamedTuple):
-    """One configuration, and the largest error that it may have."""
-
-    gpus: int
-    scope: str
-    layers: int
-    seq: str
-    schedule: str
-    target: float
-
-    def selection(self) -> Selection:
-        """Return it as the command line would."""
-        fields = {name: getattr(self, name) for name in ("gpus", "scope", "layers", "seq", "schedule")}
-        return dataclasses.replace(Selection(), **fields)
-
-    @property
-    def workload(self) -> tuple[int, str, int, str]:
-        """What schedules are compared on."""
-        return self[:4]
-
-
-_TARGETS: dict[tuple[int, str, int], dict[str, float]] = {
-    (2, "attention", 1): {"2K": 0.10, "4K": 0.10, "8K": 0.05},
-    (4, "attention", 1): {"2K": 0.20, "4K": 0.20, "8K": 0.20},
-    (2, "layer", 1): {"1K": 0.10, "2K": 0.10, "4K": 0.05, "8K": 0.05},
-    (2, "layer", 2): {"1K": 0.10, "4K": 0.05},
-    (4, "layer", 1): {"2K": 0.15, "4K": 0.15},
-}
-CELLS = [
-    Cell(*what, seq, schedule, target)
-    for what, targets in _TARGETS.items()
-    for seq, target in targets.items()
-    for schedule in ("ring", "ulysses")
-]
+def validate(command: Validate, console: Console) -> None:
+    """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
+    for path in (command.out, command.html, command.figure):
+        if path:
+            writable(path)
+    if command.figure and not command.figure.endswith(".svg"):
+        raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
+    if command.record:
+        show(joined([read_record(path) for path in command.record]), command, console)
+        return
+    if command.repeats < 1:
+        raise InputError(f"--repeats {command.repeats}: expected 1 or more")
+    cells = cells_of(command.sweep)
+    if command.sweep.profile is None and "host" not in profile_names():
+        dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
+        calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
+    cells, refused = playable(cells, command.sweep)
+    for cell, why in refused.items():
+        console.print(f"left out: {cell.name}: {why}", markup=False)
+    _sweep(cells, command, console)
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--out`` writes."""
-
-    profile: Profile
-    comparisons: list[tuple[Cell, list[Comparison]]]
-
-
-def main() -> None:
-    """Compare every cell several times, and print how far the simulated steps are from the executed ones."""
-    command = tyro.cli(Validate, prog="python -m experiments.validate")
-    if command.out:
-        writable(command.out)
-    console = open_console()
-    if "host" not in profile_names():
-        calibrate(Calibrate(quick=True), console)
-    found = compared([cell for cell in CELLS if command.scope in {cell.scope, "both"}], console)
-    heads = ("P", "what", "S", "schedule", "simulated", "measured", f"{REPEATS} errors", "target", "quiet", "all")
-    table = Table(*heads, title="tiny, forward and backward, fp32, causal", title_justify="left")
-    for cell, results in found.items():
-        table.add_row(*_row(cell, results))
-    console.print(table)
-    drifts = [drift for results in found.values() for result in results for drift in result.drift]
-    spread = f"{percent(min(drifts))} to {percent(max(drifts))}"
-    console.print(
-        f"beside its calibration, kernels took {spread} over all of this; in brackets: beyond {percent(DRIFT)}"
-    )
-    console.print(_order(found))
-    if command.out:
-        record = Record(profile=load_profile("host"), comparisons=list(found.items()))
-        write_whole(Path(command.out), msgspec.json.encode(record))
-
-
-def compared(cells: list[Cell], console: Console) -> dict[Cell, list[Comparison]]:
-    """Return the comparisons of every cell; all cells take turns, so that a noisy minute does not hit one alone."""
+def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
+    """Compare, and show what there is, also of a sweep that was interrupted or failed."""
+    record = _begun(choose(cells[0].selection(command.sweep)))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
+
+    def keep(cell: Cell, result: Comparison) -> None:
+        nonlocal record
+        found[cell].append(result)
+        record = msgspec.structs.replace(record, comparisons=[(cell, some) for cell, some in found.items() if some])
+        if command.out:
+            save_record(record, command.out)
+
+    stopped: BaseException | None = None
+    try:
+        compared(cells, command, console, keep)
+    except (KeyboardInterrupt, LongstepError) as error:
+        stopped = error
+    if record.comparisons:
+        show(record, command, console)
+    if stopped:
+        raise stopped
+
+
+def _begun(chosen: Chosen) -> Record:
+    """Return the record of a sweep that has found nothing yet."""
+    from calibrate.host import software
+
+    w = chosen.workload
+    passes = "forward and backward" if w.passes == "both" else w.passes
+    batch = f", B {w.batch}" if w.batch > 1 else ""
+    return Record(
+        profile=calibrated(chosen),
+        title=f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}",
+        begun=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=" ".join(["longstep", *sys.argv[1:]]),
+        software=software(),
+        comparisons=[],
+    )
+
+
+def compared(cells: list[Cell], command: Validate, console: Console, keep: Callable[[Cell, Comparison], None]) -> None:
+    """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone."""
+    steps = Execution().repeats
     with Progress(console=type(console)(stderr=True), transient=True) as progress:
-        task = progress.add_task("comparing", total=REPEATS * len(cells) * (Execution().repeats + WARM_UP))
-        for _ in range(REPEATS):
+        task = progress.add_task("comparing", total=command.repeats * len(cells) * (steps + WARM_UP))
+        for _ in range(command.repeats):
             for gpus in sorted({cell.gpus for cell in cells}):
                 together = [cell for cell in cells if cell.gpus == gpus]
-                first = choose(together[0].selection())
+                first = choose(together[0].selection(command.sweep))
                 with open_session(first, first.checked(), Execution()) as session:
                     for cell in together:
-                        chosen = choose(cell.selection())
-                        result, _ = comparison(
-                            chosen, chosen.checked(), session, Execution().repeats, lambda: progress.advance(task)
-                        )
-                        found[cell].append(result)
-    return found
+                        chosen = choose(cell.selection(command.sweep))
+                        checked = chosen.checked()
+                        keep(cell, comparison(chosen, checked, session, steps, lambda: progress.advance(task))[0])
 
 
-def _order(found: dict[Cell, list[Comparison]]) -> str:
-    """Return how often the faster schedule is the one that was predicted, where executed steps do not overlap."""
-    right = clear = 0
-    for repeat in range(REPEATS):
-        steps: dict[tuple[int, str, int, str], list[Measured]] = {}
-        for cell, results in found.items():
-            steps.setdefault(cell.workload, []).append(results[repeat].step)
-        for one, other in steps.values():
-            if one.high_s < other.low_s or other.high_s < one.low_s:
-                clear += 1
-                right += (one.simulated_s < other.simulated_s) == (one.median_s < other.median_s)
-    return f"which of ring and Ulysses is faster: predicted right in {right} of {clear} repeats where it is clear"
+def show(record: Record, command: Validate, console: Console) -> None:
+    """Print a record's table and write what else was asked for."""
+    cells = judged(record)
+    heads = ("P", "what", "S", "schedule", "simulated", "measured", "errors", "target", "quiet", "all")
+    table = Table(*heads, title=record.title, title_justify="left")
+    for cell in cells:
+        table.add_row(*_row(cell))
+    console.print(table)
+    for line in summary(record):
+        console.print(line, markup=False)
+    if command.record and command.out:
+        save_record(record, command.out)
+    if command.html:
+        write_whole(Path(command.html), page(record).encode())
+    if command.figure:
+        write_whole(Path(command.figure), figure(record).encode())
 
 
-def _row(cell: Cell, results: list[Comparison]) -> list[str]:
-    """Return what the table says of one configuration."""
-    last = results[-1].step
-    met = [(abs(result.step.error) <= cell.target, _quiet(result)) for result in results]
-    errors = [percent(r.step.error) if _quiet(r) else f"({percent(r.step.error)})" for r in results]
+def _row(found: Judged) -> list[str]:
+    """Return what the table says of one cell; repeats that were not quiet stand in brackets."""
+    cell = found.cell
+    errors = zip(map(percent, found.errors), found.quiet, strict=True)
     return [
         str(cell.gpus),
-        cell.scope if cell.scope == "attention" else f"{cell.layers} layer" + "s" * (cell.layers > 1),
+        cell.what,
         cell.seq,
         cell.schedule,
-        seconds(last.simulated_s),
-        seconds(last.median_s),
-        ", ".join(errors),
+        seconds(found.times.simulated_s),
+        seconds(found.times.median_s),
+        ", ".join(error if quiet else f"({error})" for error, quiet in errors),
         f"{100 * cell.target:g} %",
-        _verdict([hit for hit, quiet in met if quiet]),
-        _verdict([hit for hit, _ in met]),
+        _verdict(found.met_when_quiet),
+        _verdict(found.met),
     ]
 
 
-def _quiet(result: Comparison) -> bool:
-    return all(abs(drift) <= DRIFT for drift in result.drift)
-
-
-def _verdict(met: list[bool]) -> str:
-    """Return how many of some repeats met their target."""
-    missed = ": missed" if sum(met) < ENOUGH * len(met) else ""
-    return f"{sum(met)} of {len(met)}{missed}" if met else "none"
-
-
-if __name__ == "__main__":
-    guarded(main)
+def _verdict(met: Tally) -> str:
+    return f"{met}: missed" if met.missed else str(met)

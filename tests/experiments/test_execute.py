@@ -9,6 +9,7 @@ import pytest
 
 from calibrate.host import HostCalibration, Plan
 from experiments.cli import main
+from experiments.record import read_record
 from runtime.verify import BOUNDS
 from sim.profile import save_profile
 from sim.trace import from_chrome
@@ -41,13 +42,18 @@ def test_an_executed_step_that_differs_is_an_error(
     assert "differ from the reference by more than 1e-09: x 1" in capsys.readouterr().err
 
 
-def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path, own_profiles: Path) -> None:
-    """With a profile of a few points: what it lacks is said. The tables are joined on the same ops."""
+@pytest.fixture
+def few_points(own_profiles: Path) -> None:
+    """A profile of this machine with few points: what it lacks is said."""
     with HostCalibration(Plan("host", load_model("tiny"), ("fp32",), quick=True, command="test")) as calibration:
         for step in calibration.steps():
             if "1x256x256x8x" in step.label:
                 step.run()
         save_profile(calibration.profile(complete=False), own_profiles / "host.json")
+
+
+def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path, few_points: None) -> None:
+    """The tables are joined on the same ops."""
     trace, html = tmp_path / "trace.json", tmp_path / "page.html"
     options = ["compare", "--gpus", "2", "--seq", "256", "--repeats", "2", "--trace", str(trace)]
     main([*options, "--html", str(html), "--json"])
@@ -68,3 +74,22 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     assert "Attend forward" in printed
     assert "evidence: profile 'host'" in printed
     assert ", not complete" in printed
+
+
+def test_validate_compares_all_cells_in_turn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, few_points: None
+) -> None:
+    out, html = tmp_path / "record.json", tmp_path / "page.html"
+    sweep = ["--seq", "256", "--ranks", "1,2", "--schedules", "single,ring", "--scope", "attention", "--repeats", "2"]
+    main(["validate", *sweep, "--out", str(out), "--html", str(html)])
+    printed = capsys.readouterr().out
+    assert "left out: single, attention, S 256, P 2: " in printed
+    record = read_record(str(out))
+    assert [(cell.gpus, cell.schedule, len(found)) for cell, found in record.comparisons] == [
+        (1, "single", 2),
+        (1, "ring", 2),
+        (2, "ring", 2),
+    ]
+    assert record.title == "tiny, forward and backward, fp32, causal"
+    assert record.software.keys() == record.profile.machine.software.keys()
+    assert "by: longstep" in html.read_text()

@@ -1,0 +1,182 @@
+"""What a sweep found: its record, which a file keeps, and how its cells are judged."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from experiments.cells import Cell
+from experiments.comparison import Comparison, Measured, measured
+from experiments.diagnosis import DRIFT
+from experiments.tables import percent
+from sim.errors import InputError
+from sim.presets import read_bytes
+from sim.profile import Profile, write_whole
+
+ENOUGH = 0.8
+"""Share of the repeats that has to meet the target."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All comparisons of a sweep, with the profile that they rest on."""
+
+    profile: Profile
+    title: str = "tiny, forward and backward, fp32, causal"
+    """What all cells have in common; the default is what records say that were written before they had one."""
+    begun: str = ""
+    """Date and time, UTC, ISO 8601."""
+    command: str = ""
+    software: dict[str, str] = {}
+    """Versions of what ran."""
+    comparisons: list[tuple[Cell, list[Comparison]]]
+
+
+def save_record(record: Record, path: str) -> None:
+    """Write a record; a reader sees the old file or the whole new one."""
+    write_whole(Path(path), msgspec.json.encode(record))
+
+
+def read_record(path: str) -> Record:
+    """Return the record in a file; raises InputError if it is none."""
+    try:
+        record = msgspec.json.decode(read_bytes("record", path, "--record"), type=Record)
+    except msgspec.DecodeError as error:
+        raise InputError(f"record {path!r}: {error}; longstep validate --out writes one") from error
+    if not any(found for _, found in record.comparisons):
+        raise InputError(f"record {path!r} holds no comparison; longstep validate --out writes one")
+    return record
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """Return the records as one, cells that occur twice with the repeats of both; raises InputError if they do not rest
+    on the same calibration, or are not of the same workload.
+    """
+    first = records[0]
+    for other in records[1:]:
+        if (other.profile, other.title) != (first.profile, first.title):
+            raise InputError(
+                "--record: these rest on different profiles or workloads, which make no common plot; give each its own"
+            )
+    found: dict[Cell, list[Comparison]] = {}
+    for record in records:
+        for cell, comparisons in record.comparisons:
+            found.setdefault(cell, []).extend(comparisons)
+    for cell, comparisons in found.items():
+        if len({result.step.simulated_s for result in comparisons}) > 1:
+            raise InputError(f"--record: these simulate {cell.name} differently, so they come from different versions")
+    commands = "; ".join(dict.fromkeys(record.command for record in records if record.command))
+    return msgspec.structs.replace(first, command=commands, comparisons=list(found.items()))
+
+
+class Tally(NamedTuple):
+    """How many of some repeats met their target."""
+
+    met: int
+    of: int
+
+    @property
+    def missed(self) -> bool:
+        """Whether these are too few."""
+        return self.met < ENOUGH * self.of
+
+    def __str__(self) -> str:
+        """Return it as tables show it."""
+        return f"{self.met} of {self.of}" if self.of else "none"
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell, and what its repeats say."""
+
+    cell: Cell
+    times: Measured
+    """Of the step; the interval is that of the repeats' medians."""
+    errors: list[float]
+    """Of each repeat, as it came."""
+    quiet: list[bool]
+    """Whether the machine was, before and after each repeat, the one that was calibrated."""
+
+    @property
+    def low(self) -> float:
+        """Least error of a repeat."""
+        return min(self.errors)
+
+    @property
+    def high(self) -> float:
+        """Largest error of a repeat."""
+        return max(self.errors)
+
+    @property
+    def met(self) -> Tally:
+        """How many repeats met the target."""
+        return Tally(sum(abs(error) <= self.cell.target for error in self.errors), len(self.errors))
+
+    @property
+    def met_when_quiet(self) -> Tally:
+        """How many of the quiet repeats met the target."""
+        errors = [error for error, quiet in zip(self.errors, self.quiet, strict=True) if quiet]
+        return Tally(sum(abs(error) <= self.cell.target for error in errors), len(errors))
+
+
+def judged(record: Record) -> list[Judged]:
+    """Return the cells of a record that were compared at all."""
+    return [_judge(cell, found) for cell, found in record.comparisons if found]
+
+
+def _judge(cell: Cell, found: list[Comparison]) -> Judged:
+    (simulated,) = {result.step.simulated_s for result in found}
+    return Judged(
+        cell=cell,
+        times=measured(simulated, [result.step.median_s for result in found]),
+        errors=[result.step.error for result in found],
+        quiet=[all(abs(drift) <= DRIFT for drift in result.drift) for result in found],
+    )
+
+
+def quiet_repeats(cells: Sequence[Judged]) -> str:
+    """Return how many repeats of all cells were quiet."""
+    return f"{sum(sum(cell.quiet) for cell in cells)} of {sum(len(cell.quiet) for cell in cells)}"
+
+
+def summary(record: Record) -> list[str]:
+    """Return what all cells say together."""
+    cells = judged(record)
+    met = sum(not cell.met.missed for cell in cells)
+    middle = statistics.median(abs(cell.times.error) for cell in cells)
+    drifts = [drift for _, found in record.comparisons for result in found for drift in result.drift]
+    verdict = f"{met} of {len(cells)} cells met their target in {100 * ENOUGH:g} % of their repeats"
+    drift = f"beside its calibration, kernels took {percent(min(drifts))} to {percent(max(drifts))} over all of this"
+    quiet = f"{quiet_repeats(cells)} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
+    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", f"{drift}; {quiet}", *_order(record)]
+
+
+def _order(record: Record) -> list[str]:
+    """Return how often the faster of two schedules was predicted right, where their executed steps do not overlap."""
+    steps: dict[tuple[int, str, int, str], list[list[Measured]]] = {}
+    for cell, found in record.comparisons:
+        steps.setdefault(cell.workload, []).append([result.step for result in found])
+    pairs = [
+        (one, other)
+        for schedules in steps.values()
+        for first, second in itertools.combinations(schedules, 2)
+        for one, other in zip(first, second, strict=False)  # an interrupted sweep has fewer repeats of the later ones
+    ]
+    clear = [(one, other) for one, other in pairs if one.high_s < other.low_s or other.high_s < one.low_s]
+    right = sum((one.simulated_s < other.simulated_s) == (one.median_s < other.median_s) for one, other in clear)
+    return [f"the faster of two schedules: predicted right in {right} of {len(clear)} clear cases"] if clear else []
+
+
+def provenance(record: Record) -> list[str]:
+    """Return where the figures come from: the machine, the versions, the profile and the commands."""
+    profile, machine = record.profile, record.profile.machine
+    versions = ", ".join(f"{name} {version}" for name, version in (record.software or machine.software).items())
+    state = "" if profile.complete else ", not complete"
+    lines = [
+        f"machine: {machine.gpu} ({versions})",
+        f"profile: {profile.name!r} of {profile.created}, {len(profile.points)} points{state}, by: {profile.command}",
+    ]
+    return [*lines, f"sweep: begun {record.begun}, by: {record.command}"] if record.command else lines
