@@ -180,9 +180,11 @@ def test_the_figure_stands_alone() -> None:
     assert "var(" not in text, "converters know no variables"
 
 
-def test_committed_records_can_be_read() -> None:
+def test_the_figure_of_the_readme_shows_its_records() -> None:
+    """make validate wrote the records; after a change of the plots, --figure writes the figure anew."""
     record = joined([read_record(str(RESULTS / f"{name}.json")) for name in ("attention", "layers")])
     assert len(judged(record)) == len(OWN)
+    assert figure(record) == (RESULTS / "parity.svg").read_text()
 
 
 def test_what_a_sweep_asks_for() -> None:
