@@ -13,8 +13,8 @@ from runtime.groups import Groups, start_together
 from runtime.inputs import fill_inputs
 from runtime.kernels import run_kernel
 from runtime.streams import Event, Streams, open_streams
-from runtime.tensors import Storage, ends_at
-from sim.memory import lifetimes
+from runtime.tensors import Storage, ends_at, reserve
+from sim.memory import lifetimes, walk
 from sim.schedule.check import Checked
 from sim.schedule.ops import Collective, Exchange, HostSync, Kernel
 from sim.trace import Row
@@ -51,6 +51,7 @@ class RankPlayer:
         self._attention = attention_kernel(device)
         self._streams = open_streams(device)
         self._progress = progress
+        reserve(walk(self._program, self._dependencies).peak_bytes, self._ranks, device)
         self._storage = Storage(self._program, device)
         fill_inputs(self._program, checked.schedule.header.workload, self._storage)
 

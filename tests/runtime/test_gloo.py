@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from runtime.launch import RankContext, Session
 from runtime.run import ScheduleRun
+from runtime.tensors import reserve
 from runtime.verify import BOUNDS
 from sim.breakdown import breakdown
 from sim.engine.simulate import simulate
@@ -211,3 +213,22 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _faults_of_a_tensor(context: RankContext, nbytes: int, reserved: bool) -> int:
+    """Return the page faults of the first touch of a tensor."""
+    if reserved:
+        reserve(nbytes, context.ranks, context.device)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="heaps elsewhere are another allocator's")
+def test_a_reserved_heap_is_not_touched_for_the_first_time_by_a_kernel() -> None:
+    """64 MiB are 32 huge pages, or 16384 others; what is reserved is more than that, and stays."""
+    with Session(1, timeout_s=60) as session:
+        (fresh,) = session.call(_faults_of_a_tensor, 2**26, False)
+        (reserved,) = session.call(_faults_of_a_tensor, 2**27, True)
+    assert fresh >= 30
+    assert reserved < 16
