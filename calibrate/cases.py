@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from sim.schedule import ring, single, ulysses
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
-from sim.schedule.ops import Kernel, Op
+from sim.schedule.ops import Kernel
 from sim.schedule.views import View
 from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
 
@@ -116,20 +116,23 @@ def _model(*, embed_dim: int, num_heads: int = 1, num_kv_heads: int = 1, head_di
     )
 
 
-def _alone(program: Program, op: Op) -> Program:
+def _alone(program: Program, op: Kernel) -> Program:
     """Return a program with one op of another one, and with its buffers only."""
     used = sorted({view.buffer for view in (*op.reads, *op.writes)})
-    number = {buffer: new for new, buffer in enumerate(used)}
+    alone = renumbered(op, {buffer: new for new, buffer in enumerate(used)})
+    buffers = tuple(program.buffers[buffer] for buffer in used)
+    return Program(rank=0, buffers=buffers, ops=(alone,), inputs=(), outputs=())
+
+
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+
+def renumbered(part: Part, number: Mapping[int, int]) -> Part:
+    """Return a kernel or a port with other numbers for its buffers."""
 
     def moved(value: object) -> object:
         if isinstance(value, View):
             return View(number[value.buffer], value.slices)
-        if isinstance(value, msgspec.Struct):
-            fields = {name: moved(getattr(value, name)) for name in value.__struct_fields__}
-            return msgspec.structs.replace(value, **fields)
-        return value
+        return renumbered(value, number) if isinstance(value, msgspec.Struct) else value
 
-    alone = moved(op)
-    assert isinstance(alone, Kernel)
-    buffers = tuple(program.buffers[buffer] for buffer in used)
-    return Program(rank=0, buffers=buffers, ops=(alone,), inputs=(), outputs=())
+    return msgspec.structs.replace(part, **{name: moved(getattr(part, name)) for name in part.__struct_fields__})

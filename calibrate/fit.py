@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from calibrate.links import LinkTimes
-from sim.profile import Point
+from sim.profile import Point, Slowdown
 from sim.schedule.kernels import ATTENTION_KERNELS
 from topology.specs import ClusterSpec, HostSpec, LinkSpec
 
 _LARGE_BYTES = 2**22
 """Transfers from here on are bound by bandwidth, not latency."""
 _COLD_BYTES = 2**25
-"""Copies from here on do not fit into a cache."""
+"""Kernels from here on do not fit into a cache."""
+_COMPUTE_BOUND = (*ATTENTION_KERNELS, "gemm")
+
+
+class Together(NamedTuple):
+    """A memory-bound kernel out of the caches, on one rank and on several at once."""
+
+    kernel: str
+    ranks: int
+    bytes_per_s: float
+    """Of one rank alone; of the bytes that none could avoid."""
+    slowdown: float
+    at_least: float
+    """First quartile of the slowdown."""
 
 
 def fitted_spec(
-    nominal: ClusterSpec, kernels: list[Point], links: list[LinkTimes], launch_s: float, ranks: int, when: str
+    nominal: ClusterSpec,
+    kernels: list[Point],
+    links: list[LinkTimes],
+    together: list[Together],
+    launch_s: float,
+    ranks: int,
+    when: str,
 ) -> ClusterSpec:
     """Return the nominal spec of a host with the figures that the measurements give; each says so in ``sources``.
 
@@ -47,7 +67,7 @@ def fitted_spec(
     measured = f"measured by longstep calibrate, {when}: "
     sources = {
         "gpu.launch_s": measured + "time from the end of one small kernel to the start of the next",
-        "hbm.bytes_per_s": measured + "copy of 32 MiB and more, by all cores together",
+        "hbm.bytes_per_s": measured + "fastest kernel that fits into no cache, by all cores together",
         "loopback.bytes_per_s": measured + "fastest transfer of any size and kind",
         "loopback.latency_s": measured + "smallest transfer",
         "host.cores": measured + "cores of the machine over the slowdown of attention when all are busy",
@@ -59,7 +79,7 @@ def fitted_spec(
     return msgspec.structs.replace(
         nominal,
         gpu=msgspec.structs.replace(nominal.gpu, launch_s=launch_s, peak_flops_per_s=peaks),
-        hbm=msgspec.structs.replace(nominal.hbm, bytes_per_s=_memory_bytes_per_s(nominal, kernels, ranks)),
+        hbm=msgspec.structs.replace(nominal.hbm, bytes_per_s=_memory_bytes_per_s(nominal, together)),
         loopback=loopback,
         host=host,
         sources=nominal.sources | sources,
@@ -81,11 +101,40 @@ def _pairs(points: list[Point]) -> Iterable[tuple[Point, Point]]:
             yield idle[key], point
 
 
-def _memory_bytes_per_s(nominal: ClusterSpec, kernels: list[Point], ranks: int) -> float:
-    """Return the bandwidth of copies that fit into no cache, of all cores together where that is more."""
-    copies = [p for p in kernels if p.kernel == "copy" and p.nbytes >= _COLD_BYTES]
-    rates = [p.nbytes / p.median_s * (ranks if p.condition == "busy" else 1) for p in copies]
+def together_of(kernels: list[Point], interference: Iterable[Slowdown], ranks: int) -> list[Together]:
+    """Return what memory-bound kernels show of the memory: by turns if that was measured, else idle and busy points."""
+    found = [
+        Together(one.kernel, one.ranks, one.nbytes / one.alone_s, one.median, one.low)
+        for one in interference
+        if one.beside == "ranks" and one.clock == "thread" and one.kernel not in _COMPUTE_BOUND
+    ]
+    return found or [
+        Together(
+            idle.kernel, ranks, idle.nbytes / idle.median_s, busy.median_s / idle.median_s, busy.low_s / idle.high_s
+        )
+        for idle, busy in _pairs(kernels)
+        if idle.kernel not in _COMPUTE_BOUND and idle.nbytes >= _COLD_BYTES
+    ]
+
+
+def _memory_bytes_per_s(nominal: ClusterSpec, together: list[Together]) -> float:
+    """Return the bandwidth of kernels that fit into no cache, of all cores together where that is more."""
+    rates = [one.bytes_per_s * max(1.0, one.ranks / one.slowdown) for one in together]
     return max(rates, default=nominal.hbm.bytes_per_s)
+
+
+def traffic_of(together: list[Together], memory_bytes_per_s: float) -> dict[str, float]:
+    """Return the bytes that kernels move over those that none could avoid, of those that slow each other.
+
+    n at once that take s times as long share the bandwidth, so each one demands s / n of it when alone. Where they do
+    not slow each other, what they demand beyond the least does not show, and does not matter.
+    """
+    factors: dict[str, list[float]] = {}
+    for one in together:
+        if one.at_least > 1.0 and one.ranks == max(other.ranks for other in together):
+            demand = one.slowdown / one.ranks * memory_bytes_per_s
+            factors.setdefault(one.kernel, []).append(max(1.0, demand / one.bytes_per_s))
+    return {kernel: statistics.median(found) for kernel, found in sorted(factors.items())}
 
 
 def _wakeup_s(points: list[Point]) -> float:

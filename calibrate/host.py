@@ -11,12 +11,14 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from calibrate.beside import TRANSFERS, Transfer
 from calibrate.cases import KernelCase, kernel_cases
-from calibrate.fit import fitted_spec
+from calibrate.fit import fitted_spec, together_of, traffic_of
+from calibrate.interference import Crowd, crowded_cases, jitter_of, time_beside, time_crowded
 from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from runtime.launch import Session
-from sim.profile import Condition, Machine, Point, Profile
+from sim.profile import Condition, Machine, Point, Profile, Slowdown
 from sim.schedule.kernels import ATTENTION_KERNELS
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import load_cluster
@@ -58,6 +60,8 @@ class HostCalibration:
         self._session: Session | None = None
         self._kernels: list[Point] = []
         self._links: list[LinkTimes] = []
+        self._crowds: list[Crowd] = []
+        self._beside: list[Slowdown] = []
         self._launch_s: float | None = None
         self._budget_s = 0.1 if plan.quick else 1.0
 
@@ -69,7 +73,8 @@ class HostCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: launch, links, then kernels by size, so that an early end leaves the small ones.
+        """Return all measurements: launch, links, kernels by size, so that an early end leaves the small ones, and, if
+        there is time, what they do to each other.
 
         Links are timed with a rank per core, and with two, which then have to share.
         """
@@ -85,14 +90,31 @@ class HostCalibration:
             for case in cases
             for condition in self._conditions(case)
         ]
-        return [*links, Step("launch", self._time_launch), *kernels]
+        return [*links, Step("launch", self._time_launch), *kernels, *([] if plan.quick else self._interference())]
+
+    def _interference(self) -> list[Step]:
+        """Return the measurements of kernels beside each other and beside transfers."""
+        model, dtypes = self._plan.model, self._plan.dtypes
+        crowds = [
+            Step(f"{case.label}, on 1 to {self._cores} ranks", partial(self._time_crowd, case))
+            for dtype in dtypes
+            for case in crowded_cases(model, dtype)
+        ]
+        beside = [
+            Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer, dtype))
+            for dtype in dtypes
+            for transfer in TRANSFERS
+        ]
+        return crowds + beside
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         nominal = load_cluster("host")
         launch_s = nominal.gpu.launch_s if self._launch_s is None else self._launch_s
-        spec = fitted_spec(nominal, self._kernels, self._links, launch_s, self._cores, now)
+        interference = [slowdown for crowd in self._crowds for slowdown in crowd.slowdowns] + self._beside
+        together = together_of(self._kernels, interference, self._cores)
+        spec = fitted_spec(nominal, self._kernels, self._links, together, launch_s, self._cores, now)
         facts = host_facts()
         return Profile(
             name=self._plan.name,
@@ -107,6 +129,9 @@ class HostCalibration:
             ),
             cluster=msgspec.to_builtins(spec, str_keys=True),
             points=tuple(self._kernels + [link.point for link in self._links]),
+            interference=tuple(interference),
+            traffic=traffic_of(together, spec.hbm.bytes_per_s),
+            jitter=jitter_of(self._crowds),
         )
 
     def _conditions(self, case: KernelCase) -> tuple[Condition, ...]:
@@ -135,6 +160,11 @@ class HostCalibration:
     def _time_kernel(self, case: KernelCase, condition: Condition) -> None:
         self._kernels.append(time_kernel(self._on(self._cores), case, condition, self._budget_s))
 
+    def _time_crowd(self, case: KernelCase) -> None:
+        self._crowds.append(time_crowded(self._on(self._cores), case))
+
+    def _time_beside(self, transfer: Transfer, dtype: Dtype) -> None:
+        self._beside += time_beside(self._on(self._cores), transfer, self._plan.model, dtype)
 
 def software() -> dict[str, str]:
     """Return the versions of what runs here."""

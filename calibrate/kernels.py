@@ -67,22 +67,10 @@ def sample(seconds: list[float]) -> Sample:
 
 def _time(context: RankContext, program_json: bytes, active: int, budget_s: float) -> list[float]:
     """Time the op of a program on the first ``active`` ranks, all of them starting together."""
-    program = msgspec.json.decode(program_json, type=Program)
-    op = program.ops[0]
-    assert isinstance(op, Kernel)
     if context.rank >= active:
         return []
-    attention = attention_kernel(context.device)
-    first = _operands(program, op, context, attention)
-    sets = [first, *(_copied(program, first, context) for _ in range(_num_sets(program, op) - 1))]
-
-    def timed(storage: Storage) -> float:
-        begin = time.perf_counter()
-        run_kernel(op, storage, attention)
-        context.progress(0, False)
-        return time.perf_counter() - begin
-
-    warm = [timed(storage) for storage in sets]
+    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    warm = [lap.wall_s for lap in repeated.once_each()]
     long = warm[0] > _LONG_S
     seconds = warm if long else []
     if active == context.ranks:
@@ -91,8 +79,43 @@ def _time(context: RankContext, program_json: bytes, active: int, budget_s: floa
     while len(seconds) < (_LONG_RUNS if long else _MIN_RUNS) or (
         not long and time.perf_counter() < deadline and len(seconds) < 40 * _MIN_RUNS
     ):
-        seconds.append(timed(sets[len(seconds) % len(sets)]))
+        seconds.append(repeated.once().wall_s)
     return seconds
+
+
+class Lap(NamedTuple):
+    """One run of a kernel."""
+
+    wall_s: float
+    cpu_s: float
+    """Time that its thread was on a core: whoever else took that core is not in it, waiting for memory is."""
+
+
+class RepeatedKernel:
+    """The op of a program on one rank, each time on operands that have left the caches."""
+
+    def __init__(self, program: Program, context: RankContext) -> None:
+        op = program.ops[0]
+        assert isinstance(op, Kernel)
+        self._op = op
+        self._context = context
+        self._attention = attention_kernel(context.device)
+        first = _operands(program, op, context, self._attention)
+        self._sets = [first, *(_copied(program, first, context) for _ in range(_num_sets(program, op) - 1))]
+        self._next = 0
+
+    def once(self) -> Lap:
+        """Run it on the next operands."""
+        storage = self._sets[self._next % len(self._sets)]
+        self._next += 1
+        begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
+        run_kernel(self._op, storage, self._attention)
+        self._context.progress(0, False)
+        return Lap(time.perf_counter() - begin_s, time.thread_time() - cpu_begin_s)
+
+    def once_each(self) -> list[Lap]:
+        """Run it on every set of operands."""
+        return [self.once() for _ in self._sets]
 
 
 def _num_sets(program: Program, op: Kernel) -> int:

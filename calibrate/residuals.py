@@ -1,20 +1,28 @@
-"""How far a profile can be trusted: each point predicted from the others, and some of them measured again."""
+"""How far a profile can be trusted: each point predicted from the others, some of them measured again, and slowdowns
+beside what the simulator makes of the machine's figures.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from calibrate.beside import Transfer, beside_schedules
 from calibrate.cases import KernelCase, case_of
+from calibrate.interference import compared
 from calibrate.kernels import time_kernel
 from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
+from sim.engine.network import Activity, Flow
+from sim.engine.simulate import simulate
 from sim.engine.tables import Figures, TransferTable, series_row, series_size
-from sim.profile import TRANSFERS, Point, Profile
+from sim.profile import TRANSFERS, Point, Profile, Slowdown
+from sim.schedule.check import check
 from sim.schedule.kernels import KernelUse
+from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 
 _SHORT_S = 0.05
@@ -95,3 +103,50 @@ def repeat(profile: Profile, session: Session, *, most: int, budget_s: float) ->
     found.sort(key=lambda pair: (pair[0].kernel, pair[0].median_s))
     chosen = found[:: -(-len(found) // most) or 1]
     return [Repeated(point, time_kernel(session, case, "idle", budget_s).median_s) for point, case in chosen]
+
+
+class Explained(NamedTuple):
+    """A measured slowdown, and what the figures of the machine make of it."""
+
+    measured: Slowdown
+    simulated: float
+
+
+def explained(profile: Profile, model: ModelSpec) -> list[Explained]:
+    """Return every wall-clock slowdown of a profile beside the simulated one; ``model`` is what was calibrated with."""
+    cluster = Cluster(measured_cluster(profile))
+    cost = CostModel(cluster, profile)
+    found = []
+    for (beside, ranks, dtype), group in _grouped(profile.interference).items():
+        schedules = beside_schedules("exchange" if beside == "ranks" else beside, max(ranks, 2), model, dtype)
+        places = {(place.use.kernel, place.use.variant): place for place in schedules.places}
+        steps = []
+        if beside != "ranks":
+            checked = check(schedules.behind), check(schedules.beside)
+            behind, together = (simulate(one, cluster, profile).trace for one in checked)
+            steps = [(behind, together)]
+        for one in group:
+            place = places[one.kernel, one.variant]
+            if beside == "ranks":
+                simulated = _crowded(cost.kernel(0, place.use), ranks, cluster)
+            else:
+                simulated = statistics.median(slow / alone for alone, slow in compared(place, steps)[one.slowed])
+            found.append(Explained(one, simulated))
+    return found
+
+
+def _grouped(
+    slowdowns: tuple[Slowdown, ...],
+) -> dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]]:
+    """Return wall-clock slowdowns by what they were measured beside."""
+    found: dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]] = {}
+    for one in slowdowns:
+        if one.clock == "wall":
+            found.setdefault((one.beside, one.ranks, one.dtype), []).append(one)
+    return found
+
+
+def _crowded(activity: Activity, count: int, cluster: Cluster) -> float:
+    """Return how much longer an activity takes when that many like it share all that it uses."""
+    demands = [demand for phase in activity if isinstance(phase, Flow) for demand in phase.demands]
+    return max(1.0, *(count * amount / cluster.resources[resource].capacity for resource, amount in demands))

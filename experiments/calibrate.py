@@ -22,7 +22,7 @@ from experiments.simulate import writable
 from experiments.tables import percent, seconds
 from sim.errors import InputError, RankError
 from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
-from sim.workload import DTYPE_BYTES, load_model
+from sim.workload import DTYPE_BYTES, ModelSpec, load_model
 
 if TYPE_CHECKING:
     from calibrate.host import Step
@@ -78,6 +78,7 @@ def calibrate(command: Calibrate, console: Console) -> None:
     if profile.points:
         save_profile(profile, path)
         _summary(profile, state, path, console)
+        _interference(profile, model, console)
     if failure:
         raise failure
     if not profile.points:
@@ -151,3 +152,32 @@ def _summary(profile: Profile, missing: str, path: Path, console: Console) -> No
         for kernel, points, median, worst in residuals:
             table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
         console.print(table)
+
+
+def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:
+    """Print how much kernels and transfers slow each other, and what the simulator makes of it."""
+    from calibrate.residuals import explained
+
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for one, simulated in explained(profile, model):
+        beside = f"{one.ranks} ranks" if one.beside == "ranks" else one.beside
+        pair = (one.slowed, f"{one.kernel} {one.variant} {one.dtype}".replace("  ", " "))
+        cells.setdefault(pair, {})[beside] = f"{one.median:.2f} [{one.low:.2f}, {one.high:.2f}] / {simulated:.2f}"
+    heads = list(dict.fromkeys(beside for row in cells.values() for beside in row))
+    for slowed, title in (
+        ("kernel", "interference: how many times as long a kernel takes, measured [quartiles] / simulated"),
+        ("transfer", "and the transfer beside it"),
+    ):
+        used = [beside for beside in heads if any(beside in row for key, row in cells.items() if key[0] == slowed)]
+        table = Table("kernel", *(f"beside {beside}" for beside in used), title=title, title_justify="left")
+        for (what, kernel), row in cells.items():
+            if what == slowed:
+                table.add_row(kernel, *(row.get(beside, "") for beside in used))
+        if used:
+            console.print(table)
+    if profile.jitter:
+        jitter = profile.jitter
+        console.print(
+            f"jitter of kernels while all ranks are busy: --jitter {jitter.share:.2g}, correlation between ranks "
+            f"{jitter.correlation:.2g}, {jitter.runs} runs"
+        )

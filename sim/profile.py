@@ -60,6 +60,43 @@ class Point(_Data, frozen=True, kw_only=True):
             raise ValueError(f"nbytes {self.nbytes} of {self.kernel}: expected 1 or more")
 
 
+class Slowdown(_Data, frozen=True, kw_only=True):
+    """How much longer something took beside something else than without it, both within one run."""
+
+    slowed: Literal["kernel", "transfer"]
+    kernel: str
+    """As in ``KernelUse``: what is slowed, or what a transfer is slowed by."""
+    variant: str = ""
+    dtype: Dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    """HBM bytes of the kernel."""
+    beside: Literal["ranks", "exchange", "all_to_all", "all_reduce"]
+    """ranks: the same kernel on ``ranks`` ranks at once, against one; else one transfer among them."""
+    ranks: int
+    clock: Literal["wall", "thread"]
+    """thread: only while the kernel's thread is on a core, so whoever else took that core is not in it."""
+    alone_s: Seconds
+    """Median time of what is slowed, without the other."""
+    median: float
+    """Time beside it over time alone."""
+    low: float
+    """First quartile."""
+    high: float
+    """Third quartile."""
+    runs: int
+
+
+class Jitter(_Data, frozen=True, kw_only=True):
+    """How much kernels scatter while all ranks are busy."""
+
+    share: float
+    """One run of ten takes 1 + 1.645 share times the median and more: what ``--jitter`` takes (half normal)."""
+    correlation: float
+    """Of runs at the same time on different ranks: 1 where all are slow together, so that none waits for another."""
+    runs: int
+
+
 class Machine(_Data, frozen=True, kw_only=True):
     """What a profile is valid for."""
 
@@ -84,6 +121,12 @@ class Profile(_Data, frozen=True, kw_only=True):
     cluster: dict[str, Any]
     """The cluster's spec (``topology.specs.ClusterSpec``) with this machine's figures."""
     points: tuple[Point, ...]
+    interference: tuple[Slowdown, ...] = ()
+    """Only a full calibration measures it."""
+    traffic: dict[str, float] = {}
+    """Bytes that a kernel moves through memory over those that none could avoid (``KernelUse.hbm_bytes``), by kernel:
+    where several at once show it. 1 for others."""
+    jitter: Jitter | None = None
 
 
 def profile_folder() -> Path:

@@ -48,6 +48,7 @@ class CostModel:
         self._cluster = cluster
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
+        self._traffic = profile.traffic if profile else {}
         self._kernel_cache: dict[tuple[int, KernelUse], Activity] = {}
         self._transfer_cache: dict[tuple[int, int, int, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
@@ -93,7 +94,8 @@ class CostModel:
             seconds = max(use.flops / now.flops_per_s, use.hbm_bytes / now.bytes_per_s)
             if self._kernels:
                 self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, datasheet rate")
-        memory = min(use.hbm_bytes / seconds, now.bytes_per_s) if seconds > 0 else 0.0
+        moved = use.hbm_bytes * self._traffic.get(use.kernel, 1.0)
+        memory = min(moved / seconds, now.bytes_per_s) if seconds > 0 else 0.0
         return (Flow(seconds, ((device.compute, device.compute_units), (device.hbm, memory))),)
 
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from calibrate.cases import kernel_cases
-from calibrate.fit import fitted_spec
+from calibrate.fit import fitted_spec, together_of
 from calibrate.host import HostCalibration, Plan
 from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
@@ -76,7 +76,7 @@ def test_figures_follow_from_the_points() -> None:
         LinkTimes(point("exchange", (2, 2**24), 20e-3, nbytes=2**24, condition="busy"), [8e-3, 8e-3], []),
         LinkTimes(point("exchange", (4, 4096), 9e-3, nbytes=4096), [], []),
     ]
-    spec = fitted_spec(NOMINAL, kernels, links, 3e-6, 2, "now")
+    spec = fitted_spec(NOMINAL, kernels, links, together_of(kernels, [], 2), 3e-6, 2, "now")
     assert spec.host is not None
     assert spec.loopback is not None
     assert spec.host.cores == pytest.approx(2 / 1.05)
@@ -93,14 +93,14 @@ def test_figures_follow_from_the_points() -> None:
 
 
 def test_without_points_the_nominal_figures_stay() -> None:
-    spec = fitted_spec(NOMINAL, [], [], 1e-6, 2, "now")
+    spec = fitted_spec(NOMINAL, [], [], [], 1e-6, 2, "now")
     assert spec.hbm == NOMINAL.hbm
     assert spec.loopback == NOMINAL.loopback
 
 
 def test_points_that_follow_the_model_predict_each_other() -> None:
     """Attention at half of the peak at every length: no residual; one point that takes twice as long: 100 % there."""
-    spec = fitted_spec(NOMINAL, [], [], 1e-6, 2, "now")
+    spec = fitted_spec(NOMINAL, [], [], [], 1e-6, 2, "now")
     peak = spec.gpu.peak_flops_per_s["fp32"]
     lengths = (256, 512, 1024, 2048)
 

@@ -1,0 +1,119 @@
+"""Schedules that show what kernels and transfers do to each other: the same ops twice, every kernel behind a transfer,
+and beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from calibrate.cases import renumbered
+from sim.schedule import single
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.ir import Communicator, Header, Program, Schedule
+from sim.schedule.kernels import KernelUse, kernel_use
+from sim.schedule.masks import CAUSAL, FULL, Span
+from sim.schedule.ops import Kernel, Message, Op
+from sim.schedule.views import Split
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+
+Transfer = Literal["exchange", "all_to_all", "all_reduce"]
+TRANSFERS: tuple[Transfer, ...] = get_args(Transfer)
+
+_TOKENS = 1024
+_TRANSFER_BYTES = 2**24
+
+
+class Place(NamedTuple):
+    """Where a kernel and a transfer meet."""
+
+    use: KernelUse
+    transfer: int
+    """Number of the transfer's op, in both schedules."""
+
+    def kernel(self, *, beside: bool) -> int:
+        """Return the number of the kernel's op: right after the transfer's, or after the one that waits for it."""
+        return self.transfer + (1 if beside else 2)
+
+
+class BesideSchedules(NamedTuple):
+    """Two schedules that differ only in whether kernels wait for the transfer issued before them."""
+
+    behind: Schedule
+    beside: Schedule
+    places: list[Place]
+    """One for every kernel and variant that a layer, a ring and Ulysses run."""
+
+
+def beside_schedules(transfer: Transfer, ranks: int, model: ModelSpec, dtype: Dtype) -> BesideSchedules:
+    """Return the schedules of one kind of transfer among all ranks."""
+    workload = Workload(model=model, seq=_TOKENS, dtype=dtype, scope="layer")
+    link = Communicator(name="link", groups=(tuple(range(ranks)),))
+    parallel = Parallel(ring_degree=ranks)
+    header = Header(name=f"kernels beside {transfer}", workload=workload, parallel=parallel, communicators=(link,))
+
+    def schedule(*, beside: bool) -> Schedule:
+        return Schedule(header, lambda rank: _program(rank, transfer, workload, link, beside=beside)[0])
+
+    places = _program(0, transfer, workload, link, beside=False)[1]
+    return BesideSchedules(schedule(beside=False), schedule(beside=True), places)
+
+
+def _program(
+    rank: int, transfer: Transfer, workload: Workload, link: Communicator, *, beside: bool
+) -> tuple[Program, list[Place]]:
+    """Return a rank's program and its places: the kernels of a layer and others, the first of each with a transfer."""
+    own = _own(rank, transfer, workload, link)
+    layer = single.build(workload, Parallel()).program(0)
+    number = {buffer: len(own.buffers) + buffer for buffer in range(len(layer.buffers))}
+    fill, moving, waiting, *others = own.ops
+    given = msgspec.structs.replace(
+        own,
+        buffers=(*own.buffers, *layer.buffers),
+        inputs=(*own.inputs, *(renumbered(port, number) for port in layer.inputs)),
+    )
+    places: dict[tuple[str, str], Place] = {}
+    ops: list[Op] = [fill]
+    for op in (*(renumbered(op, number) for op in layer.ops), *others):
+        assert isinstance(op, Kernel)
+        use = kernel_use(op, given)
+        kind = (use.kernel, use.variant)
+        if kind in places:
+            ops.append(op)
+            continue
+        places[kind] = Place(use, len(ops))
+        meeting = msgspec.structs.replace(moving, label=f"{transfer} and {' '.join(kind)}")
+        ops += [meeting, op, waiting] if beside else [meeting, waiting, op]
+    return msgspec.structs.replace(given, ops=tuple(ops)), list(places.values())
+
+
+def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) -> Program:
+    """Return a program of what fills a buffer, sends it and waits for it, and of the kernels that no layer has: a copy,
+    attention without a mask, and a merge.
+    """
+    model, tokens, ranks = workload.model, workload.seq, len(link.groups[0])
+    row_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[workload.dtype]
+    heads, kv_heads, sent = Span(0, model.num_heads), Span(0, model.num_kv_heads), _TRANSFER_BYTES // row_bytes
+    b = ProgramBuilder(rank, workload)
+    given = b.input("dq", (Span(0, max(sent // ranks, 1) * ranks),), heads)
+    taken = b.like("taken", given, "communication")
+    b.copy(given, taken, "fill")
+    if transfer == "exchange":
+        b.exchange(link, [Message((rank + 1) % ranks, given)], [Message((rank - 1) % ranks, taken)], transfer)
+    elif transfer == "all_to_all":
+        b.all_to_all(link, Split(given, 1, ranks), Split(taken, 1, ranks), transfer)
+    else:
+        b.all_reduce(link, taken, transfer)
+    b.copy(taken[:, :1], b.like("awaited", taken[:, :1], "attention"), "await")
+    b.copy(given, b.like("copied", given, "attention"), "copy")
+    halves = (Span(0, tokens // 2), Span(tokens // 2, tokens))
+    q = b.input("q", halves[1:], heads)
+    parts = []
+    for half, band in zip(halves, (FULL, CAUSAL), strict=True):
+        k, v = b.input("k", (half,), kv_heads), b.input("v", (half,), kv_heads)
+        out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[1], model.num_heads, "attention")
+        b.attend(q, k, v, out, lse, band, "attend")
+        parts.append((out, lse))
+    b.merge(parts[0], parts[1], "merge")
+    return b.build()
