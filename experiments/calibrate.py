@@ -162,10 +162,10 @@ def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:
     for one, simulated in explained(profile, model):
         beside = f"{one.ranks} ranks" if one.beside == "ranks" else one.beside
         pair = (one.slowed, f"{one.kernel} {one.variant} {one.dtype}".replace("  ", " "))
-        cells.setdefault(pair, {})[beside] = f"{one.median:.2f} [{one.low:.2f}, {one.high:.2f}] / {simulated:.2f}"
+        cells.setdefault(pair, {})[beside] = f"{one.median:.2f} ({one.low:.2f}, {one.high:.2f}) / {simulated:.2f}"
     heads = list(dict.fromkeys(beside for row in cells.values() for beside in row))
     for slowed, title in (
-        ("kernel", "interference: how many times as long a kernel takes, measured [quartiles] / simulated"),
+        ("kernel", "interference: how many times as long a kernel takes, measured (quartiles) / simulated"),
         ("transfer", "and the transfer beside it"),
     ):
         used = [beside for beside in heads if any(beside in row for key, row in cells.items() if key[0] == slowed)]
