@@ -166,6 +166,7 @@ class HostCalibration:
     def _time_beside(self, transfer: Transfer, dtype: Dtype) -> None:
         self._beside += time_beside(self._on(self._cores), transfer, self._plan.model, dtype)
 
+
 def software() -> dict[str, str]:
     """Return the versions of what runs here."""
     return {
