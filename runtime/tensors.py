@@ -21,7 +21,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 }
 
 _HEAP = 3
-"""Heap over peak of the buffers. It comes to 2.0 to 2.2: an aligned chunk that was freed is too small for its like."""
+"""Heap over peak of the buffers: it was seen to come to 2.0 to 2.2 (glibc 2.36), perhaps by fragmentation."""
 
 
 class Storage:
@@ -81,9 +81,9 @@ class Storage:
 def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
     """Touch as much heap as a CPU process will come to need, which it then keeps (``launch``), so that no step pays.
 
-    Else the heap grows for ten steps and more, since the threads of transfers take from it too, at other moments each
-    time; and the kernel that happens to stand at the peak pays for the first touch of its pages: 0.2 ms per 2 MiB, on a
-    virtual machine whose host has yet to find that memory 8 ms, several times what the kernel takes.
+    Else the heap was seen to grow for ten steps, by other amounts each time, and the kernel at the peak to pay for the
+    first touch of its pages: on a virtual machine 8 ms per 2 MiB, and 0.2 ms where the pages had been used before,
+    presumably since its host had to find that memory first.
     """
     if device.type == "cpu" and sys.platform == "linux":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
