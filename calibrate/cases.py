@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from sim.errors import InputError
+from sim.options import Options
 from sim.profile import Point
-from sim.schedule import ring, single, ulysses
+from sim.schedule import allgather, ring, single, ulysses
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
-from sim.schedule.ops import Kernel
+from sim.schedule.ops import AttentionName, Kernel
 from sim.schedule.views import View
 from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
 
@@ -65,17 +66,30 @@ def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCas
         yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
     for tokens in (2**n for n in range(4, 15, 5 if quick else 2)):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
-        programs = [ring.build(workload, Parallel(ring_degree=2)).program(1)]
-        with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time
-            programs.append(ulysses.build(workload, Parallel(ulysses_degree=2)).program(1))
-        for program in programs:
+        for program in _programs_of_two(workload):
             yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
+    for kernel in () if quick else get_args(AttentionName):
+        yield from _attention(model, dtype, "causal", range(low, top - 1), kernel)
 
 
-def _attention(model: ModelSpec, dtype: Dtype, mask: MaskName, exponents: Iterable[int]) -> Iterator[KernelCase]:
+def _programs_of_two(workload: Workload) -> Iterator[Program]:
+    """Yield what one of two ranks does in schedules that between them have every kernel around attention."""
+    on_rings: tuple[dict[str, Any], ...] = ({}, {"ring_backward": "kv-at-hand"}, {"ring_backward": "queries"})
+    for options in on_rings:
+        yield ring.build(workload, Parallel(ring_degree=2, options=Options(**options))).program(0)
+    yield allgather.build(workload, Parallel(ring_degree=2, options=Options(layout="zigzag"))).program(1)
+    alone = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, num_kv_heads=1))
+    for one in (workload, alone):
+        with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time
+            yield ulysses.build(one, Parallel(ulysses_degree=2)).program(1)
+
+
+def _attention(
+    model: ModelSpec, dtype: Dtype, mask: MaskName, exponents: Iterable[int], kernel: AttentionName = "flash"
+) -> Iterator[KernelCase]:
     for n in exponents:
         workload = Workload(model=model, seq=2**n, mask=mask, dtype=dtype)
-        yield from cases_of(single.build(workload, Parallel()).program(0))
+        yield from cases_of(single.build(workload, Parallel(options=Options(kernel=kernel))).program(0))
 
 
 def cases_of(program: Program) -> Iterator[KernelCase]:
@@ -86,8 +100,8 @@ def cases_of(program: Program) -> Iterator[KernelCase]:
 
 
 def case_of(point: Point) -> KernelCase | None:
-    """Return the case that a point of a profile was measured with: attention or a matrix product; None for others."""
-    if point.kernel in ATTENTION_KERNELS:
+    """Return the case that a point of a profile was measured with: fused attention or a matrix product; None for others."""
+    if point.kernel in ATTENTION_KERNELS and point.variant in {"causal", "full"}:
         _, tokens, _, heads, kv_heads, head_dim = point.shape
         model = _model(embed_dim=heads * head_dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
         mask: MaskName = "causal" if point.variant == "causal" else "full"

@@ -128,7 +128,7 @@ def _ranks(sweep: Sweep) -> list[int]:
 
 def _schedules(sweep: Sweep) -> list[str]:
     if not sweep.schedule:
-        return [name for name, entry in SCHEDULES.items() if entry.splits != "nothing"]
+        return [name for name, entry in SCHEDULES.items() if entry.degrees]
     return _split(sweep.schedule, "--schedules", ",".join(SCHEDULES))
 
 
