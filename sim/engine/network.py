@@ -9,11 +9,11 @@ full. Only what hangs together through overloaded resources is solved again, so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
-import simpy
-
+from sim.engine.clock import Clock, Then, Timer
 from topology.cluster import Resource
 
 Demands: TypeAlias = tuple[tuple[int, float], ...]
@@ -51,79 +51,76 @@ Activity: TypeAlias = tuple[Phase, ...]
 
 
 class _Running:
-    """A flow under way; ``then`` is called at its end."""
+    """A flow under way; ``then`` is called at its end, of which ``timer`` tells."""
 
     __slots__ = ("last_s", "left_s", "number", "speed", "then", "timer", "uses")
 
-    def __init__(self, number: int, flow: Flow, then: Callable[[], None], now: float) -> None:
+    def __init__(self, number: int, flow: Flow, then: Then, now: float) -> None:
         self.number = number
         self.uses = flow.demands
         self.left_s = flow.seconds
         self.speed = 0.0
         self.last_s = now
-        self.timer = 0
+        self.timer: _End | None = None
         self.then = then
 
 
-def _end(event: simpy.Event) -> None:
-    event.succeed()
+class _End(Timer):
+    """The timer of a flow's end."""
+
+    def __init__(self, call: Callable[[Any], None], running: _Running) -> None:
+        super().__init__(call)
+        self.running = running
 
 
 class Network:
     """The resources of a cluster and everything that runs on them."""
 
-    def __init__(self, env: simpy.Environment, resources: list[Resource]) -> None:
-        self._env = env
+    def __init__(self, clock: Clock, resources: list[Resource]) -> None:
+        self._clock = clock
         self._capacity = [resource.capacity for resource in resources]
         self._held = [0.0] * len(resources)
         self._limit = [resource.capacity * _SLACK for resource in resources]
         self._load = [0.0] * len(resources)
         self._users: list[dict[_Running, float]] = [{} for _ in resources]
-        self._queues: dict[int, deque[tuple[float, simpy.Event]]] = {}
+        self._queues: dict[int, deque[tuple[float, Then]]] = {}
         self._dirty: dict[int, None] = {}
         self._created = 0
 
-    def done(self, activity: Activity) -> simpy.Event:
-        """Begin an activity; return the event of its end."""
-        event = self._env.event()
-        self.run(activity, lambda: _end(event))
-        return event
-
-    def run(self, activity: Activity, then: Callable[[], None]) -> None:
-        """Begin an activity; call ``then`` at its end."""
-        if not activity:
+    def run(self, activity: Activity, then: Then, at: int = 0) -> None:
+        """Begin an activity, at phase number ``at``; call ``then`` at its end."""
+        if at == len(activity):
             then()
             return
-        phase, rest = activity[0], activity[1:]
-        follow = (lambda: self.run(rest, then)) if rest else then
+        phase, following = activity[at], at + 1
         if isinstance(phase, Flow):
-            self._start(phase, follow)
-        elif isinstance(phase, Latency):
-            self._after(phase.seconds, follow)
-        elif isinstance(phase, Wait):
-            rounds = self._load[phase.resource] * _SLACK // self._free(phase.resource)
-            self._after(rounds * phase.seconds, follow)
-        else:
-            assert_never(phase)
-
-    def _after(self, seconds: float, then: Callable[[], None]) -> None:
-        """Call ``then`` after a delay; at once if there is none."""
-        if seconds <= 0:
-            then()
+            self._start(phase, then if following == len(activity) else partial(self.run, activity, then, following))
             return
-        timer = self._env.timeout(seconds)
-        assert timer.callbacks is not None
-        timer.callbacks.append(lambda _: then())
+        delay_s = self._delay_s(phase)
+        if delay_s > 0:
+            self._clock.after(delay_s, partial(self.run, activity, then, following))
+        else:
+            self.run(activity, then, following)
 
-    def hold(self, resource: int, amount: float) -> Generator[simpy.Event, Any, None]:
-        """Take an amount of a resource off the top, first come first served; something is always left for flows."""
+    def _delay_s(self, phase: Latency | Wait) -> float:
+        if isinstance(phase, Latency):
+            return phase.seconds
+        if isinstance(phase, Wait):
+            rounds = self._load[phase.resource] * _SLACK // self._free(phase.resource)
+            return rounds * phase.seconds
+        assert_never(phase)
+
+    def hold(self, resource: int, amount: float, turn: Then) -> bool:
+        """Take an amount of a resource off the top, first come first served; something is always left for flows.
+
+        Return whether it was there at once; if not, ``turn`` is called when it is.
+        """
         queue = self._queues.setdefault(resource, deque())
         if queue or self._held[resource] + amount >= self._capacity[resource]:
-            turn = self._env.event()
             queue.append((amount, turn))
-            yield turn
-        else:
-            self._change_hold(resource, amount)
+            return False
+        self._change_hold(resource, amount)
+        return True
 
     def release(self, resource: int, amount: float) -> None:
         """Give back what was held."""
@@ -132,7 +129,7 @@ class Network:
         while queue and self._held[resource] + queue[0][0] < self._capacity[resource]:
             amount, turn = queue.popleft()
             self._change_hold(resource, amount)
-            turn.succeed()
+            turn()
 
     def _free(self, resource: int) -> float:
         return self._capacity[resource] - self._held[resource]
@@ -140,27 +137,33 @@ class Network:
     def _overloaded(self, resource: int) -> bool:
         return self._load[resource] > self._limit[resource]
 
-    def _start(self, flow: Flow, then: Callable[[], None]) -> None:
+    def _start(self, flow: Flow, then: Then) -> None:
         self._created += 1
-        running = _Running(self._created, flow, then, self._env.now)
-        contended = []
+        running = _Running(self._created, flow, then, self._clock.now)
+        load, contended = self._load, []
         for resource, amount in flow.demands:
             self._users[resource][running] = amount
-            self._load[resource] += amount
-            if self._load[resource] > self._limit[resource]:
+            load[resource] += amount
+            if load[resource] > self._limit[resource]:
                 contended.append(resource)
         if contended:
             self._adjust(running, contended)
         else:
             self._set_speed(running, 1.0)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, timer: _End) -> None:
+        running, load = timer.running, self._load
+        running.timer = None
         for resource, amount in running.uses:
             users = self._users[resource]
-            if len(users) > 1 and self._overloaded(resource):
+            if len(users) == 1:
+                users.clear()
+                load[resource] = 0.0
+                continue
+            if load[resource] > self._limit[resource]:
                 self._settle_soon(resource)
             del users[running]
-            self._load[resource] = self._load[resource] - amount if users else 0.0
+            load[resource] -= amount
         running.then()
 
     def _change_hold(self, resource: int, amount: float) -> None:
@@ -171,41 +174,44 @@ class Network:
             users = self._users[resource]
             if len(users) == 1:
                 (running,) = users
-                self._adjust(running, [r for r, _ in running.uses if self._overloaded(r)])
+                self._adjust(running, [r for r, _ in running.uses if self._load[r] > self._limit[r]])
             else:
                 self._settle_soon(resource)
 
     def _adjust(self, running: _Running, contended: list[int]) -> None:
         """Set the speed of one flow at once if nothing shares what it finds full, else leave it to the settling."""
-        if all(len(self._users[resource]) == 1 for resource in contended):
-            shares = [self._free(resource) / self._users[resource][running] for resource in contended]
-            self._set_speed(running, min(shares, default=1.0))
+        speed = 1.0
+        for resource in contended:
+            users = self._users[resource]
+            if len(users) > 1:
+                break
+            speed = min(speed, self._free(resource) / users[running])
         else:
-            for resource in contended:
-                self._settle_soon(resource)
+            self._set_speed(running, speed)
+            return
+        for resource in contended:
+            self._settle_soon(resource)
 
     def _set_speed(self, running: _Running, speed: float) -> None:
         """Change the speed of a flow and the time at which it will end."""
-        now = self._env.now
+        now = self._clock.now
         running.left_s -= (now - running.last_s) * running.speed
         running.last_s = now
         running.speed = speed
-        running.timer += 1
-        version = running.timer
+        if running.timer is not None:
+            running.timer.cancel()
+            running.timer = None
         if speed > 0:
-            end = self._env.timeout(max(running.left_s, 0.0) / speed)
-            assert end.callbacks is not None
-            end.callbacks.append(lambda _: self._finish(running) if running.timer == version else None)
+            running.timer = timer = _End(self._finish, running)
+            self._clock.start(timer, max(running.left_s, 0.0) / speed)
 
     def _settle_soon(self, resource: int) -> None:
         """Solve again once everything that happens at this moment has happened."""
         if not self._dirty:
-            moment = self._env.timeout(0)
-            assert moment.callbacks is not None
-            moment.callbacks.append(self._settle)
+            self._clock.soon(self._settle)
         self._dirty[resource] = None
 
-    def _settle(self, _: simpy.Event) -> None:
+    def _settle(self) -> None:
         flows, full = self._component()
         for running, speed in self._filled(flows, full).items():
             if speed != running.speed:

@@ -1,6 +1,7 @@
 """The simulator: plays a checked schedule on a cluster and writes a trace.
 
-Every stream of every rank is a SimPy process that takes its ops in order. An op is issued when the host gets to it:
+Every stream of every rank takes its ops in order: a generator that yields where it has to wait, and is resumed by what
+it waits for. An op is issued when the host gets to it:
 
     issue = max(previous issue, last synchronisation) + launch
 
@@ -14,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from functools import cache, partial
 from random import Random
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
-import simpy
-
+from sim.engine.clock import Clock, Then
 from sim.engine.cost import CostModel
 from sim.engine.network import Activity, Flow, Network
 from sim.errors import InputError, ScheduleError
@@ -29,7 +29,8 @@ from sim.schedule.ops import COMPUTE, HOST, AllToAll, Collective, Exchange, Host
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
 
-Events = Generator[simpy.Event, Any, None]
+_NOT_YET = -1.0
+"""The time of what has not happened."""
 
 
 class Simulation:
@@ -49,7 +50,7 @@ class Jitter(NamedTuple):
 
     def factor(self, rank: int, index: int) -> float:
         """Return by how much one kernel is stretched; the same for the same seed, rank and op."""
-        return 1.0 + self.share * abs(Random(f"{self.seed} {rank} {index}").gauss(0.0, 1.0))
+        return 1.0 if not self.share else 1.0 + self.share * abs(Random(f"{self.seed} {rank} {index}").gauss(0.0, 1.0))
 
 
 STEADY = Jitter()
@@ -78,158 +79,178 @@ def simulate(
     return Simulation(trace, cost, cluster)
 
 
+class _Rank:
+    """What the streams of one rank share: its ops with all that can be known of them before, and their times."""
+
+    def __init__(self, program: Program, checked: Checked, cluster: Cluster, cost: CostModel, jitter: Jitter) -> None:
+        gpu, rank, count = cluster.spec.gpu, program.rank, len(program.ops)
+        self.number = rank
+        self.ops = program.ops
+        self.activities = [
+            None if use is None else _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
+            for index, use in enumerate(checked.kernels[rank])
+        ]
+        self.issues = list(_issues(program, gpu.launch_s, inline=gpu.kind == "cpu"))
+        behind = _behind(program, cuda=gpu.kind == "cuda")
+        self.waits = [(*data, *kernel) for data, kernel in zip(checked.dependencies[rank].waits, behind, strict=True)]
+        self.handoff = cost.handoff(rank)
+        self.holds = cost.communication_holds(rank)
+        self.posted, self.begun, self.ended = ([_NOT_YET] * count for _ in range(3))
+        self.waiting: dict[int, list[Then]] = {}
+        """Per op the streams that go on at its end."""
+
+    def end(self, index: int, clock: Clock) -> None:
+        """End an op, and let those that wait for it go on."""
+        self.ended[index] = clock.now
+        for resume in self.waiting.pop(index, ()):
+            clock.soon(resume)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of all ops."""
+        times = zip(self.posted, self.begun, self.ended, strict=True)
+        for index, (op, of_op) in enumerate(zip(self.ops, times, strict=True)):
+            yield Row(self.number, index, op.stream, type(op).__name__, op.part, op.label, *of_op)
+
+
 class _Player:
     """One run of a schedule."""
 
     def __init__(self, checked: Checked, cluster: Cluster, cost: CostModel, jitter: Jitter) -> None:
-        self._checked = checked
-        self._jitter = jitter
-        self._cluster = cluster
         self._cost = cost
-        self._env = simpy.Environment()
-        self._network = Network(self._env, cluster.resources)
+        self._clock = Clock()
+        self._network = Network(self._clock, cluster.resources)
         self._programs = checked.schedule.programs
-        self._ended: list[list[float]] = [[-1.0] * len(program.ops) for program in self._programs]
-        self._rows: list[list[Row | None]] = [[None] * len(program.ops) for program in self._programs]
-        self._waiting: dict[Key, simpy.Event] = {}
-        self._posted: dict[Key, float] = {}
-        self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
-        self._begun: dict[Key, float] = {}
-        self._done: dict[Key, simpy.Event] = {}
-        cuda = cluster.spec.gpu.kind == "cuda"
-        self._behind = [list(_behind(program, cuda=cuda)) for program in self._programs]
+        self._ranks = [_Rank(program, checked, cluster, cost, jitter) for program in self._programs]
+        self._matching = checked.matching
+        self._resume: dict[Key, Then] = {}
+        self._offered = bytearray(len(self._matching.transfers))
+        self._missing = {key: len(found) for key, found in self._matching.transfers_of.items()}
+        self._absent = [len(group.members) for group in self._matching.groups]
         schedule = checked.schedule
         self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
+        self._sms = cluster.spec.gpu.communication_sms
 
     def play(self) -> list[Row]:
         """Run to the end and return the rows of all ranks."""
-        for program in self._programs:
-            issue = list(_issues(program, self._cluster.spec.gpu.launch_s, inline=self._cluster.spec.gpu.kind == "cpu"))
+        for rank in self._ranks:
             streams: dict[str, list[int]] = {}
-            for index, op in enumerate(program.ops):
+            for index, op in enumerate(rank.ops):
                 streams.setdefault(op.stream, []).append(index)
             for indices in streams.values():
-                self._env.process(self._stream(program, indices, issue))
-        self._env.run()
-        rows = [row for of_rank in self._rows for row in of_rank if row is not None]
-        if len(rows) < sum(len(program.ops) for program in self._programs):
+                stream = self._stream(rank, indices)
+                next(stream)  # it is given what resumes it where it first yields
+                self._clock.soon(partial(stream.send, partial(next, stream)))
+        self._clock.run()
+        if any(end_s < 0 for rank in self._ranks for end_s in rank.ended):
             raise ScheduleError(
                 f"the simulation came to a standstill: communication kernels hold all SMs of a GPU while they wait for "
-                f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below "
-                f"{self._cluster.spec.gpu.communication_sms}"
+                f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below {self._sms}"
             )
-        return rows
+        return [row for rank in self._ranks for row in rank.rows()]
 
-    def _stream(self, program: Program, indices: list[int], issue: list[tuple[int, float]]) -> Events:
-        """Take the ops of one stream in order."""
-        env, rank = self._env, program.rank
-        ended, waits = self._ended[rank], self._checked.dependencies[rank].waits
-        behind = self._behind[rank]
-        handoff = self._cost.handoff(rank)
+    def _stream(self, rank: _Rank, indices: list[int]) -> Generator[None, Then, None]:
+        """Take the ops of one stream in order, each from its issue to its end."""
+        clock, network = self._clock, self._network
+        number, ops, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
+        posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
+        own = ops[indices[0]].stream in {COMPUTE, HOST}
+        resume = yield
+        wake = partial(clock.soon, resume)
         for index in indices:
-            asleep_since_s = env.now
-            after, launch_s = issue[index]
-            if after >= 0 and ended[after] < 0:
-                yield self._end_of((rank, after))
-            issued_s = launch_s + (ended[after] if after >= 0 else 0.0)
-            if issued_s > env.now:
-                yield env.timeout(issued_s - env.now)
-            for other in (*waits[index], *behind[index]):
+            asleep_since_s = clock.now
+            after, issued_s = rank.issues[index]
+            if after >= 0:
+                if ended[after] < 0:
+                    waiting.setdefault(after, []).append(resume)
+                    yield
+                issued_s += ended[after]
+            if issued_s > clock.now:
+                clock.after(issued_s - clock.now, resume)
+                yield
+            for other in rank.waits[index]:
                 if ended[other] < 0:
-                    yield self._end_of((rank, other))
-            own = program.ops[index].stream in {COMPUTE, HOST}
-            if handoff and env.now > max(asleep_since_s, issued_s if own else 0.0):
-                yield self._network.done(handoff)  # another thread has to wake this one
-            yield from self._op(program, index, program.ops[index])
+                    waiting.setdefault(other, []).append(resume)
+                    yield
+            if handoff and clock.now > max(asleep_since_s, issued_s if own else 0.0):
+                network.run(handoff, wake)  # another thread has to wake this one
+                yield
+            posted[index] = begun[index] = clock.now
+            activity = activities[index]
+            if activity is not None:
+                network.run(activity, wake)
+                yield
+            elif not isinstance(ops[index], HostSync):  # whose waits are the ends of the streams
+                for resource, amount in holds:
+                    if not network.hold(resource, amount, wake):
+                        yield
+                if self._communicate((number, index), ops[index], resume):
+                    yield
+                for resource, amount in holds:
+                    network.release(resource, amount)
+            rank.end(index, clock)
+        yield  # what resumes a stream does not ask whether it is at its end
 
-    def _op(self, program: Program, index: int, op: Op) -> Events:
-        """Carry out one op from its posting to its end."""
-        key, posted_s = (program.rank, index), self._env.now
-        begin_s = posted_s
-        use = self._checked.kernels[program.rank][index]
-        if use is not None:
-            activity = self._cost.kernel(program.rank, use)
-            if self._jitter.share:
-                activity = _stretched(activity, self._jitter.factor(program.rank, index))
-            yield self._network.done(activity)
-        elif isinstance(op, Exchange):
-            yield from self._held(key, self._exchange(key, op))
-            begin_s = self._begun.get(key, posted_s)
-        elif isinstance(op, Collective):
-            yield from self._held(key, self._collective(key, op))
-            begin_s = self._begun[key]
-        elif isinstance(op, HostSync):
-            pass  # its waits are the ends of the streams
-        elif isinstance(op, Kernel):
-            raise AssertionError(f"no kernel for {op}")
-        else:
-            assert_never(op)
-        end_s = self._env.now
-        self._ended[program.rank][index] = end_s
-        self._rows[program.rank][index] = Row(
-            program.rank, index, op.stream, type(op).__name__, op.part, op.label, posted_s, begin_s, end_s
-        )
-        waiting = self._waiting.pop(key, None)
-        if waiting is not None:
-            waiting.succeed()
+    def _communicate(self, key: Key, op: Op, resume: Then) -> bool:
+        """Post a communication op; return whether it takes time, at the end of which its stream goes on."""
+        if isinstance(op, Exchange):
+            return self._exchange(key, op, resume)
+        if isinstance(op, Collective):
+            return self._collective(key, op, resume)
+        if isinstance(op, Kernel | HostSync):
+            raise AssertionError(f"no communication: {op}")
+        assert_never(op)
 
-    def _end_of(self, key: Key) -> simpy.Event:
-        """Return the event of an op's end."""
-        if key not in self._waiting:
-            self._waiting[key] = self._env.event()
-        return self._waiting[key]
-
-    def _held(self, key: Key, inner: Events) -> Events:
-        """Carry out communication while its kernel holds SMs, also while it waits for its peers."""
-        holds = self._cost.communication_holds(key[0])
-        for resource, amount in holds:
-            yield from self._network.hold(resource, amount)
-        yield from inner
-        for resource, amount in holds:
-            self._network.release(resource, amount)
-
-    def _exchange(self, key: Key, op: Exchange) -> Events:
-        """Post an Exchange, start the transfers whose other side is there, and wait for all of its own."""
-        self._posted[key] = self._env.now
-        matching = self._checked.matching
-        group = self._group_size(op.communicator, key[0])
-        for number in matching.transfers_of.get(key, ()):
-            transfer = matching.transfers[number]
-            if transfer.source in self._posted and transfer.target in self._posted:
-                self._begun[transfer.source] = self._begun[transfer.target] = self._env.now
-                activity = self._cost.transfer(transfer.source[0], transfer.target[0], transfer.nbytes, group)
-                self._network.run(activity, partial(self._arrived, transfer.source, transfer.target))
-        if self._missing.get(key):
-            self._done[key] = self._env.event()
-            yield self._done[key]
+    def _exchange(self, key: Key, op: Exchange, resume: Then) -> bool:
+        """Start the transfers whose other side is there; the end of an Exchange is that of its last one."""
+        now = self._clock.now
+        for number in self._matching.transfers_of.get(key, ()):
+            if not self._offered[number]:
+                self._offered[number] = True
+                continue
+            source, target, _, nbytes = self._matching.transfers[number]
+            for rank, index in (source, target):
+                self._ranks[rank].begun[index] = now
+            activity = self._cost.transfer(source[0], target[0], nbytes, self._group_size(op.communicator, key[0]))
+            self._network.run(activity, partial(self._arrived, source, target))
+        if not self._missing.get(key):
+            return False
+        self._resume[key] = resume
+        return True
 
     def _arrived(self, *sides: Key) -> None:
         """Count a finished transfer; the last one of an Exchange ends it."""
         for key in sides:
             self._missing[key] -= 1
-            if self._missing[key] == 0 and key in self._done:
-                self._done.pop(key).succeed()
+            if self._missing[key] == 0 and key in self._resume:
+                self._clock.soon(self._resume.pop(key))
 
-    def _collective(self, key: Key, op: Collective) -> Events:
-        """Wait until all members have posted; the last one plays the activity of the group."""
-        matching = self._checked.matching
-        members = matching.groups[matching.group_of[key]].members
-        self._posted[key] = self._env.now
-        if any(member not in self._posted for member in members):
-            self._done[key] = self._env.event()
-            yield self._done[key]
-            return
+    def _collective(self, key: Key, op: Collective, resume: Then) -> bool:
+        """Begin a collective if this is the last of its members to post."""
+        number = self._matching.group_of[key]
+        members = self._matching.groups[number].members
+        self._resume[key] = resume
+        self._absent[number] -= 1
+        if not self._absent[number]:
+            for rank, index in members:
+                self._ranks[rank].begun[index] = self._clock.now
+            ranks = tuple(rank for rank, _ in members)
+            activity = self._cost.collective(op, ranks, part_bytes(self._programs[key[0]], op))
+            self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members)))
+        return True
+
+    def _parted(self, last: Key, members: tuple[Key, ...]) -> None:
+        """End a collective on all members; the one that began it goes on first."""
+        resume = self._resume.pop(last)
         for member in members:
-            self._begun[member] = self._env.now
-        ranks = tuple(rank for rank, _ in members)
-        yield self._network.done(self._cost.collective(op, ranks, part_bytes(self._programs[key[0]], op)))
-        for member in members:
-            if member != key:
-                self._done.pop(member).succeed()
+            if member != last:
+                self._clock.soon(self._resume.pop(member))
+        resume()
 
 
 def _stretched(activity: Activity, factor: float) -> Activity:
     """Return a kernel that takes ``factor`` times as long, and moves its bytes more slowly."""
+    if factor == 1.0:
+        return activity
     return tuple(
         Flow(phase.seconds * factor, phase.demands) if isinstance(phase, Flow) else phase for phase in activity
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.engine.clock import Clock
 from sim.engine.network import Activity, Flow, Latency, Network, Wait
 from topology.cluster import Resource
 
@@ -15,14 +15,16 @@ class Machine:
     """Resources A, B, … of given capacities; what is started leaves its end time in ``ends``."""
 
     def __init__(self, *capacities: float) -> None:
-        self.env = simpy.Environment()
+        self.env = Clock()
         self.network = Network(self.env, [Resource(str(i), "x", c) for i, c in enumerate(capacities)])
         self.ends: dict[str, float] = {}
 
     def start(self, name: str, activity: Activity, at: float = 0.0) -> None:
         def later() -> object:
             yield self.env.timeout(at)
-            yield self.network.done(activity)
+            end = self.env.event()
+            self.network.run(activity, end.succeed)
+            yield end
             self.ends[name] = self.env.now
 
         self.env.process(later())  # type: ignore[arg-type]
@@ -30,7 +32,9 @@ class Machine:
     def hold(self, resource: int, amount: float, at: float, until: float) -> None:
         def later() -> object:
             yield self.env.timeout(at)
-            yield from self.network.hold(resource, amount)
+            turn = self.env.event()
+            if not self.network.hold(resource, amount, turn.succeed):
+                yield turn
             self.ends[f"hold {at}"] = self.env.now
             yield self.env.timeout(max(until - self.env.now, 0))
             self.network.release(resource, amount)
