@@ -16,7 +16,7 @@ from sim.schedule.equations import ports_of
 from sim.schedule.ir import Program, Schedule
 from sim.schedule.kernels import KernelUse, kernel_uses
 from sim.schedule.matching import Matching, match, wire_bytes
-from sim.schedule.ops import Collective, Exchange
+from sim.schedule.ops import Communication
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.wellformed import op_problem, port_problem
 from sim.workload import Workload
@@ -63,7 +63,7 @@ def _check_program(program: Program, workload: Workload) -> None:
     streams: dict[str, str] = {}
     for index, op in enumerate(program.ops):
         problem = op_problem(op, program, inputs)
-        if isinstance(op, Exchange | Collective) and streams.setdefault(op.communicator, op.stream) != op.stream:
+        if isinstance(op, Communication) and streams.setdefault(op.communicator, op.stream) != op.stream:
             problem = f"uses communicator {op.communicator!r} on a second stream; use one stream for each"
         if problem:
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")

@@ -28,6 +28,7 @@ def derive(program: Program) -> Dependencies:
     # Per buffer: the writes that are still visible, and the reads of what they wrote.
     writers: list[dict[Slices, int]] = [{} for _ in program.buffers]
     readers: list[list[tuple[Slices, int]]] = [[] for _ in program.buffers]
+    whole = [tuple([(0, extent) for extent in buffer.shape]) for buffer in program.buffers]
     data: list[tuple[int, ...]] = []
     for index, op in enumerate(program.ops):
         found: set[int] = set()
@@ -49,6 +50,9 @@ def derive(program: Program) -> Dependencies:
             readers[view.buffer].append((view.slices, index))
         for view in writes:
             slices, number = view.slices, view.buffer
+            if slices == whole[number]:  # most writes, and a write of all covers all
+                writers[number], readers[number] = {slices: index}, []
+                continue
             writers[number] = {box: i for box, i in writers[number].items() if not _covers(slices, box)}
             readers[number] = [read for read in readers[number] if not _covers(slices, read[0])]
             writers[number][slices] = index
@@ -58,7 +62,7 @@ def derive(program: Program) -> Dependencies:
 
 def _reduced(program: Program, data: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[dict[str, int]]]:
     """Return ``waits`` and ``known`` (see Dependencies), by vector clocks over the streams."""
-    ops = program.ops
+    streams = [op.stream for op in program.ops]
     waits: list[tuple[int, ...]] = []
     known: list[dict[str, int]] = []
     last: dict[str, int] = {}
@@ -68,14 +72,18 @@ def _reduced(program: Program, data: list[tuple[int, ...]]) -> tuple[list[tuple[
         for stream, index in known[ended].items():
             if clock.get(stream, -1) < index:
                 clock[stream] = index
-        stream = ops[ended].stream
+        stream = streams[ended]
         if clock.get(stream, -1) < ended:
             clock[stream] = ended
 
-    for index, op in enumerate(ops):
-        clock = dict(host)
-        if op.stream in last:
-            learn(clock, last[op.stream])
+    for index, op in enumerate(program.ops):
+        if not host and op.stream in last:  # nothing but its predecessor tells it anything yet
+            before = last[op.stream]
+            clock = {**known[before], op.stream: before}
+        else:
+            clock = dict(host)
+            if op.stream in last:
+                learn(clock, last[op.stream])
         if isinstance(op, HostSync):
             needed = [last[stream] for stream in op.streams if stream in last]
             for other in needed:
@@ -84,7 +92,7 @@ def _reduced(program: Program, data: list[tuple[int, ...]]) -> tuple[list[tuple[
         else:
             needed = []
             for other in reversed(data[index]):
-                if clock.get(ops[other].stream, -1) < other:
+                if clock.get(streams[other], -1) < other:
                     needed.append(other)
                     learn(clock, other)
         waits.append(tuple(needed))

@@ -420,8 +420,9 @@ class Barrier(_Op, frozen=True, kw_only=True):
 
 
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
+Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
 """What a layer does to each token by itself."""
 Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
-Op: TypeAlias = Kernel | Exchange | Collective | HostSync
+Op: TypeAlias = Kernel | Communication | HostSync

@@ -110,13 +110,13 @@ class AbstractPlayer:
             if (before is not None and not ended[before]) or not all(ended[i] for i in dependencies.waits[index]):
                 break
             self._begun[rank] += 1
-            if isinstance(op, Kernel):
+            if isinstance(op, Exchange):
+                woken |= self._exchange(rank, index)
+            elif isinstance(op, Kernel):
                 self._kernel(rank, index, op)
                 ended[index] = 1
             elif isinstance(op, HostSync):
                 ended[index] = 1
-            elif isinstance(op, Exchange):
-                woken |= self._exchange(rank, index)
             elif isinstance(op, Collective):
                 woken |= self._collective(rank, index)
             else:
@@ -304,7 +304,7 @@ class _Naming:
 
 def renamed(pieces: list[Piece], tensor: str) -> list[Piece]:
     """Return what another tensor of the same tokens, heads and keys consists of."""
-    return [piece._replace(content=piece.content._replace(tensor=tensor)) for piece in pieces]
+    return [Piece(*piece[:3], Content(tensor, *piece.content[1:])) for piece in pieces]
 
 
 def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
@@ -324,4 +324,4 @@ def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return what two operands of one shape have seen together."""
-    return [x._replace(content=union(x.content, y.content)) for x, y in common(a, b)]
+    return [Piece(*x[:3], union(x.content, y.content)) for x, y in common(a, b)]

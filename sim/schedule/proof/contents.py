@@ -7,6 +7,7 @@ operands are lists of pieces, so packing, slicing and gathering need no rules of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -48,22 +49,16 @@ class Piece(NamedTuple):
         if nb is None or ns is None or nh is None:
             return None
         c = self.content
-        return Piece(
-            nb,
-            ns,
-            nh,
-            c._replace(
-                batch=c.batch + nb[0] - self.b[0],
-                tokens=c.tokens.part(ns[0] - self.s[0], ns[1] - self.s[0]),
-                heads=c.heads.part(nh[0] - self.h[0], nh[1] - self.h[0]),
-            ),
-        )
+        tokens = c.tokens if ns == self.s else c.tokens.part(ns[0] - self.s[0], ns[1] - self.s[0])
+        heads = c.heads if nh == self.h else c.heads.part(nh[0] - self.h[0], nh[1] - self.h[0])
+        return Piece(nb, ns, nh, Content(c.tensor, c.layer, c.batch + nb[0] - self.b[0], tokens, heads, c.seen))
 
     def moved(self, b: int, s: int, h: int) -> Piece:
         """Return the same content at another place."""
-        return Piece(
-            (self.b[0] + b, self.b[1] + b), (self.s[0] + s, self.s[1] + s), (self.h[0] + h, self.h[1] + h), self.content
-        )
+        if not (b or s or h):
+            return self
+        (b0, b1), (s0, s1), (h0, h1), content = self
+        return Piece((b0 + b, b1 + b), (s0 + s, s1 + s), (h0 + h, h1 + h), content)
 
     @property
     def volume(self) -> int:
@@ -99,21 +94,22 @@ def coalesced(pieces: list[Piece]) -> list[Piece]:
     if len(pieces) == 1:
         return pieces
     joined: list[Piece] = []
-    for piece in sorted(pieces, key=lambda p: (p.b, p.h, p.s)):
+    for piece in sorted(pieces, key=itemgetter(0, 2, 1)):
         if joined and joined[-1].b == piece.b and joined[-1].h == piece.h and joined[-1].s[1] == piece.s[0]:
-            tokens = _continued(joined[-1].content.tokens, piece.content.tokens)
-            if tokens and joined[-1].content == piece.content._replace(tokens=joined[-1].content.tokens):
-                joined[-1] = joined[-1]._replace(
-                    s=(joined[-1].s[0], piece.s[1]), content=piece.content._replace(tokens=tokens)
-                )
+            last, new = joined[-1].content, piece.content
+            tokens = _continued(last.tokens, new.tokens)
+            if tokens and last[:3] == new[:3] and last[4:] == new[4:]:
+                content = Content(*new[:3], tokens, *new[4:])
+                joined[-1] = Piece(piece.b, (joined[-1].s[0], piece.s[1]), piece.h, content)
                 continue
         joined.append(piece)
     wide: list[Piece] = []
-    for piece in sorted(joined, key=lambda p: (p.b, p.s, p.h)):
+    for piece in sorted(joined, key=itemgetter(0, 1, 2)):
         if wide and wide[-1].b == piece.b and wide[-1].s == piece.s and wide[-1].h[1] == piece.h[0]:
-            heads = _continued(wide[-1].content.heads, piece.content.heads)
-            if heads and wide[-1].content == piece.content._replace(heads=wide[-1].content.heads):
-                wide[-1] = wide[-1]._replace(h=(wide[-1].h[0], piece.h[1]), content=piece.content._replace(heads=heads))
+            last, new = wide[-1].content, piece.content
+            heads = _continued(last.heads, new.heads)
+            if heads and last[:4] == new[:4] and last.seen == new.seen:
+                wide[-1] = Piece(piece.b, piece.s, (wide[-1].h[0], piece.h[1]), Content(*new[:4], heads, new.seen))
                 continue
         wide.append(piece)
     return wide
@@ -148,7 +144,7 @@ def union(a: Content, b: Content) -> Content:
         for other in a.seen:
             if _overlap(box[0], other[0]) and _overlap(box[1], other[1]):
                 raise ScheduleError(f"{brief(a)} would count tokens {spell(box[0])} twice")
-    return a._replace(seen=_merged(a.seen, b.seen))
+    return Content(*a[:5], _merged(a.seen, b.seen))
 
 
 def _overlap(a: Span, b: Span) -> bool:

@@ -34,7 +34,7 @@ class Held:
         b, s, h = _box(self._buffers[number], slices)
         found = [piece.clipped(b, s, h) for piece in self._pieces[number]]
         pieces = [piece.moved(-b[0], -s[0], -h[0]) for piece in found if piece is not None]
-        if sum(piece.volume for piece in pieces) != (b[1] - b[0]) * (s[1] - s[0]) * (h[1] - h[0]):
+        if sum([piece.volume for piece in pieces]) != (b[1] - b[0]) * (s[1] - s[0]) * (h[1] - h[0]):
             raise ScheduleError(f"reads {slices} of buffer {self._buffers[number].name!r} before all of it is written")
         return coalesced(pieces)
 
@@ -44,27 +44,24 @@ class Held:
         size = split.part_shape[split.dim]
         parts: list[list[Piece]] = [[] for _ in range(split.parts)]
         for piece in self.read(split.view):
-            low, high = (piece.b, piece.s, piece.h)[axis]
+            low, high = piece[:3][axis]
             for number in range(low // size, -(-high // size)):
                 start = number * size
                 bounds = [piece.b, piece.s, piece.h]
                 bounds[axis] = (start, start + size)
                 part = piece.clipped(*bounds)
                 assert part is not None
-                parts[number].append(part.moved(*(-start if i == axis else 0 for i in range(3))))
+                parts[number].append(part.moved(*_along(axis, -start)))
         return parts
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
         """Put pieces, in the coordinates of each part, in place of what was there."""
         axis, size = self._axis(split), split.part_shape[split.dim]
-        self.write(
-            split.view,
-            [
-                piece.moved(*(number * size if i == axis else 0 for i in range(3)))
-                for number, pieces in enumerate(parts)
-                for piece in pieces
-            ],
-        )
+        moved: list[Piece] = []
+        for number, pieces in enumerate(parts):
+            by = _along(axis, number * size)
+            moved += [piece.moved(*by) for piece in pieces]
+        self.write(split.view, moved)
 
     def _axis(self, split: Split) -> int:
         """Return which of (batch, tokens, heads) a split cuts."""
@@ -81,7 +78,8 @@ class Held:
         """Put pieces, in the view's coordinates, in place of what was there."""
         number = view.buffer
         if view.slices == self._whole[number]:
-            assert sum(piece.volume for piece in pieces) == self._volume[number], "shapes were checked before"
+            volume = pieces[0].volume if len(pieces) == 1 else sum([piece.volume for piece in pieces])
+            assert volume == self._volume[number], "shapes were checked before"
             self._pieces[number] = coalesced(pieces)
             self._full[number] = True
             return
@@ -89,6 +87,11 @@ class Held:
         kept = [part for piece in self._pieces[number] for part in without(piece, b, s, h)]
         self._pieces[number] = kept + [piece.moved(b[0], s[0], h[0]) for piece in pieces]
         self._full[number] = False
+
+
+def _along(axis: int, by: int) -> tuple[int, int, int]:
+    """Return a move along one of (batch, tokens, heads)."""
+    return (by if axis == 0 else 0, by if axis == 1 else 0, by if axis == 2 else 0)
 
 
 def _volume(buffer: Buffer) -> int:

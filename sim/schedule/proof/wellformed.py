@@ -18,7 +18,7 @@ from sim.schedule.ops import (
     Attend,
     AttendBackward,
     Barrier,
-    Collective,
+    Communication,
     Copy,
     Delta,
     Exchange,
@@ -47,7 +47,7 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
     problem = _collision(op, reads, writes, program)
-    if isinstance(op, Exchange | Collective):
+    if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op)
 
@@ -148,7 +148,7 @@ def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], progra
     return ""
 
 
-def _message_problem(op: Exchange | Collective, views: tuple[View, ...], program: Program) -> str:
+def _message_problem(op: Communication, views: tuple[View, ...], program: Program) -> str:
     """Return where a message does not lie in one piece, or goes to its own rank; matching compares both sides."""
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
@@ -161,7 +161,7 @@ def _message_problem(op: Exchange | Collective, views: tuple[View, ...], program
     return ""
 
 
-def _splits(op: Exchange | Collective) -> list[Split]:
+def _splits(op: Communication) -> list[Split]:
     """Return the splits that an op sends or receives."""
     if isinstance(op, AllToAll):
         return [op.sends, op.recvs]
