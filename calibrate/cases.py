@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -74,9 +74,9 @@ def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCas
 
 def _programs_of_two(workload: Workload) -> Iterator[Program]:
     """Yield what one of two ranks does in schedules that between them have every kernel around attention."""
-    on_rings: tuple[dict[str, Any], ...] = ({}, {"ring_backward": "kv-at-hand"}, {"ring_backward": "queries"})
+    on_rings = (Options(), Options(ring_backward="kv-at-hand"), Options(ring_backward="queries"))
     for options in on_rings:
-        yield ring.build(workload, Parallel(ring_degree=2, options=Options(**options))).program(0)
+        yield from ring.build(workload, Parallel(ring_degree=2, options=options)).programs
     yield allgather.build(workload, Parallel(ring_degree=2, options=Options(layout="zigzag"))).program(1)
     alone = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, num_kv_heads=1))
     for one in (workload, alone):
@@ -100,7 +100,7 @@ def cases_of(program: Program) -> Iterator[KernelCase]:
 
 
 def case_of(point: Point) -> KernelCase | None:
-    """Return the case that a point of a profile was measured with: fused attention or a matrix product; None for others."""
+    """Return the case that a point of a profile was measured with; None but for fused attention and matrix products."""
     if point.kernel in ATTENTION_KERNELS and point.variant in {"causal", "full"}:
         _, tokens, _, heads, kv_heads, head_dim = point.shape
         model = _model(embed_dim=heads * head_dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)

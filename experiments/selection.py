@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,26 +84,20 @@ class Selection:
 class Chosen:
     """What a selection stands for."""
 
+    schedule: str
+    """As the user named it."""
     workload: Workload
     parallel: Parallel
-    build: Build
+    entry: Entry
     spec: ClusterSpec
     profile: Profile | None
     jitter: Jitter = STEADY
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
-        try:
-            schedule = self.build(self.workload, self.parallel)
-            if not isinstance(schedule, Schedule):
-                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.Schedule")
+        schedule = _built(self.entry.build, self.workload, self.parallel)
+        with _blaming_the_builder():
             return check(schedule)
-        except LongstepError:
-            raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(frame.filename).name}:{frame.lineno}"
-            raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
 
     def cluster(self) -> Cluster:
         """Return the cluster, built."""
@@ -110,34 +106,63 @@ class Chosen:
 
 def choose(selection: Selection) -> Chosen:
     """Return what a selection stands for; raises InputError that names the bad value and the allowed ones."""
-    overrides = [_split_override(text) for text in selection.set]
+    overrides = _overrides(selection)
     model = load_model(selection.model)
+    for path, value in overrides["model"]:
+        model = override(model, path, value, "--set model.")
     profile = _profile(selection)
     spec = measured_cluster(profile) if profile and selection.cluster == "host" else load_cluster(selection.cluster)
+    for path, value in overrides["cluster"]:
+        spec = override(spec, path, value, "--set cluster.")
     entry = _entry(selection.schedule)
     parallel = _parallel(selection, entry, spec, model)
+    for path, value in overrides["schedule"]:
+        options = override(parallel.options, path, value, "--set schedule.")
+        parallel = msgspec.structs.replace(parallel, options=options)
     spec = _sized(selection, spec, parallel.num_ranks)
-    for key, value in overrides:
-        root, _, path = key.partition(".")
-        if root == "model":
-            model = override(model, path, value, "--set model.")
-        elif root == "cluster":
-            spec = override(spec, path, value, "--set cluster.")
-        elif root == "schedule":
-            options = override(parallel.options, path, value, "--set schedule.")
-            parallel = msgspec.structs.replace(parallel, options=options)
-        else:
-            raise unknown("prefix", root, ["cluster", "model", "schedule"], "--set PREFIX.KEY=VALUE")
     workload = _workload(selection, model)
     if selection.pad:
         workload = _padded(workload, parallel, entry.build)
-    return Chosen(workload, parallel, entry.build, spec, profile, _jitter(selection))
+    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, _jitter(selection))
+
+
+def _overrides(selection: Selection) -> dict[str, list[tuple[str, str]]]:
+    """Return the overrides of each root: their paths and values."""
+    found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": []}
+    for key, value in map(_split_override, selection.set):
+        root, _, path = key.partition(".")
+        if root not in found:
+            raise unknown("prefix", root, found, "--set PREFIX.KEY=VALUE")
+        found[root].append((path, value))
+    return found
+
+
+def _built(build: Build, workload: Workload, parallel: Parallel) -> Schedule:
+    """Return a schedule; raises InputError also where a builder of the user's fails."""
+    with _blaming_the_builder():
+        schedule = build(workload, parallel)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.Schedule")
+        return schedule
+
+
+@contextlib.contextmanager
+def _blaming_the_builder() -> Iterator[None]:
+    """Raise InputError with the place where a builder, or the programs that it builds lazily, fails."""
+    try:
+        yield
+    except LongstepError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
 
 
 def _padded(workload: Workload, parallel: Parallel, build: Build) -> Workload:
     """Return the workload with as many tokens of padding as the schedule needs."""
     try:
-        build(workload, parallel)
+        _built(build, workload, parallel)
     except LengthError as error:
         return msgspec.structs.replace(workload, seq=error.above, padding=error.above - workload.seq)
     return workload
@@ -198,8 +223,8 @@ def _parallel(selection: Selection, entry: Entry, spec: ClusterSpec, model: Mode
         gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (selection.nodes or spec.nodes)
     if given == {"ulysses": None, "ring": None} and (entry.degrees or gpus == 1):
         return entry.parallel(gpus, model)
-    rest = next((name for name in entry.degrees if given[name] is None), "ring")
-    if given[rest] is None and gpus % product == 0:
+    rest = next((name for name in entry.degrees if given[name] is None), None)
+    if rest and gpus % product == 0:
         given[rest] = gpus // product
     degrees = {name: degree or 1 for name, degree in given.items()}
     if degrees["ulysses"] * degrees["ring"] != gpus:

@@ -18,6 +18,7 @@ from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as play
 from sim.errors import InputError
 from sim.memory import walk
+from sim.options import DEFAULTS
 from sim.profile import write_whole
 from sim.schedule.check import Checked
 from sim.trace import Counter, Player, Trace, to_chrome
@@ -59,12 +60,31 @@ def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
 
 def title(chosen: Chosen, checked: Checked) -> str:
     """Return one line that names what was played."""
-    w = chosen.workload
+    w, ranks = chosen.workload, checked.schedule.num_ranks
     scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
+    length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
+    mask = w.mask + (f" with a window of {w.window}" if w.window else "")
     return (
-        f"{checked.schedule.header.name}, {scope} of {w.model.name}, {w.passes}: S {w.seq}, B {w.batch}, {w.dtype}, "
-        f"{w.mask}, {checked.schedule.num_ranks} x {chosen.spec.gpu.name} ({chosen.spec.name})"
+        f"{_schedule_name(chosen)}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
+        f"{ranks} x {chosen.spec.gpu.name} ({chosen.spec.name})"
     )
+
+
+def _schedule_name(chosen: Chosen) -> str:
+    """Return the schedule with what was chosen of it: degrees where there are two, options that are not the default,
+    and how often key/value heads are replicated.
+    """
+    parallel, kv_heads = chosen.parallel, chosen.workload.model.num_kv_heads
+    said = []
+    if parallel.ulysses_degree > 1 and parallel.ring_degree > 1:
+        said.append(f"U {parallel.ulysses_degree} x R {parallel.ring_degree}")
+    for name in parallel.options.__struct_fields__:
+        value = getattr(parallel.options, name)
+        if value != getattr(DEFAULTS, name):
+            said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
+    if parallel.ulysses_degree > kv_heads:
+        said.append(f"each of {kv_heads} key/value heads on {parallel.ulysses_degree // kv_heads} ranks")
+    return chosen.schedule + (f" ({', '.join(said)})" if said else "")
 
 
 def writable(path: str) -> None:

@@ -61,17 +61,15 @@ class RankPlayer:
         events: list[Event] = []
         start_together(self._ranks, self._device)
         start_s = self._streams.start()
-        ran = self._issue(self._streams, storage, events)
+        ran, sent = self._issue(self._streams, storage, events)
         self._wait(len(events) - 1, events)
         rows = []
         for index, (op, event) in enumerate(zip(self._program.ops, events, strict=True)):
             posted_s, end_s = (at - start_s for at in event.times())
             kind = type(op).__name__
-            rows.append(
-                Row(
-                    self._rank, index, op.stream, kind, op.part, op.label, posted_s, posted_s, end_s, ran.get(index, "")
-                )
-            )
+            times = (posted_s, posted_s, end_s)
+            done = (ran.get(index, ""), sent.get(index, 0))
+            rows.append(Row(self._rank, index, op.stream, kind, op.part, op.label, *times, *done))
         return Executed(rows, start_s, storage.peak_bytes)
 
     def _fresh(self) -> Storage:
@@ -98,9 +96,10 @@ class RankPlayer:
                 event.wait()
             self._progress(index, False)
 
-    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> dict[int, str]:
-        """Issue all ops in order; return the names of the kernels that ran."""
+    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> tuple[dict[int, str], dict[int, int]]:
+        """Issue all ops in order; return the names of the kernels that ran, and the bytes that were sent, by op."""
         ran: dict[int, str] = {}
+        sent: dict[int, int] = {}
 
         def kernel(index: int, op: Kernel) -> list[torch.distributed.Work]:
             ran[index] = run_kernel(op, storage, self._attention)
@@ -116,9 +115,10 @@ class RankPlayer:
                     after = []
                 events.append(streams.issue(op.stream, partial(kernel, index, op), after))
             elif isinstance(op, Exchange | Collective):
+                sent[index] = sum(storage.read(view).nbytes for view in op.reads)
                 events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))
             elif isinstance(op, HostSync):
                 events.append(streams.synchronize(after))
             else:
                 assert_never(op)
-        return ran
+        return ran, sent

@@ -31,8 +31,8 @@ class LengthError(InputError):
         below, self.above = seq // multiple * multiple, -(-seq // multiple) * multiple
         nearest = f"{below} or {self.above}" if below else f"{self.above}"
         super().__init__(
-            f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set --seq, or --pad to "
-            f"fill up with tokens that nobody sees"
+            f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set --seq, or (under a "
+            f"causal mask) --pad to fill up with tokens that nobody sees"
         )
 
 

@@ -2,7 +2,8 @@
 
 That is the order in which a caching allocator sees it: a buffer is taken when an op that first touches it is issued,
 and given back when the last op that uses it has been issued; if that op runs on another stream, at the first later
-kernel that is ordered behind it. Inputs and outputs belong to the caller and stay.
+kernel that is ordered behind it, or op of that stream where no kernel ever is. Inputs and outputs belong to the caller
+and stay.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
 
 
 def _first_behind(program: Program, dependencies: Dependencies, index: int) -> int:
-    """Return the first kernel after an op that is ordered behind it; the program's end if there is none."""
+    """Return the first kernel after an op that is ordered behind it; if there is none, as on a rank that passes keys on
+    without attending to them, the next op of its stream, or else the program's end.
+    """
     stream = program.ops[index].stream
     for later in range(index + 1, len(program.ops)):
         if program.ops[later].stream == COMPUTE and dependencies.known[later].get(stream, -1) >= index:
             return later
-    return len(program.ops)
+    behind = (later for later in range(index + 1, len(program.ops)) if program.ops[later].stream == stream)
+    return next(behind, len(program.ops))
 
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:

@@ -31,9 +31,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     communicators: Literal["two", "one"] = "two"
     """Whether what hops back has a communicator of its own, or queues behind what hops on."""
     overlap: bool = True
-    """Whether kernels run beside the communication that they do not need; else the host waits for each."""
+    """Whether kernels run beside communication that they do not need; else the host waits for each."""
     packed: bool = False
-    """Whether q, k and v go in one all-to-all instead of three."""
+    """Whether q, k and v go in one all-to-all instead of three; of UPipe k and v, which its stages share."""
     layout_copies: Literal["needed", "always"] = "needed"
     """Whether all-to-alls copy only where parts have gaps, or before and after each, as published code does."""
     recompute: bool = True

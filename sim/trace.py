@@ -29,6 +29,8 @@ class Row(NamedTuple):
     end_s: float
     ran: str = ""
     """Which implementation ran, where the player knows."""
+    sent_bytes: int = 0
+    """Of communication: bytes of all that it gave to the network, the part for its own rank included."""
 
     @property
     def busy_s(self) -> float:

@@ -122,6 +122,11 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.ulysses_degree * self.ring_degree
 
 
+def gradient_dtype(workload: Workload, options: Options) -> Dtype:
+    """Return the data type in which partial gradients are summed and sent."""
+    return accumulation_dtype(workload.dtype) if options.gradients == "fp32" else workload.dtype
+
+
 def parse_length(text: str, where: str) -> int:
     """Return a length in tokens: ``8192``, ``8K`` (x 1024) or ``1M`` (x 1024^2), as the field writes them."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KkMm]?)", text.strip())

@@ -62,7 +62,7 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None) ->
     peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
         step_time_s=step_s,
-        tokens_per_s_per_gpu=workload.batch * workload.seq / ranks / step_s if step_s else 0.0,
+        tokens_per_s_per_gpu=workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=_model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         fits=None,
@@ -81,7 +81,7 @@ def _model_flops(checked: Checked) -> float:
     ``attention_flops`` counts, recomputes the scores.
     """
     workload = checked.schedule.header.workload
-    forward = msgspec.structs.replace(workload, passes="forward")
+    forward = msgspec.structs.replace(workload, passes="forward", seq=workload.real_seq, padding=0)
     flops = workload.layers * attention_flops(forward) + gemm_flops(forward)
     return flops * (workload.forward + 2 * workload.backward)
 

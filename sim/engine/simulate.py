@@ -25,7 +25,18 @@ from sim.profile import Profile
 from sim.schedule.check import Checked
 from sim.schedule.ir import Program
 from sim.schedule.matching import Key
-from sim.schedule.ops import COMPUTE, HOST, AllToAll, Collective, Exchange, HostSync, Kernel, Op, ReduceScatter
+from sim.schedule.ops import (
+    COMPUTE,
+    HOST,
+    AllToAll,
+    Collective,
+    Communication,
+    Exchange,
+    HostSync,
+    Kernel,
+    Op,
+    ReduceScatter,
+)
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
 
@@ -85,7 +96,7 @@ class _Rank:
     def __init__(self, program: Program, checked: Checked, cluster: Cluster, cost: CostModel, jitter: Jitter) -> None:
         gpu, rank, count = cluster.spec.gpu, program.rank, len(program.ops)
         self.number = rank
-        self.ops = program.ops
+        self.ops, self.nbytes = program.ops, program.nbytes
         self.activities = [
             None if use is None else _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
             for index, use in enumerate(checked.kernels[rank])
@@ -109,7 +120,8 @@ class _Rank:
         """Yield the rows of all ops."""
         times = zip(self.posted, self.begun, self.ended, strict=True)
         for index, (op, of_op) in enumerate(zip(self.ops, times, strict=True)):
-            yield Row(self.number, index, op.stream, type(op).__name__, op.part, op.label, *of_op)
+            sent = sum(map(self.nbytes, op.reads)) if isinstance(op, Communication) else 0
+            yield Row(self.number, index, op.stream, type(op).__name__, op.part, op.label, *of_op, sent_bytes=sent)
 
 
 class _Player:

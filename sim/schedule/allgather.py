@@ -17,7 +17,7 @@ from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import LAYOUTS
 from sim.schedule.masks import Span, Tokens, mask_of
 from sim.schedule.views import Split, View
-from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
 
 TOKENS = 1
 """Dimension of (B, S, H, D)."""
@@ -62,7 +62,7 @@ class AllGatherAttention:
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """Gather K and V, attend."""
-        whole = self._gather(k, "k"), self._gather(v, "v")
+        whole = self._gather(k, v)
         softmax = SoftmaxAccumulator(self._b, q, num_parts=len(self._blocks))
         for number, block in enumerate(self._blocks):
             softmax.attend(block, *whole, f"block{number}")
@@ -71,7 +71,7 @@ class AllGatherAttention:
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """Gather K and V again, attend backward, scatter the sums of dK and dV."""
         b = self._b
-        k, v = self._gather(saved.k, "k"), self._gather(saved.v, "v")
+        k, v = self._gather(saved.k, saved.v)
         sums = Gradients(*(
             GradientSum(b, name, b.gradient(f"{name} sum", like, self._options))
             for name, like in (("dq", saved.q), ("dk", k), ("dv", v))
@@ -83,22 +83,26 @@ class AllGatherAttention:
         dk, dv = self._scatter(sums.dk.total, "dk"), self._scatter(sums.dv.total, "dv")
         return sums.dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
 
-    def _gather(self, local: View, name: str) -> View:
-        """Return (B, S, H_kv, D) of all tokens in the order of their positions."""
+    def _gather(self, k: View, v: View) -> tuple[View, View]:
+        """Return both as (B, S, H_kv, D) of all tokens in the order of positions; gather both before copying either."""
         b = self._b
         if self._size == 1:
-            return local
-        batch, tokens, heads, dim = local.shape
-        whole = b.tensor(f"all {name}", tokens * self._size, heads, "communication", b.dtype(local))
-        if self._in_order(whole):
-            b.all_gather(self._everyone, local, Split(whole, TOKENS, self._size), f"gather {name}")
-            return whole
-        arrived = b.buffer(
-            f"{name} gathered", "bshd", (self._size * batch, tokens, heads, dim), b.dtype(local), "communication"
-        )
-        b.all_gather(self._everyone, local, Split(arrived, 0, self._size), f"gather {name}")
-        self._reorder(Split(arrived, 0, self._size), whole, f"order {name}", back=False)
-        return whole
+            return k, v
+        batch, tokens, heads, dim = k.shape
+        found: list[View] = []
+        copies: list[tuple[Split, View, str]] = []
+        for name, local in (("k", k), ("v", v)):
+            whole = b.tensor(f"all {name}", tokens * self._size, heads, "communication")
+            arrived = Split(whole, TOKENS, self._size)
+            if not self._in_order(whole):
+                shape = (self._size * batch, tokens, heads, dim)
+                arrived = Split(b.buffer(f"{name} gathered", "bshd", shape, b.dtype(k), "communication"), 0, self._size)
+                copies.append((arrived, whole, f"order {name}"))
+            b.all_gather(self._everyone, local, arrived, f"gather {name}")
+            found.append(whole)
+        for arrived, whole, label in copies:
+            self._reorder(arrived, whole, label, back=False)
+        return found[0], found[1]
 
     def _scatter(self, whole: View, name: str) -> GradientSum:
         """Return the sum over all ranks of a gradient of this rank's own tokens."""
@@ -139,6 +143,6 @@ def _wire_bytes(workload: Workload, options: Options, size: int) -> int:
     """Over all ranks: forward P(P-1) shards of KV; backward as many again, and as many of dKV."""
     model = workload.model
     shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim
-    element, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
-    backward = element + (wide if options.gradients == "fp32" else element)
+    element = DTYPE_BYTES[workload.dtype]
+    backward = element + DTYPE_BYTES[gradient_dtype(workload, options)]
     return size * (size - 1) * shard * (element * workload.forward + backward * workload.backward)

@@ -23,7 +23,7 @@ from sim.schedule.layout import contiguous
 from sim.schedule.masks import CAUSAL, FULL, Tokens
 from sim.schedule.ops import Message
 from sim.schedule.views import View
-from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype, gradient_dtype
 
 
 def build(workload: Workload, parallel: Parallel) -> Schedule:
@@ -32,8 +32,8 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
     only(options, "balanced-ring", "gradients", "overlap")
     if workload.mask != "causal" or workload.window is not None:
         raise InputError(
-            f"schedule 'balanced-ring' balances causal masks, not {workload.mask} ones or windows: allowed are "
-            f"--mask causal without --window, or --schedule ring"
+            "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are --mask causal "
+            "without --window, or --schedule ring"
         )
     layout = contiguous(workload.seq, len(ranks))
     fetch, back = (Communicator(name=name, groups=(ranks,)) for name in ("fetch", "return"))
@@ -116,10 +116,10 @@ class BalancedAttention:
                 )
                 b.attend(here[0], k, v, *made, FULL, f"attend for q{one.helps}")
             if arrived:
-                softmax.merge((arrived[0], arrived[1]), "what a helper returned")
+                softmax.merge((arrived[0], arrived[1]), f"what helped q{b.rank}")
             arrived = self._return_round(one.helps, made, one.helped_by, (softmax.out, softmax.lse), "out")
         if arrived:
-            softmax.merge((arrived[0], arrived[1]), "what a helper returned")
+            softmax.merge((arrived[0], arrived[1]), f"what helped q{b.rank}")
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
@@ -208,7 +208,7 @@ def _wire_bytes(workload: Workload, options: Options, size: int) -> int:
     model, total = workload.model, 0
     rows = workload.batch * (workload.seq // size)
     element, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
-    summed = wide if options.gradients == "fp32" else element
+    summed = DTYPE_BYTES[gradient_dtype(workload, options)]
     kv, q, lse = (
         2 * rows * model.num_kv_heads * model.head_dim,
         rows * model.num_heads * model.head_dim,

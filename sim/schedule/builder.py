@@ -40,7 +40,7 @@ from sim.schedule.ops import (
     Zero,
 )
 from sim.schedule.views import Buffer, Category, Split, View, parts_are_contiguous
-from sim.workload import Dtype, Workload, accumulation_dtype
+from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
 class ProgramBuilder:
@@ -92,8 +92,7 @@ class ProgramBuilder:
 
     def gradient(self, name: str, like: View, options: Options) -> View:
         """Return a new buffer in which partial gradients of a tensor are summed."""
-        dtype = accumulation_dtype(self.workload.dtype) if options.gradients == "fp32" else self.workload.dtype
-        return self.like(name, like, "attention", dtype)
+        return self.like(name, like, "attention", gradient_dtype(self.workload, options))
 
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view's buffer."""

@@ -32,17 +32,15 @@ class Entry(NamedTuple):
         """Return the degrees of so many ranks where none is given: Ulysses takes as many as need no replicas of heads,
         the ring the rest.
         """
-        heads = ranks
+        heads = ranks if self.degrees == ("ulysses",) else 1
         if self.degrees == ("ulysses", "ring"):
             heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and model.num_kv_heads % n == 0)
-        elif "ulysses" not in self.degrees[:1]:
-            heads = 1
         return Parallel(ulysses_degree=heads, ring_degree=ranks // heads, options=self.options)
 
 
 _RING = "(P-1) * 2 * B * S/P * H_kv * D * e"
-_ON_RINGS = "(R-1) * 2 * B * S/R * H_kv/U * D * e"
-_ULYSSES = "(2H + 2H_kv) * D * B * S/P * e * (U-1)/U"
+_ON_RINGS = "(R-1) * 2 * B * S/R * max(H_kv/U, 1) * D * e"
+_ULYSSES = "(2H + 2 max(H_kv, U)) * D * B * S/P * e * (U-1)/U"
 
 SCHEDULES: dict[str, Entry] = {
     "single": Entry(single.build, "arXiv:2307.08691", (), "none"),
@@ -65,5 +63,11 @@ SCHEDULES: dict[str, Entry] = {
         f"{_ULYSSES} + {_ON_RINGS}",
         Options(layout="zigzag"),
     ),
-    "upipe": Entry(upipe.build, "arXiv:2602.21196", ("ulysses", "ring"), _ULYSSES),
+    "upipe": Entry(
+        upipe.build,
+        "arXiv:2602.21196",
+        ("ulysses", "ring"),
+        f"{_ULYSSES} + H/U * {_ON_RINGS}",
+        Options(layout="zigzag", overlap=False),
+    ),
 }

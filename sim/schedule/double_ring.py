@@ -23,7 +23,7 @@ from sim.schedule.layout import LAYOUTS
 from sim.schedule.masks import Tokens, mask_of
 from sim.schedule.ring import Rings, hop, ring_communicators
 from sim.schedule.views import View
-from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
 
 NODE = 8
 """GPUs of a common node: what an inner ring has at most, if nothing else is asked for."""
@@ -57,7 +57,7 @@ def inner_degree(options: Options, size: int) -> int:
     if options.inner_ring_degree not in divisors:
         raise InputError(
             f"inner ring degree {options.inner_ring_degree} does not divide {size} ranks: allowed are "
-            f"{', '.join(map(str, divisors))}; set --set schedule.inner_ring_degree"
+            f"{', '.join(map(str, divisors))}; with --set schedule.inner_ring_degree"
         )
     return options.inner_ring_degree
 
@@ -113,7 +113,7 @@ class DoubleRingAttention:
                 b.accumulate(view, into, f"add {name} of round{r}")
             if self._rounds > 1:
                 arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in zip(names, kv, strict=True)]
-                self._hop(self._outer.behind, home, arrived, f"send dkv{self._source(r, 0)} outward")
+                self._hop(self._outer.behind, home, arrived, f"send outward dkv{self._source(r, 0)}")
         dk, dv = (GradientSum(b, name, view, empty=False) for name, view in zip(names, arrived or home, strict=True))
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
 
@@ -140,7 +140,7 @@ class DoubleRingAttention:
     ) -> Iterator[tuple[View, ...]]:
         """Yield the keys at hand in each step of a round; send on what later rounds and steps need."""
         if r < self._rounds - 1:
-            self._hop(self._outer.on, starts[r], starts[r + 1], f"send kv{self._source(r, 0)} outward")
+            self._hop(self._outer.on, starts[r], starts[r + 1], f"send outward kv{self._source(r, 0)}")
         here = starts[r]
         for s in range(self._width):
             there = pool[s % len(pool)] if pool else here
@@ -157,7 +157,7 @@ def _wire_bytes(workload: Workload, options: Options, rounds: int, width: int) -
     """Over all ranks: P(P-1) hops of KV in each pass; of dKV w hops in each of n rounds, and n outward."""
     size, model = rounds * width, workload.model
     shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim
-    element, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
+    element = DTYPE_BYTES[workload.dtype]
     hops = (size if width > 1 else 0) + (rounds if rounds > 1 else 0)
-    summed = hops * (wide if options.gradients == "fp32" else element)
+    summed = hops * DTYPE_BYTES[gradient_dtype(workload, options)]
     return size * shard * ((size - 1) * element * (workload.forward + workload.backward) + summed * workload.backward)

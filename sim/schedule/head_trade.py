@@ -6,7 +6,8 @@ head goes to several members, what they send back for it is summed up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sim.options import Options
@@ -16,6 +17,9 @@ from sim.schedule.views import Category, Split, View
 
 TOKENS, HEADS = 1, 2
 """Dimensions of (B, S, H, D)."""
+
+NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
+"""Every member gets heads by its place."""
 
 TRADE_OPTIONS = ("packed", "layout_copies", "overlap")
 
@@ -43,18 +47,21 @@ class HeadTrade:
         self.size = len(group)
         self.position = group.index(builder.rank)
 
-    def to_heads(self, local: dict[str, View], category: Category, heads: Sequence[int] = ()) -> list[View]:
+    def to_heads(
+        self, local: dict[str, View], category: Category, heads: Mapping[str, Sequence[int]] = NO_HEADS
+    ) -> list[View]:
         """Return (B, S, h, D) of all tokens of the group from (B, S/U, H, D) of this rank's, by name.
 
-        Member i gets the i-th H/U heads, or the one head ``heads[i]``.
+        Member i gets the i-th H/U heads of a tensor, or the one head ``heads[name][i]``.
         """
         parts = []
         for name, view in local.items():
             _, tokens, total, _ = view.shape
-            each = 1 if heads else total // self.size
+            chosen = tuple(heads.get(name, ()))
+            each = 1 if chosen else total // self.size
             whole = self._b.tensor(f"{name} of heads", tokens * self.size, each, category)
-            sends = Split(view, HEADS, total if heads else self.size)
-            parts.append(_Part(name, sends, Split(whole, TOKENS, self.size), tuple(heads)))
+            sends = Split(view, HEADS, total if chosen else self.size)
+            parts.append(_Part(name, sends, Split(whole, TOKENS, self.size), chosen))
         return self._trade(parts)
 
     def to_tokens(self, whole: dict[str, View], into: dict[str, View]) -> None:
@@ -71,13 +78,21 @@ class HeadTrade:
         self._trade(parts)
 
     def _trade(self, parts: list[_Part]) -> list[View]:
-        """Append the all-to-alls, one for all parts if packed, else one for each; return what they receive."""
-        for together in [parts] if self._options.packed else [[part] for part in parts]:
-            self._all_to_all(together)
+        """Append the all-to-alls, one for all parts if packed, else one for each; return what they receive.
+
+        Unpacking comes last, so that it does not hold up the next one.
+        """
+        groups = [parts] if self._options.packed else [[part] for part in parts]
+        for group, arrived in [(group, self._all_to_all(group)) for group in groups]:
+            if arrived != group[0].recvs:
+                for part, place in zip(group, self._places(arrived, group), strict=True):
+                    (self._b.fold if part.fold else self._b.copy_parts)(place, part.recvs, f"unpack {part.name}")
         return [part.recvs.view for part in parts]
 
-    def _all_to_all(self, parts: list[_Part]) -> None:
-        """Append one all-to-all, with copies before and after it where parts do not follow each other in memory."""
+    def _all_to_all(self, parts: list[_Part]) -> Split:
+        """Append one all-to-all, packed first where parts do not follow each other in memory; return what it receives:
+        where it belongs, or a buffer that has to be unpacked.
+        """
         b, first = self._b, parts[0]
         name = " ".join(part.name for part in parts)
         alone = len(parts) == 1 and self._options.layout_copies == "needed"
@@ -92,8 +107,7 @@ class HeadTrade:
         b.all_to_all(self._over, sends, recvs, f"all-to-all {name}")
         if not self._options.overlap:
             b.host_sync(self._over.name, label=f"wait for {name}")
-        for part, place in zip(parts, self._places(recvs, parts), strict=True) if not direct else ():
-            (b.fold if part.fold else b.copy_parts)(place, part.recvs, f"unpack {part.name}")
+        return recvs
 
     def _staging(self, name: str, parts: list[_Part]) -> Split:
         """Return a new buffer in which what goes to, or comes from, each member lies in one piece."""

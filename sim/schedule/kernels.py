@@ -140,7 +140,7 @@ def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tu
 
     Forward writes and reads the scores and the probabilities. Backward reads the probabilities, writes and reads their
     gradient and that of the scores (read by two matmuls); a memory-efficient one computes scores and probabilities
-    again.
+    again. Workspace is what a kernel holds of scores, probabilities and their gradients beside its operands.
     """
     batch, queries, heads, head_dim = q_shape
     size, pairs = DTYPE_BYTES[dtype], batch * heads * queries * num_keys
@@ -149,7 +149,8 @@ def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tu
     per_pair = (10 if again else 8) * head_dim if backward else 4 * head_dim
     scores = (10 if again else 7) if backward else 4
     held = batch * heads * min(queries, QUERY_CHUNK) * min(num_keys, KEY_CHUNK) if again else pairs
-    workspace = held * size * (2 if backward or again else 1)
+    at_once = (3 if again else 2) if backward else (2 if again else 1)
+    workspace = held * size * at_once
     name = "attention_backward" if backward else "attention_forward"
     variant = f"{kernel} {mask_variant(band, queries, num_keys)}"
     return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size, workspace)

@@ -23,7 +23,7 @@ from sim.schedule.layout import LAYOUTS
 from sim.schedule.masks import Tokens, mask_of
 from sim.schedule.ops import Message
 from sim.schedule.views import View
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, accumulation_dtype, gradient_dtype
 
 RING_OPTIONS = ("layout", "ring_backward", "gradients", "communicators", "overlap")
 
@@ -231,7 +231,7 @@ def ring_bytes(workload: Workload, options: Options, size: int, heads: Heads) ->
     wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     element = DTYPE_BYTES[workload.dtype]
     q, kv = rows * heads.query * workload.model.head_dim, 2 * rows * heads.kv * workload.model.head_dim
-    summed = wide if options.gradients == "fp32" else element
+    summed = DTYPE_BYTES[gradient_dtype(workload, options)]
     total = 0
     if workload.forward:
         total += (size - 1) * kv * element

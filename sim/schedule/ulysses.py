@@ -56,7 +56,8 @@ class UlyssesAttention:
         model, size, position = builder.workload.model, self._trade.size, self._trade.position
         heads, kv_heads = model.num_heads // size, max(1, model.num_kv_heads // size)
         # Where key/value heads are fewer than members, which one each gets.
-        self._kv_heads = kv_heads_of(model, size) if model.num_kv_heads < size else ()
+        replicated = ("k", "v") if model.num_kv_heads < size else ()
+        self._replicas = dict.fromkeys(replicated, kv_heads_of(model, size))
         first = kv_heads_of(model, size)[position]
         self.saved_shard = Shard(
             tokens=tokens,
@@ -70,11 +71,7 @@ class UlyssesAttention:
         """All-to-alls of q, k and v, attention, one all-to-all of the output."""
         if self._trade.size == 1:
             return self._inside.forward(q, k, v)
-        if self._kv_heads:
-            (q,) = self._trade.to_heads({"q": q}, "saved")
-            k, v = self._trade.to_heads({"k": k, "v": v}, "saved", self._kv_heads)
-        else:
-            q, k, v = self._trade.to_heads({"q": q, "k": k, "v": v}, "saved")
+        q, k, v = self._trade.to_heads({"q": q, "k": k, "v": v}, "saved", self._replicas)
         out, saved = self._inside.forward(q, k, v)
         local = self._local("out", self._b.workload.model.num_heads)
         self._trade.to_tokens({"out": out}, {"out": local})

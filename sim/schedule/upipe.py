@@ -3,11 +3,13 @@
 A stage sends one query head to each of U ranks, attends, and sends the output back (arXiv:2602.21196 §3). Heads are
 taken so that a rank's query head belongs to the key/value head that it holds: keys are sent once, then serve all query
 heads of their group. Backward sends q, k and v again, as published code computes them again, and sums dK and dV over
-the stages of a group. Inside each stage may be a ring.
+the stages of a group. Inside each stage may be a ring. Stages follow each other, as in published code, which overlaps
+nothing (``overlap`` lets copies run beside all-to-alls, no more).
 """
 
 from __future__ import annotations
 
+from sim.errors import InputError
 from sim.options import Options, only
 from sim.schedule.accumulate import GradientSum
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
@@ -20,8 +22,8 @@ from sim.schedule.masks import ONE, Tokens
 from sim.schedule.ring import RING_OPTIONS, Heads, check_backward, ring_bytes
 from sim.schedule.ulysses import Inside, check_heads, sent_heads, traded_bytes, ulysses_bytes
 from sim.schedule.usp import Mesh
-from sim.schedule.views import Split, View
-from sim.workload import Parallel, Workload
+from sim.schedule.views import Category, Split, View
+from sim.workload import Parallel, Workload, gradient_dtype
 
 
 def build(workload: Workload, parallel: Parallel) -> Schedule:
@@ -31,6 +33,11 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
     check_heads(model, size)
     check_backward(workload, options)
     needs_forward(workload, "UPipe, which keeps the output of each stage,")
+    if options.ring_backward == "kv-at-hand" and options.recompute:
+        raise InputError(
+            "UPipe sends k and v again, so its rings cannot start from those at hand: allowed are own-kv, queries with "
+            "--set schedule.ring_backward, or --set schedule.recompute=false"
+        )
     mesh = Mesh(parallel)
     again = traded_bytes(workload, model.num_heads + sent_heads(model, size), size)
     rings = model.num_heads * ring_bytes(workload, options, mesh.ring_degree, Heads(1, 1))
@@ -107,21 +114,24 @@ class UPipeAttention:
         return self._in_order(staged, "dq"), local["dk"], local["dv"]
 
     def _add(self, sums: list[GradientSum], parts: list[View]) -> None:
-        """Add the gradients of a stage; the first ones become the sums where their data type allows it."""
+        """Add the gradients of a stage; the first ones become the sums where they have the data type of sums."""
         b = self._b
         for number, (name, part) in enumerate(zip(("dk", "dv"), parts, strict=True)):
             if number < len(sums):
                 sums[number].take(part, "of a stage")
-                continue
-            total = b.gradient(f"{name} sum", part, self._options)
-            sums.append(GradientSum(b, name, total))
-            sums[-1].take(part, "of a stage")
+            elif b.dtype(part) == gradient_dtype(b.workload, self._options):
+                sums.append(GradientSum(b, name, part, empty=False))
+            else:
+                sums.append(GradientSum(b, name, b.gradient(f"{name} sum", part, self._options)))
+                sums[-1].take(part, "of a stage")
 
     def _to_heads(self, local: dict[str, View], heads: list[int]) -> list[View]:
         """Return one head of all tokens of the group for each tensor of this rank's tokens."""
+        keeps = self._b.part == "forward" and not self._options.recompute
+        category: Category = "saved" if keeps else "attention"
         if self._trade.size == 1:
             return [self._one_head(name, view[:, :, heads[0] : heads[0] + 1]) for name, view in local.items()]
-        return self._trade.to_heads(local, "saved" if self._b.part == "forward" else "attention", heads)
+        return self._trade.to_heads(local, category, dict.fromkeys(local, heads))
 
     def _one_head(self, name: str, view: View) -> View:
         """Return a copy in one piece."""

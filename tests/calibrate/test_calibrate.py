@@ -129,7 +129,7 @@ def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
     """A few steps of a real calibration; the profile that they make simulates."""
     with Session(2, timeout_s=60) as session:
         cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", quick=True))}
-        assert len(cases) == 11
+        assert len(cases) == 14
         for case in cases.values():
             alone, together = (time_kernel(session, case, when, 0.01) for when in ("idle", "busy"))  # type: ignore[arg-type]
             assert 0 < alone.low_s <= alone.median_s <= alone.high_s

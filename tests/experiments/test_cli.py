@@ -208,7 +208,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--gpus", "0"), "1 or more"),
         (("simulate", "--gpus", "-2"), "1 or more"),
         (("simulate", "--gpus", "3", "--schedule", "ulysses"), "allowed are 1, 2, 4"),
-        (("simulate", "--gpus", "8", "--schedule", "ulysses"), "num_kv_heads 4"),
+        (("simulate", "--gpus", "16", "--schedule", "ulysses"), "num_heads 8"),
         (("simulate", "--gpus", "2", "--schedule", "single"), "set --gpus 1"),
         (("simulate", "--gpus", "65"), "64"),
         (("simulate", "--cluster", "hgx-h100", "--gpus", "9", "--nodes", "1"), "1 x 8 = 8"),

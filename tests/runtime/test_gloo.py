@@ -56,26 +56,26 @@ def run_or_refused(session: Session, name: str, workload: Workload) -> dict[str,
     return errors
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_outputs_and_gradients_equal_the_reference(session: Session, name: str, dtype: str) -> None:
+def test_outputs_and_gradients_equal_the_reference(session: Session, name: str) -> None:
     played = 0
-    for heads in ((8, 8), (8, 4), (8, 1)):
+    cells = [("fp64", (8, 4)), ("fp32", (8, 1))] + [("bf16", (8, 8)), ("fp64", (8, 2))] * (name in SCHEDULES)
+    for dtype, heads in cells:
         options: dict[str, Any] = {"model": make_model(*heads), "seq": 48, "batch": 2, "dtype": dtype}
         errors = run_or_refused(session, name, Workload(**options))
         assert errors.keys() in ({"out", "dq", "dk", "dv"}, set())
         assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
         played += bool(errors)
-    assert played == (3 if VARIANTS[name].schedule != "single" or session.ranks == 1 else 0)
+    assert played == (len(cells) if VARIANTS[name].schedule != "single" or session.ranks == 1 else 0)
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_two_layers_equal_the_reference(session: Session, name: str, dtype: str) -> None:
-    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "dtype": dtype, "scope": "layer", "layers": 2}
-    errors = run_or_refused(session, name, Workload(**options))
-    assert len(errors) == (2 + 2 * 9 if VARIANTS[name].schedule != "single" or session.ranks == 1 else 0)
-    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_layers_equal_the_reference(session: Session, name: str) -> None:
+    for dtype in ("fp64", "fp32"):
+        options: dict[str, Any] = {"model": make_model(8, 4), "dtype": dtype, "scope": "layer", "layers": 2}
+        errors = run_or_refused(session, name, Workload(seq=32, **options))
+        assert len(errors) == (2 + 2 * 9 if name != "single" or session.ranks == 1 else 0)
+        assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])
@@ -96,7 +96,9 @@ def test_both_players_play_the_same_score(session: Session, name: str) -> None:
     executed = step.trace
     simulated = simulate(checked, Cluster(make_cluster_spec(session.ranks)), None).trace
     assert executed.schedule_hash == simulated.schedule_hash == checked.schedule.hash
-    assert {row[:6] for row in executed.rows} == {row[:6] for row in simulated.rows}
+    assert [(*row[:6], row.sent_bytes) for row in executed.rows] == [
+        (*row[:6], row.sent_bytes) for row in sorted(simulated.rows)
+    ]
     assert sum(breakdown(executed, 0).values()) == pytest.approx(executed.step_time_s)
     for program, dependencies, peak in zip(
         checked.schedule.programs, checked.dependencies, step.peak_bytes, strict=True

@@ -14,6 +14,7 @@ from runtime.inputs import global_tokens
 from runtime.verify import BOUNDS, output_errors
 from runtime.virtual import execute_virtual
 from sim.errors import ScheduleError
+from sim.schedule.catalog import SCHEDULES
 from sim.schedule.check import check
 from sim.schedule.masks import Span
 from sim.workload import Workload
@@ -41,28 +42,35 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
     return True
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_small_numbers_of_ranks(name: str, dtype: str) -> None:
-    """All heads, masks and numbers of ranks, a few of them for each data type."""
-    cells = itertools.product((1, 2, 3, 4, 8), ((8, 8), (8, 4), (8, 2), (8, 1)), MASKS)
+def test_small_numbers_of_ranks(name: str) -> None:
+    """Heads, masks and numbers of ranks in turns, in fp64."""
+    cells = list(itertools.product((1, 2, 3, 4, 8), ((8, 8), (8, 4), (8, 2), (8, 1)), MASKS))
     played = 0
-    for number, (ranks, heads, mask) in enumerate(cells):
-        if number % 4 == list(BOUNDS).index(dtype):
-            model = make_model(*heads)
-            played += exact_or_refused(name, ranks, ranks, model=model, seq=48, batch=2, dtype=dtype, **mask)
+    for ranks, heads, mask in cells[:: 5 if name in SCHEDULES else 7]:
+        model = make_model(*heads)
+        played += exact_or_refused(name, ranks, ranks, model=model, seq=48, batch=2, dtype="fp64", **mask)
     assert played >= (2 if VARIANTS[name].schedule in {"single", "balanced-ring"} else 4)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", [dtype for dtype in BOUNDS if dtype != "fp64"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_layers(name: str, dtype: str) -> None:
+def test_narrower_data_types(name: str, dtype: str) -> None:
+    ranks = 1 if VARIANTS[name].schedule == "single" else 4
+    for heads in ((8, 4), (8, 1)):
+        assert exact_or_refused(name, ranks, 2, model=make_model(*heads), seq=48, batch=2, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks"), [("fp64", 8), ("fp64", 4), ("fp64", 2), ("fp64", 1), ("fp32", 4), ("bf16", 4)]
+)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_layers(name: str, dtype: str, ranks: int) -> None:
     """Output, input gradient and all weights' gradients equal autograd of the textbook formulas."""
-    played = 0
-    for ranks, heads in ((1, (8, 4)), (2, (8, 8)), (4, (8, 4)), (8, (8, 1))):
-        fields: dict[str, Any] = {"scope": "layer", "layers": 2, "batch": 2, "dtype": dtype}
-        played += exact_or_refused(name, ranks, ranks, model=make_model(*heads), seq=32, **fields)
-    assert played >= (1 if VARIANTS[name].schedule == "single" else 4)
+    fields: dict[str, Any] = {"scope": "layer", "layers": 2, "batch": 2, "dtype": dtype}
+    for heads in ((8, 8), (8, 2)):
+        played = exact_or_refused(name, ranks, ranks, model=make_model(*heads), seq=32, **fields)
+        assert played == (name != "single" or ranks == 1)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
@@ -75,12 +83,12 @@ def test_one_pass_alone(name: str, passes: str) -> None:
     assert played == (passes == "forward" or not keeps_more)
 
 
-@pytest.mark.parametrize("order_seed", range(4))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_random_orders(name: str, order_seed: int) -> None:
+def test_random_orders(name: str) -> None:
     """Any order that the derived dependencies allow gives the same result: a race detector by execution."""
     ranks = 1 if VARIANTS[name].schedule == "single" else 4
-    assert exact_or_refused(name, ranks, order_seed, model=make_model(8, 4), seq=32, dtype="fp64")
+    for order_seed in range(3):
+        assert exact_or_refused(name, ranks, order_seed, model=make_model(8, 4), seq=32, dtype="fp64")
 
 
 @pytest.mark.parametrize("heads", [(32, 4), (12, 2), (64, 8)])
@@ -90,7 +98,6 @@ def test_sixteen_ranks(name: str, heads: tuple[int, int]) -> None:
     assert played == (name != "ulysses" or heads != (12, 2))
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 @pytest.mark.parametrize(
     ("name", "heads"),
     [
@@ -99,8 +106,9 @@ def test_sixteen_ranks(name: str, heads: tuple[int, int]) -> None:
         ("usp of 4", (8, 4)), ("upipe over rings", (4, 2)),
     ],
 )  # fmt: skip
-def test_sixty_four_ranks(name: str, heads: tuple[int, int], dtype: str) -> None:
-    assert exact_or_refused(name, 64, 3, model=make_model(*heads, head_dim=8), seq=128, dtype=dtype)
+def test_sixty_four_ranks(name: str, heads: tuple[int, int]) -> None:
+    for dtype in ("fp64", "fp32"):
+        assert exact_or_refused(name, 64, 3, model=make_model(*heads, head_dim=8), seq=128, dtype=dtype)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -119,7 +127,9 @@ def test_fewest_tokens_per_rank(name: str) -> None:
 def test_padding_changes_nothing(name: str) -> None:
     """What is verified are the real tokens, against the sequence without padding."""
     ranks = 1 if VARIANTS[name].schedule == "single" else 4
-    for fields in ({}, {"scope": "layer", "layers": 2}):
+    assert exact_or_refused(name, ranks, 1, model=make_model(8, 4), seq=48, padding=5, dtype="fp64")
+    if name in SCHEDULES:
+        fields: dict[str, Any] = {"scope": "layer", "layers": 2}
         assert exact_or_refused(name, ranks, 1, model=make_model(8, 4), seq=48, padding=5, dtype="fp64", **fields)
 
 

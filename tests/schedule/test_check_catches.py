@@ -13,7 +13,20 @@ from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
 from sim.schedule.ir import Communicator, Header, Port, Program, Schedule
 from sim.schedule.masks import CAUSAL, FULL, Band, Span
-from sim.schedule.ops import Accumulate, AllToAll, Attend, AttendBackward, Exchange, Merge, Message, Op
+from sim.schedule.ops import (
+    Accumulate,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Copy,
+    Delta,
+    Exchange,
+    Fold,
+    Merge,
+    Message,
+    Op,
+    Zero,
+)
 from sim.schedule.views import Buffer, Split, View
 from sim.workload import Parallel, Workload
 from tests.helpers import make_checked, make_gathered, make_model
@@ -390,3 +403,116 @@ def test_an_exchange_with_a_rank_outside_its_group() -> None:
     groups = tuple(msgspec.structs.replace(c, groups=((0, 1), (2, 3))) for c in schedule.header.communicators)
     header = msgspec.structs.replace(schedule.header, communicators=groups)
     refuses(Schedule(header, schedule.program), "not in its group")
+
+
+def test_delta_of_something_else() -> None:
+    def of_queries(op: Op) -> Op:
+        assert isinstance(op, Delta)
+        return msgspec.structs.replace(op, dout=op.out)
+
+    refuses(changed("burst", 2, Delta, of_queries, rank=0, number=0), "where dout of")
+
+
+def test_a_sum_that_begins_with_nothing() -> None:
+    """The rank that has nothing to add has to send zeros on."""
+    refuses(changed("ring from the KV at hand", 2, Zero, drop, rank=0, number=0), "before all of it is written")
+
+
+def test_zeros_in_the_place_of_gradients() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        zeros = b.like("zeros", given(b), "attention")
+        b.zero(zeros, "zero")
+        b.output("dq", zeros, (Span(4 * b.rank, 4 * b.rank + 4),), Span(0, 4))
+
+    refuses(schedule_of(program), "holds zero")
+
+
+def test_heads_that_go_to_the_wrong_ranks() -> None:
+    """Two key/value heads over four ranks: 0, 0, 1, 1."""
+
+    def turned(op: Op) -> Op:
+        assert isinstance(op, Copy)
+        assert op.order == (0, 0, 1, 1)
+        return msgspec.structs.replace(op, order=(1, 1, 0, 0))
+
+    options: dict[str, Any] = {"model": make_model(8, 2)}
+    refuses(
+        changed("ulysses", 4, Copy, turned, rank=1, number=1, **options), "cannot|wrong key/value heads|values of one"
+    )
+
+
+def test_replicas_whose_gradients_are_not_summed() -> None:
+    def half(op: Op) -> Op:
+        assert isinstance(op, Fold)
+        source, target = op.source, op.target
+        first = Split(source.view[:2], 0, 2)
+        return Copy(stream=op.stream, part=op.part, label=op.label, source=first, target=target)
+
+    options: dict[str, Any] = {"model": make_model(8, 2)}
+    refuses(changed("ulysses", 4, Fold, half, rank=1, number=0, **options), "lacks contributions|expected")
+
+
+def test_probabilities_of_keys_in_another_order() -> None:
+    """What a standard kernel keeps is of no use with keys that lie elsewhere."""
+
+    def half(op: Op) -> Op:
+        assert isinstance(op, AttendBackward)
+        return msgspec.structs.replace(op, kernel="flash")
+
+    refuses(
+        changed("standard attention", 1, AttendBackward, half, rank=0, number=0), "those of a standard one are kept"
+    )
+    workload = Workload(model=make_model(4, 4), seq=8, mask="full")
+    header = Header(name="turned", workload=workload, parallel=Parallel())
+
+    def build(rank: int) -> Program:
+        b, tokens, heads = ProgramBuilder(rank, workload), (Span(0, 8),), Span(0, 4)
+        q, k, v, dout = (b.input(name, tokens, heads) for name in ("q", "k", "v", "dout"))
+        turned = [b.like(f"turned {name}", view, "other") for name, view in (("k", k), ("v", v))]
+        for view, source in zip(turned, (k, v), strict=True):
+            b.copy_parts(Split(source, 1, 2), Split(view, 1, 2), "turn", (1, 0))
+        out, lse = b.like("out", q, "saved"), b.lse("lse", 8, 4, "saved")
+        probs = b.buffer("probs", "bhst", (1, 4, 8, 8), "fp32", "saved")
+        b.attend(q, *turned, out, lse, FULL, "attend", kernel="standard", probs=probs)
+        grads = (b.like("dq", q, "other"), b.like("dk", k, "other"), b.like("dv", v, "other"))
+        b.attend_backward((q, k, v, out, lse), dout, grads, FULL, "back", kernel="standard", probs=probs)
+        return b.build()
+
+    refuses(Schedule(header, build), "of other keys, or in another order")
+
+
+def test_splits_that_do_not_divide() -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = b.like("view", given(b), "other")
+        b.copy_parts(Split(given(b), 1, 3), Split(view, 1, 3), "copy")
+
+    refuses(schedule_of(program), "into 3 parts")
+
+
+def test_all_keys_given_to_every_rank() -> None:
+    """Replicas are what a forward pass leaves, not what it begins with."""
+    workload = Workload(model=make_model(4, 4), seq=8, passes="forward", mask="full")
+    single = make_checked("single", workload, 1).schedule
+    claims = msgspec.structs.replace(single.header.claims, attention_flops=single.header.claims.attention_flops)
+    header = msgspec.structs.replace(single.header, parallel=Parallel(ring_degree=2), claims=claims)
+
+    def halves(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        tokens, whole, heads = (Span(4 * rank, 4 * rank + 4),), (Span(0, 8),), Span(0, 4)
+        q, k, v = b.input("q", tokens, heads), b.input("k", whole, heads), b.input("v", whole, heads)
+        out, lse = b.like("out", q, "saved"), b.lse("lse", 4, 4, "saved")
+        b.attend(q, k, v, out, lse, FULL, "attend")
+        b.output("out", out, tokens, heads)
+        return b.build()
+
+    refuses(Schedule(header, halves), "twice")
+
+
+def test_dims_that_only_look_alike() -> None:
+    """As many tokens as heads: a copy must not turn one into the other."""
+
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        view = given(b)
+        b.copy(view, b.buffer("turned", "bhsd", view.shape, "fp32", "other"), "turn")
+
+    refuses(schedule_of(program), "takes bshd for bhsd")

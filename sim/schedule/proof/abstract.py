@@ -129,11 +129,11 @@ class AbstractPlayer:
         with self._naming((rank, index)):
             if isinstance(op, Attend):
                 ratio = op.q.shape[2] // op.k.shape[2]
-                out = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
+                out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
                 memory.write(op.out, out)
                 memory.write(op.lse, renamed(out, "lse"))
                 if op.probs is not None:
-                    memory.write(op.probs, renamed(out, "probs"))
+                    memory.write(op.probs, probs)
             elif isinstance(op, AttendBackward):
                 ratio = op.q.shape[2] // op.k.shape[2]
                 names = ("q", "k", "v", "delta" if op.from_delta else "out", "lse", "dout", "probs")
@@ -144,6 +144,7 @@ class AbstractPlayer:
             elif isinstance(op, Delta):
                 out, dout = memory.read(op.out), memory.read(op.dout)
                 self._rules.same_queries("out", dout, out)
+                self._rules.same_queries("dout", out, dout)
                 memory.write(op.delta, renamed(dout, "delta"))
             elif isinstance(op, Merge):
                 out, lse = memory.read(op.out), memory.read(op.lse)
@@ -251,7 +252,9 @@ class AbstractPlayer:
                         )
         self._check_owners([port for program in self._programs for port in program.outputs])
         if self._schedule.header.claims:
-            self._check_owners(_distinct([port for program in self._programs for port in program.inputs]))
+            inputs = [port for program in self._programs for port in program.inputs]
+            forward = self._schedule.header.workload.forward
+            self._check_owners(inputs if forward else _distinct(inputs))
 
     def _check_owners(self, ports: list[Port]) -> None:
         """Raise where a token of a tensor belongs to no rank or to two; weights are on every rank."""
@@ -273,7 +276,7 @@ class AbstractPlayer:
 
 
 def _distinct(inputs: list[Port]) -> list[Port]:
-    """Return inputs without the replicas of keys and values, which several ranks may have been left with."""
+    """Return inputs without the replicas of keys and values that a forward pass may have left on several ranks."""
     seen: set[tuple[str, Tokens, Span]] = set()
     found = []
     for port in inputs:

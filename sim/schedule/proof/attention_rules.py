@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.equations import is_weight_gradient
 from sim.schedule.masks import ONE, Band, Span, count_pairs, keeps_mask
-from sim.schedule.proof.contents import Content, Piece, brief, common, meet, spell, union
+from sim.schedule.proof.contents import Content, Piece, Seen, brief, common, meet, spell, union
 
 
 class AttentionRules(NamedTuple):
@@ -21,19 +21,23 @@ class AttentionRules(NamedTuple):
     batch: int
     group: int
 
-    def attend(self, q: list[Piece], k: list[Piece], v: list[Piece], band: Band, ratio: int) -> list[Piece]:
-        """Return the pieces of out; raises ScheduleError where the block is not what the mask asks for.
+    def attend(
+        self, q: list[Piece], k: list[Piece], v: list[Piece], band: Band, ratio: int
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces of out and of the probabilities, which know the order of their keys; raises ScheduleError
+        where the block is not what the mask asks for.
 
         ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices.
         """
         self._same_keys(k, v)
-        out = []
+        out, probs = [], []
         for piece, keys, _ in self._blocks(q, k, band, ratio):
             partial = piece.content._replace(tensor="out", seen=())
             for key in keys:
                 partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
             out.append(piece._replace(content=partial))
-        return out
+            probs.append(piece._replace(content=partial._replace(tensor="probs", seen=_in_memory_order(keys))))
+        return out, probs
 
     def attend_backward(
         self, operands: dict[str, list[Piece]], band: Band, ratio: int
@@ -50,6 +54,9 @@ class AttentionRules(NamedTuple):
         sums: dict[Piece, Content] = {}
         for piece, keys, offset in self._blocks(q, k, band, ratio):
             queries = piece.content
+            for _, kept in common([piece], operands.get("probs", [])):
+                if kept.content.seen != _in_memory_order(keys):
+                    raise ScheduleError(f"{brief(kept.content)} of other keys, or in another order")
             partial = queries._replace(tensor="dq", seen=())
             for key in keys:
                 partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
@@ -132,6 +139,11 @@ class AttentionRules(NamedTuple):
                 if len(offsets) != 1:
                     raise ScheduleError(f"{brief(piece.content)} attends to no one set of key/value heads")
                 yield piece, keys, offsets.pop()
+
+
+def _in_memory_order(keys: list[Piece]) -> Seen:
+    """Return the keys of a block as they lie in memory."""
+    return tuple((key.content.tokens, ONE) for key in sorted(keys, key=lambda key: key.s))
 
 
 @lru_cache(maxsize=65536)

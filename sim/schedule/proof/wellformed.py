@@ -49,7 +49,7 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     problem = _collision(op, reads, writes, program)
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
-    return problem or _shape_problem(op)
+    return problem or _shape_problem(op) or _dims_problem(op, program)
 
 
 def _shape_problem(op: Kernel | HostSync) -> str:
@@ -62,6 +62,8 @@ def _shape_problem(op: Kernel | HostSync) -> str:
             like_q = [op.dout, op.dq]
             (like_lse if op.from_delta else like_q).append(op.out)
         keys = (batch, op.k.shape[1], op.k.shape[2], dim)
+        if (op.kernel == "standard") != (op.probs is not None):
+            return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
         return (
             _differ(op.q.shape, like_q)
             or _differ(keys, [op.k, *like_k])
@@ -98,9 +100,30 @@ def _shape_problem(op: Kernel | HostSync) -> str:
     assert_never(op)
 
 
+def _dims_problem(op: Kernel | HostSync, program: Program) -> str:
+    """Return where views of one shape mean different things: heads that are taken for tokens."""
+    views: tuple[View, ...]
+    if isinstance(op, Attend | AttendBackward):
+        views, wanted = (op.q, op.k, op.v), "bshd"
+    elif isinstance(op, Copy | Fold):
+        views, wanted = (op.target.view,), program.buffers[op.source.view.buffer].dims
+    elif isinstance(op, Accumulate):
+        views, wanted = (op.source,), program.buffers[op.into.buffer].dims
+    else:
+        return ""
+    for view in views:
+        dims = program.buffers[view.buffer].dims
+        if dims != wanted:
+            return f"takes {wanted} for {dims} of buffer {program.buffers[view.buffer].name!r}"
+    return ""
+
+
 def _parts_problem(op: Copy | Fold) -> str:
     """Return where parts of one shape do not fall to parts of the other side."""
     source, target = op.source, op.target
+    for split in (source, target):
+        if not 0 <= split.dim < 3 or split.parts < 1 or split.view.shape[split.dim] % split.parts:
+            return f"cuts {split.view.shape} along dimension {split.dim} into {split.parts} parts"
     if source.part_shape != target.part_shape:
         return f"takes parts {source.part_shape} for parts {target.part_shape}"
     if isinstance(op, Fold):
