@@ -17,7 +17,7 @@ from rich.table import Table
 from experiments.cli import guarded, open_console
 from experiments.tables import seconds
 from sim.engine.simulate import simulate
-from sim.options import DEFAULTS
+from sim.options import DEFAULTS, Options
 from sim.schedule import ring, ulysses
 from sim.schedule.attention import all_heads, attention_program
 from sim.schedule.check import check
@@ -93,9 +93,11 @@ def cases() -> list[Case]:
     wide = Workload(model=msgspec.structs.replace(model, num_heads=64, num_kv_heads=64), seq=1024 * 1024, dtype="bf16")
     deep = Workload(model=model, seq=128 * 1024, dtype="bf16", scope="layer", layers=32)
     layer = Workload(model=model, seq=1024 * 1024, dtype="bf16", scope="layer")
+    balanced = Options(layout="zigzag")
     return [
         Case("ring, P = 8", lambda: ring.build(long, Parallel(ring_degree=8)), one, 0.05),
         Case("ring, P = 64", lambda: ring.build(long, Parallel(ring_degree=64)), eight, 1.5),
+        Case("zigzag, P = 64", lambda: ring.build(long, Parallel(ring_degree=64, options=balanced)), eight, None),
         Case("ulysses, P = 8", lambda: ulysses.build(long, Parallel(ulysses_degree=8)), one, None),
         Case("ulysses, P = 64", lambda: ulysses.build(wide, Parallel(ulysses_degree=64)), eight, None),
         Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven, None),

@@ -49,10 +49,10 @@ class Groups:
             return lambda: [dist.all_to_all_single(out, given, group=group, async_op=True)]
         if isinstance(op, AllGather):
             out, given = storage.write(op.recvs.view).view(-1), storage.read(op.send).view(-1)
-            return lambda: [dist.all_gather_into_tensor(out, given, group=group, async_op=True)]
+            return lambda: [dist.all_gather_single(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
             out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)
-            return lambda: [dist.reduce_scatter_tensor(out, given, group=group, async_op=True)]
+            return lambda: [dist.reduce_scatter_single(out, given, group=group, async_op=True)]
         if isinstance(op, AllReduce):
             both = storage.read(op.view)
             return lambda: [dist.all_reduce(both, group=group, async_op=True)]

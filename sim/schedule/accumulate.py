@@ -24,6 +24,8 @@ class _Filled:
 
     def take(self, rows: slice) -> list[tuple[slice, bool]]:
         """Return these rows in pieces, each with whether it holds something yet; from now on all of them do."""
+        if any(old.start <= rows.start and rows.stop <= old.stop for old in self._rows):
+            return [(rows, True)]
         edges = {rows.start, rows.stop} | {edge for old in self._rows for edge in (old.start, old.stop)}
         cuts = sorted(edge for edge in edges if rows.start <= edge <= rows.stop)
         pieces: list[tuple[slice, bool]] = []
@@ -35,6 +37,11 @@ class _Filled:
                 pieces.append((slice(start, stop), held))
         self._rows += [piece for piece, held in pieces if not held]
         return pieces
+
+
+def _all_rows(view: View) -> slice:
+    start, stop = view.slices[1]
+    return slice(0, stop - start)
 
 
 class SoftmaxAccumulator:
@@ -93,7 +100,7 @@ class GradientSum:
         self._b = builder
         self._name = name
         self.total = total
-        self._filled = _Filled() if empty else _Filled(slice(0, total.shape[1]))
+        self._filled = _Filled() if empty else _Filled(_all_rows(total))
         self._pieces: list[tuple[slice, bool]] = []
 
     def target(self, rows: slice, like: View) -> View:
@@ -119,13 +126,13 @@ class GradientSum:
 
     def take(self, part: View, label: str) -> None:
         """Add what another rank has sent, of all rows."""
-        rows = slice(0, part.shape[1])
+        rows = _all_rows(part)
         self._pieces = self._filled.take(rows)
         self.add(part, rows, label)
 
     def fill(self) -> None:
         """Write zeros where the sum holds nothing yet."""
-        for piece, held in self._filled.take(slice(0, self.total.shape[1])):
+        for piece, held in self._filled.take(_all_rows(self.total)):
             if not held:
                 self._b.zero(self.total[:, piece], f"zero {self._name}")
 

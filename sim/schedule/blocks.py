@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
 from sim.schedule.masks import FULL, Band, Tokens, block_band, keeps_mask, simplified
 
 
@@ -29,6 +28,9 @@ def blocks(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
 
     Raises ScheduleError where spans of different strides meet and the mask cuts between them.
     """
+    if len(queries) == len(keys) == 1:
+        band = block_band(mask, queries[0], keys[0])
+        return () if band is None else (_trimmed(band, queries[0].size, keys[0].size),)
     whole = _as_one(mask, queries, keys)
     if whole is not None:
         return whole
@@ -71,8 +73,6 @@ def _as_one(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...] | No
             sizes = sum(span.size for span in queries[top:bottom]), sum(span.size for span in keys[left:right])
             block = _trimmed(candidate, *sizes)
             return (_moved(block, rows=_starts(queries)[top], columns=_starts(keys)[left]),)
-    if len(queries) == len(keys) == 1:
-        raise ScheduleError(f"no band describes what {mask} keeps between {queries[0]} and {keys[0]}")
     return None
 
 
@@ -101,6 +101,8 @@ def _moved(block: Block, rows: int = 0, columns: int = 0) -> Block:
 
 def _trimmed(band: Band, num_queries: int, num_keys: int) -> Block:
     """Return the block without rows and columns of which the band, which keeps some pair, keeps nothing."""
+    if band == FULL:
+        return Block(slice(0, num_queries), slice(0, num_keys), FULL)
     first = 0 if band.right is None else max(0, -band.right)
     last = num_queries if band.left is None else min(num_queries, num_keys + band.left)
     begin = 0 if band.left is None else max(0, first - band.left)

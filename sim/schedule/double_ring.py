@@ -104,7 +104,7 @@ class DoubleRingAttention:
                 for block in self._blocks(r, s):
                     operands = saved._replace(k=k_here, v=v_here)
                     attend_backward(b, block, operands, dout, Gradients(dq, *sums), f"kv{source}")
-                for total in sums:
+                for total in sums if s == 0 else ():
                     total.fill()
                 if self._width > 1:
                     self._hop(self._inner.behind, here, slots[(s + 1) % 2], f"send dkv{source}")

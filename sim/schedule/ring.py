@@ -148,7 +148,7 @@ class RingAttention:
                 found = self._blocks(self._position, source)
             for block in found:
                 attend_backward(b, block, operands, arrived, gradients, f"{what}{source}")
-            for total in sums:
+            for total in sums if step == 0 else ():
                 total.fill()
             if size > 1 and step < size - at_hand:
                 self._hop(self._rings.behind, here, pool[(step + 1) % 2], way, f"send d{what}{source}")

@@ -53,7 +53,8 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
         for (start, stop), part in zip(self.slices, keys, strict=False):
             begin, end, _ = part.indices(stop - start)
             boxes.append((start + begin, start + end))
-        return View(self.buffer, (*boxes, *self.slices[len(keys) :]))
+        slices = (*boxes, *self.slices[len(keys) :])
+        return self if slices == self.slices else View(self.buffer, slices)
 
 
 class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
