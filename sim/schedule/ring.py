@@ -9,7 +9,7 @@ the mask empties, but takes every hop; so with contiguous slices under a causal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sim.options import Options, only
@@ -89,71 +89,80 @@ class RingAttention:
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """P - 1 hops of KV; every block is attended while the next KV is on its way."""
-        steps = [self._blocks(self._position, source) for source in self._sources(1)]
-        softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(map(len, steps)))
-        slots = self._slots((k, v), "kv")
-        for step, (source, found) in enumerate(zip(self._sources(1), steps, strict=True)):
-            self._pass_on(step, slots, 1, f"send kv{source}")
-            k_here, v_here = slots[step]
-            for block in found:
-                softmax.attend(block, k_here, v_here, f"kv{source}")
-        at_hand = slots[-1] if self._options.ring_backward == "kv-at-hand" else ()
+        parts = sum(len(self._blocks(self._position, source)) for source in range(self._size))
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=parts)
+        here: tuple[View, ...] = (k, v)
+        for _, source, here in self._tour((k, v), "kv"):
+            for block in self._blocks(self._position, source):
+                softmax.attend(block, here[0], here[1], f"kv{source}")
+        at_hand = here if self._options.ring_backward == "kv-at-hand" else ()
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """P - 1 hops of what travels, and P hops of its gradients (one less from the KV at hand)."""
-        b = self._b
         if self._options.ring_backward == "queries":
-            delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
-            b.delta(saved.out, dout, delta)
-            stay = self._sums(("dk", "dv"), saved[1:3])
-            (dq,) = self._around((saved.q, dout, saved.lse, delta), "q", ("dq",), stay, saved)
-            return dq.finished("dq"), stay[0].finished("dk"), stay[1].finished("dv")
-        stay = self._sums(("dq",), saved[:1])
-        if self._options.ring_backward == "kv-at-hand":
-            saved = saved._replace(k=saved.more[0], v=saved.more[1])
-        dk, dv = self._around((saved.k, saved.v), "kv", ("dk", "dv"), stay, saved, dout)
-        return stay[0].finished("dq"), dk.finished("dk"), dv.finished("dv")
-
-    def _around(
-        self,
-        bundle: tuple[View, ...],
-        what: str,
-        names: tuple[str, ...],
-        stay: list[GradientSum],
-        saved: Saved,
-        dout: View | None = None,
-    ) -> list[GradientSum]:
-        """Send a bundle around the ring, the sums of its gradients behind it; return those that came home."""
-        b, size = self._b, self._size
+            return self._backward_of_queries(saved, dout)
         at_hand = self._options.ring_backward == "kv-at-hand"
-        way = -1 if at_hand else 1
+        if at_hand:
+            saved = saved._replace(k=saved.more[0], v=saved.more[1])
+        b, kv, names, way = self._b, (saved.k, saved.v), ("dk", "dv"), -1 if at_hand else 1
+        (dq,) = self._sums(("dq",), [b.gradient("dq sum", saved.q, self._options)])
+        pool = self._pool(names, kv)
+        hops = self._size - at_hand if self._size > 1 else 0
+        for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
+            dk, dv = self._sums(names, pool[step % 2], empty=step == 0)
+            for block in self._blocks(self._position, source):
+                operands = saved._replace(k=k, v=v)
+                attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
+            self._send_sums(step, hops, (dk, dv), pool, way, f"send dkv{source}")
+        dk, dv = self._sums(names, pool[hops % 2], empty=False)
+        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _backward_of_queries(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """P - 1 hops of q, dout, lse and delta, and P hops of dq; dk and dv stay."""
+        b, names = self._b, ("dk", "dv")
+        delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
+        b.delta(saved.out, dout, delta)
+        dk, dv = self._sums(names, [b.gradient(f"d{x} sum", getattr(saved, x), self._options) for x in ("k", "v")])
+        pool = self._pool(("dq",), (saved.q,))
+        hops = self._size if self._size > 1 else 0
+        for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
+            (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
+            for block in self._blocks(source, self._position):
+                operands = saved._replace(q=q, out=delta_of, lse=lse)
+                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), f"q{source}")
+            self._send_sums(step, hops, (dq,), pool, 1, f"send dq{source}")
+        (dq,) = self._sums(("dq",), pool[hops % 2], empty=False)
+        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _tour(
+        self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, int, tuple[View, ...]]]:
+        """Yield each step with whose tensors are at hand, and where they lie, having sent them on."""
         slots = self._slots(bundle, what)
-        likes = bundle[: len(names)]
-        pool = [[b.gradient(f"{name} slot {i}", like, self._options) for name, like in zip(names, likes, strict=True)]
-                for i in range(min(size, 2))]  # fmt: skip
-        sums: list[GradientSum] = []
-        for step, source in enumerate(self._sources(way, 1 if at_hand else 0)):
-            self._pass_on(step, slots, way, f"send {what}{source}")
-            here = pool[step % 2]
-            sums = [GradientSum(b, name, view, empty=step == 0) for name, view in zip(names, here, strict=True)]
-            if what == "q":
-                q, arrived, lse, delta = slots[step]
-                operands, gradients = saved._replace(q=q, out=delta, lse=lse), Gradients(sums[0], stay[0], stay[1])
-                found = self._blocks(source, self._position)
-            else:
-                k, v = slots[step]
-                assert dout is not None
-                operands, arrived, gradients = saved._replace(k=k, v=v), dout, Gradients(stay[0], sums[0], sums[1])
-                found = self._blocks(self._position, source)
-            for block in found:
-                attend_backward(b, block, operands, arrived, gradients, f"{what}{source}")
-            for total in sums if step == 0 else ():
-                total.fill()
-            if size > 1 and step < size - at_hand:
-                self._hop(self._rings.behind, here, pool[(step + 1) % 2], way, f"send d{what}{source}")
-        home = pool[(size - at_hand) % 2 if size > 1 else 0]
-        return [GradientSum(b, name, view, empty=False) for name, view in zip(names, home, strict=True)]
+        for step, source in enumerate(self._sources(way, first)):
+            if step < self._size - 1:
+                self._hop(self._rings.on, slots[step], slots[step + 1], way, f"send {what}{source}")
+            yield step, source, slots[step]
+
+    def _pool(self, names: tuple[str, ...], likes: Sequence[View]) -> list[list[View]]:
+        """Return the buffers of sums that travel: what is here, and what is on its way."""
+        return [
+            [self._b.gradient(f"{name} slot {i}", like, self._options) for name, like in zip(names, likes, strict=True)]
+            for i in range(min(self._size, 2))
+        ]
+
+    def _sums(self, names: tuple[str, ...], totals: Sequence[View], *, empty: bool = True) -> list[GradientSum]:
+        return [GradientSum(self._b, name, view, empty=empty) for name, view in zip(names, totals, strict=True)]
+
+    def _send_sums(
+        self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[list[View]], way: int, label: str
+    ) -> None:
+        """Send the sums at hand on, if they have not come home; the first rank sends zeros for what it has not."""
+        for total in sums if step == 0 else ():
+            total.fill()
+        if step < hops:
+            self._hop(self._rings.behind, pool[step % 2], pool[(step + 1) % 2], way, label)
 
     def _sources(self, way: int, first: int = 0) -> list[int]:
         """Return whose tensors are at hand in each step, if they travel ``way`` around and the ``first`` next one's are
@@ -164,14 +173,6 @@ class RingAttention:
     def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
         return blocks(self._mask, self._layout[queries], self._layout[keys])
 
-    def _sums(self, names: tuple[str, ...], likes: Sequence[View]) -> list[GradientSum]:
-        """Return sums of the gradients that stay."""
-        b = self._b
-        return [
-            GradientSum(b, name, b.gradient(f"{name} sum", like, self._options))
-            for name, like in zip(names, likes, strict=True)
-        ]
-
     def _slots(self, bundle: tuple[View, ...], what: str) -> list[tuple[View, ...]]:
         """Return which buffers hold what travels in every step: the own ones, then two in turns."""
         pool = [
@@ -179,11 +180,6 @@ class RingAttention:
             for i in range(min(self._size - 1, 2))
         ]
         return [bundle, *(pool[i % 2] for i in range(self._size - 1))]
-
-    def _pass_on(self, step: int, slots: list[tuple[View, ...]], way: int, label: str) -> None:
-        """Send on what is at hand and receive that of the next step, if there is one."""
-        if step < self._size - 1:
-            self._hop(self._rings.on, slots[step], slots[step + 1], way, label)
 
     def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         hop(self._b, over, here, there, way, label, overlap=self._options.overlap)
