@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeVar, get_args
 import msgspec
 
 from sim.errors import InputError
-from sim.options import Options
+from sim.options import AttentionName, Options
 from sim.profile import Point
 from sim.schedule import allgather, ring, single, ulysses
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
-from sim.schedule.ops import AttentionName, Kernel
+from sim.schedule.ops import Kernel
 from sim.schedule.views import View
 from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
 

@@ -18,7 +18,7 @@ from calibrate.kernels import Lap, RepeatedKernel
 from runtime.groups import start_together
 from runtime.launch import RankContext, Session
 from runtime.run import ScheduleRun
-from sim.profile import Jitter, Slowdown
+from sim.profile import MeasuredJitter, Slowdown
 from sim.schedule.check import check
 from sim.schedule.ir import Program
 from sim.schedule.kernels import KernelUse
@@ -80,7 +80,7 @@ def time_crowded(session: Session, case: KernelCase) -> Crowd:
 _CLOCKS: dict[Clock, Callable[[Lap], float]] = {"wall": lambda lap: lap.wall_s, "thread": lambda lap: lap.cpu_s}
 
 
-def jitter_of(crowds: list[Crowd]) -> Jitter | None:
+def jitter_of(crowds: list[Crowd]) -> MeasuredJitter | None:
     """Return how much kernels scatter: medians over kernels; None if none was repeated often enough to tell."""
     shares, correlations, runs = [], [], 0
     for crowd in crowds:
@@ -98,7 +98,7 @@ def jitter_of(crowds: list[Crowd]) -> Jitter | None:
         runs += sum(times.size for times in turns)
     if not shares:
         return None
-    return Jitter(share=statistics.median(shares), correlation=statistics.median(correlations), runs=runs)
+    return MeasuredJitter(share=statistics.median(shares), correlation=statistics.median(correlations), runs=runs)
 
 
 def _set_up(context: RankContext, program_json: bytes) -> list[Lap]:

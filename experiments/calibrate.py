@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.selection import one_of
+from experiments.selection import command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
 from sim.errors import InputError, RankError
@@ -64,7 +64,7 @@ def calibrate(command: Calibrate, console: Console) -> None:
     if not command.out:
         make_folder(path.parent)
     writable(str(path))
-    line = " ".join(["longstep", *sys.argv[1:]])
+    line = command_line()
     plan = Plan(command.name, model, tuple(dtypes), command.quick, line)  # type: ignore[arg-type]
     state, failure = "interrupted", None
     with HostCalibration(plan) as calibration:

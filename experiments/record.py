@@ -26,8 +26,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All comparisons of a sweep, with the profile that they rest on."""
 
     profile: Profile
-    title: str = "tiny, forward and backward, fp32, causal"
-    """What all cells have in common; the default is what records say that were written before they had one."""
+    title: str
+    """What all cells have in common: model, passes, data type, mask."""
     begun: str = ""
     """Date and time, UTC, ISO 8601."""
     command: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -102,6 +103,11 @@ class Chosen:
     def cluster(self) -> Cluster:
         """Return the cluster, built."""
         return Cluster(self.spec)
+
+
+def command_line() -> str:
+    """Return what was typed, as profiles and records keep it: they are for others, whose folders differ."""
+    return " ".join(["longstep", *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
 def choose(selection: Selection) -> Chosen:

@@ -8,7 +8,6 @@ or after which kernels were off their calibration stands in brackets: the machin
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,7 @@ from experiments.comparison import Comparison
 from experiments.execute import WARM_UP, Execution, open_session
 from experiments.parity import figure, page
 from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary
-from experiments.selection import Chosen, choose
+from experiments.selection import Chosen, choose, command_line
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
 from sim.errors import InputError, LongstepError
@@ -107,7 +106,7 @@ def _begun(chosen: Chosen) -> Record:
         profile=calibrated(chosen),
         title=f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}",
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=" ".join(["longstep", *sys.argv[1:]]),
+        command=command_line(),
         software=software(),
         comparisons=[],
     )

@@ -10,6 +10,7 @@ from msgspec import Meta
 from sim.errors import InputError
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
+AttentionName = Literal["flash", "memory-efficient", "standard"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether all-to-alls copy only where parts have gaps, or before and after each, as published code does."""
     recompute: bool = True
     """Whether UPipe's backward pass sends q, k and v again, or keeps them."""
-    kernel: Literal["flash", "memory-efficient", "standard"] = "flash"
+    kernel: AttentionName = "flash"
     """How one device attends: fused; in chunks of keys, unfused (arXiv:2112.05682); or with all scores written out."""
 
 

@@ -87,7 +87,7 @@ class Slowdown(_Data, frozen=True, kw_only=True):
     runs: int
 
 
-class Jitter(_Data, frozen=True, kw_only=True):
+class MeasuredJitter(_Data, frozen=True, kw_only=True):
     """How much kernels scatter while all ranks are busy."""
 
     share: float
@@ -126,7 +126,7 @@ class Profile(_Data, frozen=True, kw_only=True):
     traffic: dict[str, float] = {}
     """Bytes that a kernel moves through memory over those that none could avoid (``KernelUse.hbm_bytes``), by kernel:
     where several at once show it. 1 for others."""
-    jitter: Jitter | None = None
+    jitter: MeasuredJitter | None = None
 
 
 def profile_folder() -> Path:

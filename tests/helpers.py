@@ -82,6 +82,20 @@ REFUSED = ("allowed are", "the nearest are", "set --gpus 1", "set --pass both")
 """What a refusal says: the values that are allowed."""
 
 
+def is_refused(name: str, workload: Workload, ranks: int) -> bool:
+    """Return whether a schedule cannot do a cell: all that any of them refuses but lengths, by rule."""
+    variant = VARIANTS[name]
+    if variant.schedule == "single" and ranks > 1:
+        return True
+    if variant.schedule == "balanced-ring" and (workload.mask == "full" or workload.window):
+        return True
+    if variant.schedule == "ulysses" and workload.model.num_heads % ranks:
+        return True
+    options = variant.parallel(ranks, workload.model).options
+    keeps_more = variant.schedule == "upipe" or options.ring_backward == "kv-at-hand" or options.kernel == "standard"
+    return keeps_more and not workload.forward
+
+
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
     """Return a proved schedule of the catalog, or a variant."""
     variant = VARIANTS[name]
@@ -89,14 +103,17 @@ def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
 
 
 def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | None:
-    """Return a proved schedule, or None where it is refused with the values that are allowed."""
+    """Return a proved schedule, or None where it is refused, as it has to be, with the values that are allowed."""
     try:
-        return make_checked(name, workload, ranks)
+        checked = make_checked(name, workload, ranks)
     except ScheduleError:
         raise
     except InputError as error:
         assert any(words in str(error) for words in REFUSED), error
+        assert is_refused(name, workload, ranks), error
         return None
+    assert not is_refused(name, workload, ranks)
+    return checked
 
 
 def make_gathered(workload: Workload, ranks: int) -> Schedule:

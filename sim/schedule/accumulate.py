@@ -6,9 +6,11 @@ with one block pays nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from sim.options import Options
 from sim.schedule.attention import Saved
 from sim.schedule.blocks import Block
 from sim.schedule.builder import ProgramBuilder
@@ -144,6 +146,15 @@ class GradientSum:
         grad = b.like(name, self.total, category, b.workload.dtype)
         b.copy(self.total, grad, f"cast {name}")
         return grad
+
+
+def new_sums(
+    builder: ProgramBuilder, options: Options, likes: Mapping[str, View], where: str = "sum"
+) -> list[GradientSum]:
+    """Return empty sums of gradients, by name the tensors whose they are."""
+    return [
+        GradientSum(builder, name, builder.gradient(f"{name} {where}", like, options)) for name, like in likes.items()
+    ]
 
 
 class Gradients(NamedTuple):

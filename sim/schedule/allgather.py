@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.errors import InputError
 from sim.options import Options, only
-from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward
+from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import blocks
 from sim.schedule.builder import ProgramBuilder
@@ -16,11 +16,8 @@ from sim.schedule.ir import Communicator, Schedule
 from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import LAYOUTS
 from sim.schedule.masks import Span, Tokens, mask_of
-from sim.schedule.views import Split, View
+from sim.schedule.views import TOKENS, Split, View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
-
-TOKENS = 1
-"""Dimension of (B, S, H, D)."""
 
 
 def build(workload: Workload, parallel: Parallel) -> Schedule:
@@ -72,10 +69,7 @@ class AllGatherAttention:
         """Gather K and V again, attend backward, scatter the sums of dK and dV."""
         b = self._b
         k, v = self._gather(saved.k, saved.v)
-        sums = Gradients(*(
-            GradientSum(b, name, b.gradient(f"{name} sum", like, self._options))
-            for name, like in (("dq", saved.q), ("dk", k), ("dv", v))
-        ))  # fmt: skip
+        sums = Gradients(*new_sums(b, self._options, {"dq": saved.q, "dk": k, "dv": v}))
         for number, block in enumerate(self._blocks):
             attend_backward(b, block, saved._replace(k=k, v=v), dout, sums, f"block{number}")
         for total in sums:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from sim.errors import InputError
+from sim.options import AttentionName
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.masks import Span, Tokens, count_pairs, mask_of
-from sim.schedule.ops import AttentionName
 from sim.schedule.views import View
 from sim.workload import ModelSpec, Workload
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.options import Options, only
-from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward
+from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import Block
 from sim.schedule.builder import ProgramBuilder
@@ -126,10 +126,7 @@ class BalancedAttention:
         """Own block, then the same rounds; gradients of what was fetched return to its owner a round later."""
         b = self._b
         queries = (saved.q, saved.out, saved.lse, dout)
-        total = Gradients(*(
-            GradientSum(b, f"d{x}", b.gradient(f"d{x} sum", view, self._options))
-            for x, view in zip("qkv", saved[:3], strict=True)
-        ))  # fmt: skip
+        total = Gradients(*new_sums(b, self._options, {"dq": saved.q, "dk": saved.k, "dv": saved.v}))
         fetched = self._fetch_round(0, queries, (saved.k, saved.v))
         attend_backward(b, self._own, saved, dout, total, "own")
         arrived: list[tuple[GradientSum, View]] = []
@@ -137,13 +134,13 @@ class BalancedAttention:
             here, fetched = fetched, self._fetch_round(t + 1, queries, (saved.k, saved.v))
             made: tuple[View, ...] = ()
             if one.attends_to is not None:
-                dk, dv = self._elsewhere(("dk", "dv"), here)
+                dk, dv = self._elsewhere({"dk": here[0], "dv": here[1]})
                 operands = saved._replace(k=here[0], v=here[1])
                 attend_backward(b, self._other, operands, dout, Gradients(total.dq, dk, dv), f"kv{one.attends_to}")
                 made = (dk.total, dv.total)
             elif one.helps is not None:
                 q, out, lse, dout_of = here
-                (dq,) = self._elsewhere(("dq",), here)
+                (dq,) = self._elsewhere({"dq": q})
                 operands = Saved(q, saved.k, saved.v, out, lse)
                 attend_backward(b, self._other, operands, dout_of, total._replace(dq=dq), f"q{one.helps}")
                 made = (dq.total,)
@@ -158,12 +155,9 @@ class BalancedAttention:
             sum_of.take(view, "from another")
         return total.dq.finished("dq"), total.dk.finished("dk"), total.dv.finished("dv")
 
-    def _elsewhere(self, names: tuple[str, ...], likes: tuple[View, ...]) -> list[GradientSum]:
+    def _elsewhere(self, likes: dict[str, View]) -> list[GradientSum]:
         """Return sums of gradients that belong to another rank."""
-        return [
-            GradientSum(self._b, name, self._b.gradient(f"{name} for another", like, self._options))
-            for name, like in zip(names, likes, strict=False)
-        ]
+        return new_sums(self._b, self._options, likes, "for another")
 
     def _fetch_round(self, t: int, queries: tuple[View, ...], keys: tuple[View, ...]) -> tuple[View, ...]:
         """Append what goes around before round t, if there is one; return what this rank gets: keys, or queries."""

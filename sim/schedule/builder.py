@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.options import Options
+from sim.options import AttentionName, Options
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Communicator, Port, Program
 from sim.schedule.layout import num_tokens
@@ -18,7 +18,6 @@ from sim.schedule.ops import (
     AllToAll,
     Attend,
     AttendBackward,
-    AttentionName,
     Barrier,
     Copy,
     Delta,

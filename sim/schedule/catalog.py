@@ -40,6 +40,10 @@ class Entry(NamedTuple):
 
 _RING = "(P-1) * 2 * B * S/P * H_kv * D * e"
 _ON_RINGS = "(R-1) * 2 * B * S/R * max(H_kv/U, 1) * D * e"
+_BALANCED = (
+    "over all ranks, in each round t = 1 .. P/2: (P-t) * 2 * B * S/P * H_kv * D * e, and, except in an even P's last, "
+    "t * B * S/P * (2 * H * D * e + 4 * H)"
+)
 _ULYSSES = "(2H + 2 max(H_kv, U)) * D * B * S/P * e * (U-1)/U"
 
 SCHEDULES: dict[str, Entry] = {
@@ -49,9 +53,7 @@ SCHEDULES: dict[str, Entry] = {
     "striped": Entry(ring.build, "arXiv:2311.09431", ("ring",), _RING, Options(layout="striped")),
     "burst": Entry(ring.build, "arXiv:2509.19836", ("ring",), _RING, Options(layout="zigzag", ring_backward="queries")),
     "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING, Options(layout="zigzag")),
-    "balanced-ring": Entry(
-        balanced_ring.build, "arXiv:2310.03294", ("ring",), "B * S/P * D * e * (2H_kv or 2H) in each of P/2 rounds"
-    ),
+    "balanced-ring": Entry(balanced_ring.build, "arXiv:2310.03294", ("ring",), _BALANCED),
     "allgather": Entry(
         allgather.build, "arXiv:2407.21783", ("ring",), _RING, Options(layout="zigzag", gradients="model")
     ),

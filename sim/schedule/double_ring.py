@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from sim.errors import InputError
 from sim.options import Options, only
-from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward
+from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import Block, blocks
 from sim.schedule.builder import ProgramBuilder
@@ -21,7 +21,7 @@ from sim.schedule.ir import Communicator, Schedule
 from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import LAYOUTS
 from sim.schedule.masks import Tokens, mask_of
-from sim.schedule.ring import Rings, hop, ring_communicators
+from sim.schedule.ring import Rings, hop, ring_communicators, sum_slots, travel_slots
 from sim.schedule.views import View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
 
@@ -78,10 +78,10 @@ class DoubleRingAttention:
         self.saved_shard = all_heads(builder.workload.model, layout[builder.rank])
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """N rounds of w steps; n * w - 1 hops of KV in all."""
+        """Play n rounds of w steps: n * w - 1 hops of KV in all."""
         found = [[self._blocks(r, s) for s in range(self._width)] for r in range(self._rounds)]
         softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(len(step) for one in found for step in one))
-        starts, pool = self._starts((k, v)), self._pool((k, v), "kv")
+        starts, pool = self._starts((k, v)), travel_slots(self._b, (k, v), "kv", self._width)
         for r in range(self._rounds):
             for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
                 for block in found[r][s]:
@@ -89,15 +89,15 @@ class DoubleRingAttention:
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
-        """N rounds of w steps again; w hops of dKV in each round, and one outward after it."""
+        """Play n rounds of w steps again: w hops of dKV in each round, and one outward after it."""
         b, names, kv = self._b, ("dk", "dv"), (saved.k, saved.v)
-        starts, pool = self._starts(kv), self._pool(kv, "kv")
-        dq = GradientSum(b, "dq", b.gradient("dq sum", saved.q, self._options))
+        likes = dict(zip(names, kv, strict=True))
+        starts, pool = self._starts(kv), travel_slots(b, kv, "kv", self._width)
+        (dq,) = new_sums(b, self._options, {"dq": saved.q})
         arrived: list[View] = []
         for r in range(self._rounds):
             # New ones in each round: those of the last one are still on their way outward.
-            slots = [[b.gradient(f"{name} slot {i}", x, self._options) for name, x in zip(names, kv, strict=True)]
-                     for i in range(min(self._width, 2))]  # fmt: skip
+            slots = sum_slots(b, self._options, likes, self._width)
             for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
                 source, here = self._source(r, s), slots[s % 2]
                 sums = [GradientSum(b, name, view, empty=s == 0) for name, view in zip(names, here, strict=True)]
@@ -112,7 +112,7 @@ class DoubleRingAttention:
             for name, view, into in zip(names, arrived, home, strict=False):
                 b.accumulate(view, into, f"add {name} of round{r}")
             if self._rounds > 1:
-                arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in zip(names, kv, strict=True)]
+                arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in likes.items()]
                 self._hop(self._outer.behind, home, arrived, f"send outward dkv{self._source(r, 0)}")
         dk, dv = (GradientSum(b, name, view, empty=False) for name, view in zip(names, arrived or home, strict=True))
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
@@ -127,13 +127,8 @@ class DoubleRingAttention:
 
     def _starts(self, kv: tuple[View, View]) -> list[tuple[View, ...]]:
         """Return which buffers hold the keys that each round begins with: the own ones, then two in turns."""
-        pool = self._pool(kv, "outer kv", self._rounds)
+        pool = travel_slots(self._b, kv, "outer kv", self._rounds)
         return [kv, *(pool[i % 2] for i in range(self._rounds - 1))]
-
-    def _pool(self, kv: tuple[View, View], name: str, size: int | None = None) -> list[tuple[View, ...]]:
-        """Return up to two pairs of buffers for keys that travel."""
-        count = min((size or self._width) - 1, 2)
-        return [tuple(self._b.like(f"{name} slot {i}", x, "communication") for x in kv) for i in range(count)]
 
     def _round(
         self, r: int, starts: list[tuple[View, ...]], pool: list[tuple[View, ...]]

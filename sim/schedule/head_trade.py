@@ -13,10 +13,7 @@ from typing import NamedTuple
 from sim.options import Options
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Communicator
-from sim.schedule.views import Category, Split, View
-
-TOKENS, HEADS = 1, 2
-"""Dimensions of (B, S, H, D)."""
+from sim.schedule.views import HEADS, TOKENS, Category, Split, View
 
 NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Every member gets heads by its place."""

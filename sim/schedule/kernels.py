@@ -11,13 +11,13 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from sim.options import AttentionName
 from sim.schedule.ir import Program
 from sim.schedule.masks import FULL, Band, Span, count_pairs
 from sim.schedule.ops import (
     Accumulate,
     Attend,
     AttendBackward,
-    AttentionName,
     Copy,
     Delta,
     Fold,

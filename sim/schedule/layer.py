@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sim.options import AttentionName
 from sim.schedule.attention import DistributedAttention, Saved, Shard, attention_flops, attention_program
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Span
-from sim.schedule.ops import AttentionName
 from sim.schedule.views import Category, View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
 

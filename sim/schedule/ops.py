@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
+from sim.options import AttentionName
 from sim.schedule.masks import Band, Tokens
 from sim.schedule.views import Data, Split, View
 
@@ -18,8 +19,6 @@ HOST = "host"
 
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]
-AttentionName = Literal["flash", "memory-efficient", "standard"]
-"""Implementations of attention: see ``sim.options.Options.kernel``."""
 
 
 class Message(NamedTuple):

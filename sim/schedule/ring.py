@@ -9,11 +9,11 @@ the mask empties, but takes every hop; so with contiguous slices under a causal 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sim.options import Options, only
-from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward
+from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.blocks import Block, blocks
 from sim.schedule.builder import ProgramBuilder
@@ -106,8 +106,8 @@ class RingAttention:
         if at_hand:
             saved = saved._replace(k=saved.more[0], v=saved.more[1])
         b, kv, names, way = self._b, (saved.k, saved.v), ("dk", "dv"), -1 if at_hand else 1
-        (dq,) = self._sums(("dq",), [b.gradient("dq sum", saved.q, self._options)])
-        pool = self._pool(names, kv)
+        (dq,) = new_sums(b, self._options, {"dq": saved.q})
+        pool = sum_slots(b, self._options, dict(zip(names, kv, strict=True)), self._size)
         hops = self._size - at_hand if self._size > 1 else 0
         for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
             dk, dv = self._sums(names, pool[step % 2], empty=step == 0)
@@ -120,11 +120,11 @@ class RingAttention:
 
     def _backward_of_queries(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """P - 1 hops of q, dout, lse and delta, and P hops of dq; dk and dv stay."""
-        b, names = self._b, ("dk", "dv")
+        b = self._b
         delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
         b.delta(saved.out, dout, delta)
-        dk, dv = self._sums(names, [b.gradient(f"d{x} sum", getattr(saved, x), self._options) for x in ("k", "v")])
-        pool = self._pool(("dq",), (saved.q,))
+        dk, dv = new_sums(b, self._options, {"dk": saved.k, "dv": saved.v})
+        pool = sum_slots(b, self._options, {"dq": saved.q}, self._size)
         hops = self._size if self._size > 1 else 0
         for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
             (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
@@ -139,18 +139,12 @@ class RingAttention:
         self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0
     ) -> Iterator[tuple[int, int, tuple[View, ...]]]:
         """Yield each step with whose tensors are at hand, and where they lie, having sent them on."""
-        slots = self._slots(bundle, what)
+        pool = travel_slots(self._b, bundle, what, self._size)
+        slots = [bundle, *(pool[i % 2] for i in range(self._size - 1))]
         for step, source in enumerate(self._sources(way, first)):
             if step < self._size - 1:
                 self._hop(self._rings.on, slots[step], slots[step + 1], way, f"send {what}{source}")
             yield step, source, slots[step]
-
-    def _pool(self, names: tuple[str, ...], likes: Sequence[View]) -> list[list[View]]:
-        """Return the buffers of sums that travel: what is here, and what is on its way."""
-        return [
-            [self._b.gradient(f"{name} slot {i}", like, self._options) for name, like in zip(names, likes, strict=True)]
-            for i in range(min(self._size, 2))
-        ]
 
     def _sums(self, names: tuple[str, ...], totals: Sequence[View], *, empty: bool = True) -> list[GradientSum]:
         return [GradientSum(self._b, name, view, empty=empty) for name, view in zip(names, totals, strict=True)]
@@ -173,16 +167,24 @@ class RingAttention:
     def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
         return blocks(self._mask, self._layout[queries], self._layout[keys])
 
-    def _slots(self, bundle: tuple[View, ...], what: str) -> list[tuple[View, ...]]:
-        """Return which buffers hold what travels in every step: the own ones, then two in turns."""
-        pool = [
-            tuple(self._b.like(f"{what} slot {i}", view, "communication") for view in bundle)
-            for i in range(min(self._size - 1, 2))
-        ]
-        return [bundle, *(pool[i % 2] for i in range(self._size - 1))]
-
     def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         hop(self._b, over, here, there, way, label, overlap=self._options.overlap)
+
+
+def travel_slots(builder: ProgramBuilder, bundle: Sequence[View], what: str, size: int) -> list[tuple[View, ...]]:
+    """Return buffers for what arrives from others in a ring of that size: two, which take turns, or fewer."""
+    return [
+        tuple(builder.like(f"{what} slot {i}", view, "communication") for view in bundle)
+        for i in range(min(size - 1, 2))
+    ]
+
+
+def sum_slots(builder: ProgramBuilder, options: Options, likes: Mapping[str, View], size: int) -> list[list[View]]:
+    """Return buffers for sums of gradients that travel: what is here, and what is on its way."""
+    return [
+        [builder.gradient(f"{name} slot {i}", like, options) for name, like in likes.items()]
+        for i in range(min(size, 2))
+    ]
 
 
 def hop(

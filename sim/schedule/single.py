@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from sim.errors import InputError
-from sim.options import only
+from sim.options import AttentionName, only
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Schedule
 from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import contiguous
 from sim.schedule.masks import mask_of
-from sim.schedule.ops import AttentionName
 from sim.schedule.views import View
 from sim.workload import Parallel, Workload
 

@@ -94,7 +94,7 @@ class UlyssesAttention:
 
 
 def kv_heads_of(model: ModelSpec, size: int) -> tuple[int, ...]:
-    """Return the first key/value head of every member of a group."""
+    """Return the first key/value head of every member of a group, or the head that each of ``size`` replicas is of."""
     return tuple(member * model.num_kv_heads // size for member in range(size))
 
 

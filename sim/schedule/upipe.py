@@ -9,20 +9,22 @@ nothing (``overlap`` lets copies run beside all-to-alls, no more).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sim.errors import InputError
 from sim.options import Options, only
 from sim.schedule.accumulate import GradientSum
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.builder import ProgramBuilder
-from sim.schedule.head_trade import HEADS, TRADE_OPTIONS, HeadTrade
+from sim.schedule.head_trade import TRADE_OPTIONS, HeadTrade
 from sim.schedule.ir import Communicator, Schedule
 from sim.schedule.layer import AttentionPlan, build_around
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Tokens
 from sim.schedule.ring import RING_OPTIONS, Heads, check_backward, ring_bytes
-from sim.schedule.ulysses import Inside, check_heads, sent_heads, traded_bytes, ulysses_bytes
+from sim.schedule.ulysses import Inside, check_heads, kv_heads_of, sent_heads, traded_bytes, ulysses_bytes
 from sim.schedule.usp import Mesh
-from sim.schedule.views import Category, Split, View
+from sim.schedule.views import HEADS, Category, Split, View
 from sim.workload import Parallel, Workload, gradient_dtype
 
 
@@ -66,9 +68,8 @@ class UPipeAttention:
         model, size = builder.workload.model, self._trade.size
         sent = max(model.num_kv_heads, size)
         group = model.num_heads // sent
-        self._kv_heads = [
-            [head * model.num_kv_heads // sent for head in range(first, first + size)] for first in range(0, sent, size)
-        ]
+        replicas = kv_heads_of(model, sent)
+        self._kv_heads = [replicas[first : first + size] for first in range(0, sent, size)]
         self._q_heads = [
             [[head * group + i for head in range(first, first + size)] for i in range(group)]
             for first in range(0, sent, size)
@@ -125,7 +126,7 @@ class UPipeAttention:
                 sums.append(GradientSum(b, name, b.gradient(f"{name} sum", part, self._options)))
                 sums[-1].take(part, "of a stage")
 
-    def _to_heads(self, local: dict[str, View], heads: list[int]) -> list[View]:
+    def _to_heads(self, local: dict[str, View], heads: Sequence[int]) -> list[View]:
         """Return one head of all tokens of the group for each tensor of this rank's tokens."""
         keeps = self._b.part == "forward" and not self._options.recompute
         category: Category = "saved" if keeps else "attention"

@@ -14,6 +14,10 @@ Category = Literal[
 ]  # fmt: skip
 
 
+TOKENS, HEADS = 1, 2
+"""Dimensions of (B, S, H, D)."""
+
+
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Base of what is described: immutable, keyword-only, strict about its keys when decoded."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +178,17 @@ def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": "200", "TTY_COMPATIBLE": "1"},
     )
-    time.sleep(25)
+    assert process.stderr is not None
+    progress = ""
+    while not re.search(r"\b5/\d+", progress):
+        arrived = os.read(process.stderr.fileno(), 4096).decode(errors="replace")
+        assert arrived, progress
+        progress += arrived
     process.send_signal(signal.SIGINT)
     printed, complained = process.communicate(timeout=60)
-    assert process.returncode == 130, complained
+    assert process.returncode == 130, progress + complained
     assert "interrupted" in printed
     profile = msgspec.json.decode(out.read_bytes(), type=Profile)
     assert not profile.complete

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from experiments.cli import main
+from experiments.selection import command_line
 from sim.engine.report import Report
 from sim.profile import Machine, Profile, save_profile
 from sim.schedule.ir import Schedule
@@ -122,6 +123,36 @@ def test_batch_mask_pass_and_dtype_are_taken(capsys: pytest.CaptureFixture[str])
     assert simulate(capsys, *H100, "--dtype", "fp32")["step_time_s"] > 5 * base["step_time_s"]
 
 
+def test_titles_say_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, title in (
+        (("--set", "schedule.layout=zigzag"), "ring (layout zigzag), attention of tiny"),
+        (("--seq", "1001", "--pad"), "S 1002 (1 of them padding), B 1"),
+        (("--seq", "1K", "--window", "100"), "causal with a window of 100"),
+    ):
+        assert title in run(capsys, "simulate", "--gpus", "2", *options)
+
+
+def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    usp = ("simulate", *H100, "--schedule", "usp")
+    assert "usp (layout zigzag)" in run(capsys, *usp), "eight KV heads: all ranks trade heads, there is no ring"
+    assert "usp (U 4 x R 2" in run(capsys, *usp, "--set", "model.num_kv_heads=4")
+
+
+def test_padding_is_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    """4097 tokens padded to 4224 for 128 chunks of a zigzag of 64, which takes as long as 4224 real ones."""
+    options = ("--cluster", "hgx-h100", "--gpus", "64", "--schedule", "zigzag", "--dtype", "bf16", "--pad")
+    real, padded = (simulate(capsys, *options, "--seq", seq) for seq in ("4224", "4097"))
+    assert padded["step_time_s"] == real["step_time_s"]
+    for figure, share in (("tokens_per_s_per_gpu", 4097 / 4224), ("mfu", (4097 / 4224) ** 2)):
+        assert padded[figure] == pytest.approx(share * real[figure], rel=1e-3)
+
+
+def test_recorded_commands_name_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["/bin/longstep", "validate", "--out", "/home/me/runs/a.json", "--html=/tmp/page.html", "--seq", "1K,2K"]
+    monkeypatch.setattr(sys, "argv", typed)
+    assert command_line() == "longstep validate --out a.json --html=page.html --seq 1K,2K"
+
+
 def test_simulate_writes_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     run(capsys, "simulate", *H100, "--trace", str(target))
@@ -173,6 +204,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     assert ">>>" in capsys.readouterr().out, "the place is shown"
     path.write_text(OWN.format(body="1 / 0"))
     assert "my_module.py:8: ZeroDivisionError" in fails(capsys, "simulate", *own)
+    assert "my_module.py:8: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
     assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
@@ -220,9 +252,14 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--set", "cluster.nvlnk.bytes_per_s=1", "--cluster", "hgx-h100"), "did you mean"),
         (("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"), "`float` > 0"),
         (("simulate", "--set", "cluster.nvlink.bytes_per_s", "--cluster", "hgx-h100"), "KEY=VALUE"),
-        (("simulate", "--set", "clusters.nvlink.bytes_per_s=1"), "allowed are cluster, model"),
+        (("simulate", "--set", "clusters.nvlink.bytes_per_s=1"), "allowed are cluster, model, schedule"),
         (("simulate", "--set", "cluster.gpu[8].speed=1", "--cluster", "hgx-h100"), "0 to 7"),
         (("simulate", "--set", "model.num_kv_heads=3"), "allowed are 1, 2, 4, 8"),
+        (("simulate", "--set", "schedule.layout=zagzig"), "allowed are contiguous, zigzag, striped"),
+        (("simulate", "--set", "schedule.overlap=maybe"), "expected true or false"),
+        (("simulate", "--window", "0"), "--window 0: expected a positive"),
+        (("simulate", "--schedule", "balanced-ring", "--window", "9"), "--mask causal without --window"),
+        (("simulate", "--seq", "1001", "--gpus", "2", "--pad", "--mask", "full"), "set --mask causal"),
         (("simulate", "--cluster", "hgx-h100", "--dtype", "fp64"), "has no peak for fp64"),
         (("simulate", "--trace", "/nowhere/trace.json"), "there is no folder"),
         (("show", "--format", "png"), "allowed are grid, json, dot"),
