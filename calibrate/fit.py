@@ -17,7 +17,7 @@ _LARGE_BYTES = 2**22
 """Transfers from here on are bound by bandwidth, not latency."""
 _COLD_BYTES = 2**25
 """Kernels from here on do not fit into a cache."""
-_COMPUTE_BOUND = (*ATTENTION_KERNELS, "gemm")
+COMPUTE_BOUND = (*ATTENTION_KERNELS, "gemm")
 
 
 class Together(NamedTuple):
@@ -106,14 +106,14 @@ def together_of(kernels: list[Point], interference: Iterable[Slowdown], ranks: i
     found = [
         Together(one.kernel, one.ranks, one.nbytes / one.alone_s, one.median, one.low)
         for one in interference
-        if one.beside == "ranks" and one.clock == "thread" and one.kernel not in _COMPUTE_BOUND
+        if one.beside == "ranks" and one.clock == "thread" and one.kernel not in COMPUTE_BOUND
     ]
     return found or [
         Together(
             idle.kernel, ranks, idle.nbytes / idle.median_s, busy.median_s / idle.median_s, busy.low_s / idle.high_s
         )
         for idle, busy in _pairs(kernels)
-        if idle.kernel not in _COMPUTE_BOUND and idle.nbytes >= _COLD_BYTES
+        if idle.kernel not in COMPUTE_BOUND and idle.nbytes >= _COLD_BYTES
     ]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from calibrate.beside import TRANSFERS, Transfer
 from calibrate.cases import KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
-from calibrate.interference import Crowd, crowded_cases, jitter_of, time_beside, time_crowded
+from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
 from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from runtime.launch import Session
@@ -73,8 +73,8 @@ class HostCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: launch, links, kernels by size, so that an early end leaves the small ones, and, if
-        there is time, what they do to each other.
+        """Return all measurements: launch, links, kernels by size, so that an early end leaves the small ones, and what
+        they do to each other; of that quick has no more than shows the machine's jitter.
 
         Links are timed with a rank per core, and with two, which then have to share.
         """
@@ -90,22 +90,23 @@ class HostCalibration:
             for case in cases
             for condition in self._conditions(case)
         ]
-        return [*links, Step("launch", self._time_launch), *kernels, *([] if plan.quick else self._interference())]
-
-    def _interference(self) -> list[Step]:
-        """Return the measurements of kernels beside each other and beside transfers."""
-        model, dtypes = self._plan.model, self._plan.dtypes
-        crowds = [
-            Step(f"{case.label}, on 1 to {self._cores} ranks", partial(self._time_crowd, case))
-            for dtype in dtypes
-            for case in crowded_cases(model, dtype)
-        ]
+        launch = Step("launch", self._time_launch)
+        if plan.quick:
+            return [*links, launch, *self._crowds_of(short_cases), *kernels]
         beside = [
             Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer, dtype))
-            for dtype in dtypes
+            for dtype in plan.dtypes
             for transfer in TRANSFERS
         ]
-        return crowds + beside
+        return [*links, launch, *kernels, *self._crowds_of(crowded_cases), *beside]
+
+    def _crowds_of(self, cases_of: Callable[[ModelSpec, Dtype], list[KernelCase]]) -> list[Step]:
+        """Return the measurements of kernels beside each other."""
+        return [
+            Step(f"{case.label}, on 1 to {self._cores} ranks", partial(self._time_crowd, case))
+            for dtype in self._plan.dtypes
+            for case in cases_of(self._plan.model, dtype)
+        ]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""

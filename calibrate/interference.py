@@ -14,6 +14,7 @@ import numpy as np
 
 from calibrate.beside import Place, Transfer, beside_schedules
 from calibrate.cases import KernelCase, cases_of
+from calibrate.fit import COMPUTE_BOUND
 from calibrate.kernels import Lap, RepeatedKernel
 from runtime.groups import start_together
 from runtime.launch import RankContext, Session
@@ -53,6 +54,12 @@ def crowded_cases(model: ModelSpec, dtype: Dtype) -> list[KernelCase]:
     for case in cases_of(beside_schedules("exchange", 2, model, dtype).behind.program(0)):
         found.setdefault((case.use.kernel, case.use.variant), case)
     return list(found.values())
+
+
+def short_cases(model: ModelSpec, dtype: Dtype) -> list[KernelCase]:
+    """Return the two shortest of them that computing bounds: what most of a step's time goes into is like them."""
+    bound = [case for case in crowded_cases(model, dtype) if case.use.kernel in COMPUTE_BOUND]
+    return sorted(bound, key=lambda case: case.rough_s)[:2]
 
 
 def time_crowded(session: Session, case: KernelCase) -> Crowd:

@@ -66,8 +66,9 @@ class Selection:
     """fp64, fp32, bf16 or fp16; by default the model's."""
     seed: int = 0
     """Seed of the inputs, and of the jitter."""
-    jitter: float = 0.0
-    """Simulated kernels take 1 + JITTER * |z| times as long, z standard normal: 0.05 is a noisy machine."""
+    jitter: float | None = None
+    """Simulated kernels take 1 + JITTER * |z| times as long, z standard normal: 0.05 is a noisy machine. By default
+    what the profile has measured; 0 for none."""
     layers: int = 1
     """Layers of the scope layer."""
     scope: str = "attention"
@@ -129,7 +130,7 @@ def choose(selection: Selection) -> Chosen:
     workload = _workload(selection, model)
     if selection.pad:
         workload = _padded(workload, parallel, entry.build)
-    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, _jitter(selection))
+    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, _jitter(selection, profile))
 
 
 def _overrides(selection: Selection) -> dict[str, list[tuple[str, str]]]:
@@ -174,10 +175,13 @@ def _padded(workload: Workload, parallel: Parallel, build: Build) -> Workload:
     return workload
 
 
-def _jitter(selection: Selection) -> Jitter:
-    if not 0 <= selection.jitter <= 1:
-        raise InputError(f"--jitter {selection.jitter:g}: expected a share between 0 and 1")
-    return Jitter(selection.jitter, selection.seed)
+def _jitter(selection: Selection, profile: Profile | None) -> Jitter:
+    share = selection.jitter
+    if share is None:
+        share = profile.jitter.share if profile and profile.jitter else 0.0
+    elif not 0 <= share <= 1:
+        raise InputError(f"--jitter {share:g}: expected a share between 0 and 1")
+    return Jitter(share, selection.seed)
 
 
 def _split_override(text: str) -> tuple[str, str]:

@@ -122,7 +122,7 @@ class Profile(_Data, frozen=True, kw_only=True):
     """The cluster's spec (``topology.specs.ClusterSpec``) with this machine's figures."""
     points: tuple[Point, ...]
     interference: tuple[Slowdown, ...] = ()
-    """Only a full calibration measures it."""
+    """Only a full calibration measures all of it."""
     traffic: dict[str, float] = {}
     """Bytes that a kernel moves through memory over those that none could avoid (``KernelUse.hbm_bytes``), by kernel:
     where several at once show it. 1 for others."""

@@ -85,6 +85,8 @@ def simulate(
             f"{len(cluster.devices)}: set --gpus to at most that, or --nodes"
         )
     cost = CostModel(cluster, profile)
+    if jitter.share:
+        cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}: see --jitter")
     rows = _Player(checked, cluster, cost, jitter).play()
     trace = Trace(player="simulated", schedule_hash=checked.schedule.hash, num_ranks=ranks, rows=rows)
     return Simulation(trace, cost, cluster)

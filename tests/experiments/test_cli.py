@@ -14,7 +14,7 @@ import pytest
 from experiments.cli import main
 from experiments.selection import command_line
 from sim.engine.report import Report
-from sim.profile import Machine, Profile, save_profile
+from sim.profile import Machine, MeasuredJitter, Profile, save_profile
 from sim.schedule.ir import Schedule
 from sim.trace import from_chrome
 from topology.cluster import load_cluster
@@ -321,6 +321,26 @@ def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_pa
     save_profile(foreign, own_profiles / "host.json")
     assert "is of another machine" in fails(capsys, "simulate")
     assert simulate(capsys, "--profile", "datasheet")["evidence"]["profile"] == "datasheet"
+
+
+def test_kernels_scatter_as_measured(capsys: pytest.CaptureFixture[str], own_profiles: Path) -> None:
+    spec = load_cluster("host")
+    profile = Profile(
+        name="host",
+        created="2026-01-01",
+        command="",
+        complete=True,
+        machine=Machine(gpu=spec.gpu.name, cores=spec.gpus_per_node, threads_per_rank=spec.gpu.sms, software={}),
+        cluster=msgspec.to_builtins(spec, str_keys=True),
+        points=(),
+        jitter=MeasuredJitter(share=0.1, correlation=0.0, runs=100),
+    )
+    save_profile(profile, own_profiles / "host.json")
+    measured, chosen, steady = (simulate(capsys, *option) for option in ((), ("--jitter", "0.1"), ("--jitter", "0")))
+    assert measured == chosen
+    assert measured["step_time_s"] > steady["step_time_s"]
+    assert any("scatter" in note for note in measured["evidence"]["notes"])
+    assert not any("scatter" in note for note in steady["evidence"]["notes"])
 
 
 def test_nothing_half_written_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
