@@ -15,10 +15,10 @@ from calibrate.cases import KernelCase, case_of
 from calibrate.interference import compared
 from calibrate.kernels import time_kernel
 from runtime.launch import Session
-from sim.engine.cost import CostModel, measured_cluster
+from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.network import Activity, Flow
 from sim.engine.simulate import simulate
-from sim.engine.tables import Figures, TransferTable, series_row, series_size
+from sim.engine.tables import TransferTable, series_row, series_size
 from sim.profile import TRANSFERS, Point, Profile, Slowdown
 from sim.schedule.check import check
 from sim.schedule.kernels import KernelUse
@@ -70,9 +70,9 @@ def _predicted(profile: Profile, point: Point) -> float:
     """Return what the other points say of this one, in seconds."""
     cluster = Cluster(measured_cluster(profile))
     if point.kernel in TRANSFERS:
-        route = cluster.route(0, 1)
-        figures = Figures(1.0, route.bytes_per_s, route.latency_s)
-        found = TransferTable(profile, figures).seconds(point.kernel, point.shape[0], point.nbytes, figures)
+        figures = link_figures(cluster)
+        link, ranks = point.variant, point.shape[0]
+        found = TransferTable(profile, figures).seconds(point.kernel, link, ranks, point.nbytes, figures(link))
         assert found is not None
         return found[1]
     use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)

@@ -33,6 +33,7 @@ class Point(_Data, frozen=True, kw_only=True):
     kernel: str
     """As in ``KernelUse``; or exchange, all_to_all, all_gather, reduce_scatter, all_reduce."""
     variant: str = ""
+    """As in ``KernelUse``; of a transfer the kind of link that limits it (nvlink, nic, …), empty: whichever there is."""
     dtype: Dtype
     shape: tuple[int, ...]
     """As in ``KernelUse``; for transfers (ranks, bytes that each rank gives)."""
@@ -125,7 +126,13 @@ class Profile(_Data, frozen=True, kw_only=True):
     """Only a full calibration measures all of it."""
     traffic: dict[str, float] = {}
     """Bytes that a kernel moves through memory over those that none could avoid (``KernelUse.hbm_bytes``), by kernel:
-    where several at once show it. 1 for others."""
+    where several at once show it, or its code does. 1 for others."""
+    memory_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """Share of the memory's bandwidth that kernels reach which have no points of their own."""
+    blocks_per_sm: dict[str, int] = {}
+    """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    sources: dict[str, str] = {}
+    """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +16,7 @@ from sim.profile import TRANSFERS, Profile
 from sim.schedule.kernels import KernelUse
 from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
 from sim.workload import Dtype
-from topology.cluster import Cluster
+from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
 
 _COLLECTIVE: dict[type, str] = {
@@ -48,7 +50,7 @@ class CostModel:
         self._cluster = cluster
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
-        self._traffic = profile.traffic if profile else {}
+        self._profile = profile
         self._kernel_cache: dict[tuple[int, KernelUse], Activity] = {}
         self._transfer_cache: dict[tuple[int, int, int, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
@@ -72,8 +74,7 @@ class CostModel:
 
         self._kernels = KernelTable(profile, figures)
         if any(point.kernel in TRANSFERS for point in profile.points):
-            route = Cluster(spec).route(0, 1)
-            self._transfers = TransferTable(profile, Figures(1.0, route.bytes_per_s, route.latency_s))
+            self._transfers = TransferTable(profile, link_figures(Cluster(spec)))
 
     def kernel(self, rank: int, use: KernelUse) -> Activity:
         """Return a kernel on a rank's device: it flows over the SMs (or a core) and the memory that it works on."""
@@ -83,26 +84,45 @@ class CostModel:
         return self._kernel_cache[key]
 
     def _kernel(self, rank: int, use: KernelUse) -> Activity:
-        device = self._cluster.devices[rank]
+        device, profile = self._cluster.devices[rank], self._profile
         peak = self._cluster.peak_flops_per_s(rank, use.dtype)
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s)
+        moved = use.hbm_bytes * (profile.traffic.get(use.kernel, 1.0) if profile else 1.0)
         found = self._kernels.seconds(use, now) if self._kernels else None
         if found:
             seconds, note = found
             self.notes |= {note} if note else set()
         else:
-            seconds = max(use.flops / now.flops_per_s, use.hbm_bytes / now.bytes_per_s)
+            efficiency = profile.memory_efficiency if profile else 1.0
+            seconds = max(use.flops / now.flops_per_s, moved / (now.bytes_per_s * efficiency))
             if self._kernels:
-                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, datasheet rate")
-        moved = use.hbm_bytes * self._traffic.get(use.kernel, 1.0)
+                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, rate of the memory")
         memory = min(moved / seconds, now.bytes_per_s) if seconds > 0 else 0.0
-        return (Flow(seconds, ((device.compute, device.compute_units), (device.hbm, memory))),)
+        return self._on_sms(device, use, seconds, memory)
+
+    def _on_sms(self, device: Device, use: KernelUse, seconds: float, memory: float) -> Activity:
+        """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
+
+        On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched, and
+        what is launched behind it gets none before; one of fewer leaves SMs to others.
+        """
+        sms, work = device.compute_units, (device.hbm, memory)
+        if self._cluster.spec.gpu.kind == "cpu":
+            return (Flow(seconds, ((device.compute, sms), work)),)
+        blocks = self._profile.blocks_per_sm.get(use.kernel, 1) if self._profile else 1
+        waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
+        if waves <= 1:
+            return (Flow(seconds, ((device.compute, waves * sms), work)),)
+        full = Flow(seconds * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
+        return (full,) if waves == math.inf else (full, Flow(seconds / waves, (work,)))
 
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
-        ``group`` ranks exchange at the same time, each sending and receiving.
+        ``group`` ranks exchange at the same time, each sending and receiving; between GPUs, which have links of their
+        own, it does not matter how many.
         """
+        group = group if self._cluster.spec.gpu.kind == "cpu" else 2
         key = (source, target, nbytes, group)
         if key not in self._transfer_cache:
             route = self._cluster.route(source, target)
@@ -144,7 +164,8 @@ class CostModel:
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         now = Figures(1.0, resources[slowest].capacity, what.hop_s)  # the measured time has all of its steps in it
         if self._transfers:
-            found = self._transfers.seconds(what.kernel, what.group, what.load[slowest], now)
+            link = resources[slowest].group
+            found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s - delay_s, ideal_s)
@@ -175,6 +196,23 @@ class CostModel:
         for resource in cores:
             demands[resource] = demands.get(resource, 0.0) + share / len(cores)
         return (Wait(cores[0], host.wakeup_s),)
+
+
+def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
+    """Return what gives rate and latency of a route that some kind of link limits (empty: between neighbours)."""
+    targets = [rank for rank in (1, cluster.spec.gpus_per_node) if rank < len(cluster.devices)]
+    routes = [cluster.route(0, target) for target in targets]
+
+    def figures(link: str) -> Figures:
+        for route in routes:
+            slowest = min((cluster.resources[index] for index in route.resources), key=lambda r: r.capacity)
+            if link in {"", slowest.group}:
+                return Figures(1.0, route.bytes_per_s, route.latency_s)
+        raise InputError(
+            f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"
+        )
+
+    return figures
 
 
 def measured_cluster(profile: Profile) -> ClusterSpec:

@@ -41,6 +41,8 @@ class Flow(NamedTuple):
 
     seconds: float
     demands: Demands
+    fills: int = -1
+    """A resource of which nothing can be held before this ends, as a grid whose blocks still queue fills the SMs."""
 
 
 Phase: TypeAlias = Wait | Latency | Flow
@@ -53,11 +55,12 @@ Activity: TypeAlias = tuple[Phase, ...]
 class _Running:
     """A flow under way; ``then`` is called at its end, of which ``timer`` tells."""
 
-    __slots__ = ("last_s", "left_s", "number", "speed", "then", "timer", "uses")
+    __slots__ = ("fills", "last_s", "left_s", "number", "speed", "then", "timer", "uses")
 
     def __init__(self, number: int, flow: Flow, then: Then, now: float) -> None:
         self.number = number
         self.uses = flow.demands
+        self.fills = flow.fills
         self.left_s = flow.seconds
         self.speed = 0.0
         self.last_s = now
@@ -80,6 +83,7 @@ class Network:
         self._clock = clock
         self._capacity = [resource.capacity for resource in resources]
         self._held = [0.0] * len(resources)
+        self._fillers = [0] * len(resources)
         self._limit = [resource.capacity * _SLACK for resource in resources]
         self._load = [0.0] * len(resources)
         self._users: list[dict[_Running, float]] = [{} for _ in resources]
@@ -113,10 +117,11 @@ class Network:
     def hold(self, resource: int, amount: float, turn: Then) -> bool:
         """Take an amount of a resource off the top, first come first served; something is always left for flows.
 
-        Return whether it was there at once; if not, ``turn`` is called when it is.
+        Return whether it was there at once; if not, because of other holds or of a flow that fills the resource,
+        ``turn`` is called when it is.
         """
         queue = self._queues.setdefault(resource, deque())
-        if queue or self._held[resource] + amount >= self._capacity[resource]:
+        if queue or not self._grants(resource, amount):
             queue.append((amount, turn))
             return False
         self._change_hold(resource, amount)
@@ -125,8 +130,15 @@ class Network:
     def release(self, resource: int, amount: float) -> None:
         """Give back what was held."""
         self._change_hold(resource, -amount)
-        queue = self._queues[resource]
-        while queue and self._held[resource] + queue[0][0] < self._capacity[resource]:
+        self._serve(resource)
+
+    def _grants(self, resource: int, amount: float) -> bool:
+        return not self._fillers[resource] and self._held[resource] + amount < self._capacity[resource]
+
+    def _serve(self, resource: int) -> None:
+        """Give those that wait for a hold what there is."""
+        queue = self._queues.get(resource)
+        while queue and self._grants(resource, queue[0][0]):
             amount, turn = queue.popleft()
             self._change_hold(resource, amount)
             turn()
@@ -140,6 +152,8 @@ class Network:
     def _start(self, flow: Flow, then: Then) -> None:
         self._created += 1
         running = _Running(self._created, flow, then, self._clock.now)
+        if flow.fills >= 0:
+            self._fillers[flow.fills] += 1
         load, contended = self._load, []
         for resource, amount in flow.demands:
             self._users[resource][running] = amount
@@ -164,6 +178,9 @@ class Network:
                 self._settle_soon(resource)
             del users[running]
             load[resource] -= amount
+        if running.fills >= 0:
+            self._fillers[running.fills] -= 1
+            self._serve(running.fills)
         running.then()
 
     def _change_hold(self, resource: int, amount: float) -> None:

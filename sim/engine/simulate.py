@@ -266,7 +266,7 @@ def _stretched(activity: Activity, factor: float) -> Activity:
     if factor == 1.0:
         return activity
     return tuple(
-        Flow(phase.seconds * factor, phase.demands) if isinstance(phase, Flow) else phase for phase in activity
+        phase._replace(seconds=phase.seconds * factor) if isinstance(phase, Flow) else phase for phase in activity
     )
 
 

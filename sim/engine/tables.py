@@ -12,11 +12,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
 from sim.workload import Dtype
+
+Count = TypeVar("Count", bound=float)
 
 
 class Figures(NamedTuple):
@@ -97,8 +99,8 @@ class KernelTable:
     """All measured points of the kernels of one profile."""
 
     def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures]) -> None:
-        self._series: dict[tuple[str, str, Dtype], dict[tuple[int, ...], Series]] = {}
-        grouped: dict[tuple[str, str, Dtype], dict[tuple[int, ...], dict[tuple[int, ...], Point]]] = {}
+        self._series: dict[tuple[str, str, Dtype], dict[tuple[float, ...], Series]] = {}
+        grouped: dict[tuple[str, str, Dtype], dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
         for point in profile.points:
             if point.condition == "idle" and point.kernel not in TRANSFERS:
                 rows = grouped.setdefault((point.kernel, point.variant, point.dtype), {})
@@ -135,18 +137,19 @@ class KernelTable:
                 note = f"{use.kernel} {'x'.join(map(str, wanted))}: efficiency of {'x'.join(map(str, row))}"
             series = rows[row]
             return series.seconds(Work(use.flops, use.hbm_bytes, size), now), note or _beyond(use, series, size)
-        heads, head_dim = wanted
-        dims = min((dim for _, dim in rows), key=lambda dim: (abs(math.log(dim / head_dim)), dim))
+        heads, head_dim, aspect = wanted
+        dims = min((dim for _, dim, _ in rows), key=lambda dim: (abs(math.log(dim / head_dim)), dim))
         if dims != head_dim and not note:
             note = f"{use.kernel} of head dim {head_dim}: efficiency of head dim {dims}"
-        measured = sorted(count for count, dim in rows if dim == dims)
+        like = min((ratio for _, dim, ratio in rows if dim == dims), key=lambda r: (abs(math.log(r / aspect)), r))
+        measured = sorted(count for count, dim, ratio in rows if (dim, ratio) == (dims, like))
         below, above, share = _between(measured, heads)
         if not measured[0] / 2 <= heads <= 2 * measured[-1]:
             note = note or f"{use.kernel} of {heads} heads: measured were {measured[0]} to {measured[-1]}"
         parts = []
         for count in (below, above):
-            series = rows[count, dims]
-            work = Work(use.flops * count // heads, use.hbm_bytes * count // heads, size)
+            series = rows[count, dims, like]
+            work = Work(round(use.flops * count / heads), round(use.hbm_bytes * count / heads), size)
             delay_s = series.delay_s(now)
             parts.append((delay_s, (series.seconds(work, now) - delay_s) / count))
             note = note or _beyond(use, series, size)
@@ -182,28 +185,31 @@ def _squared(use: KernelUse) -> list[KernelUse]:
 
 
 class TransferTable:
-    """All measured points of communication of one profile, by kind and number of ranks."""
+    """All measured points of communication of one profile, by kind, link and number of ranks."""
 
-    def __init__(self, profile: Profile, measured_on: Figures) -> None:
-        self._series: dict[str, dict[int, Series]] = {}
-        for kernel in TRANSFERS:
-            by_ranks: dict[int, dict[int, Point]] = {}
-            for point in profile.points:
-                if point.kernel == kernel and point.condition == "idle":
-                    by_ranks.setdefault(point.shape[0], {})[point.nbytes] = point
-            if by_ranks:
-                self._series[kernel] = {
-                    ranks: Series([(Work(0, n, float(n)), p.mean_s) for n, p in points.items()], measured_on)
-                    for ranks, points in by_ranks.items()
-                }
+    def __init__(self, profile: Profile, figures: Callable[[str], Figures]) -> None:
+        """``figures`` are those of a kind of link, or of the only one if that is empty."""
+        self._series: dict[tuple[str, str], dict[int, Series]] = {}
+        grouped: dict[tuple[str, str], dict[int, dict[int, Point]]] = {}
+        for point in profile.points:
+            if point.kernel in TRANSFERS and point.condition == "idle":
+                by_ranks = grouped.setdefault((point.kernel, point.variant), {})
+                by_ranks.setdefault(point.shape[0], {})[point.nbytes] = point
+        for (kernel, link), by_ranks in grouped.items():
+            self._series[kernel, link] = {
+                ranks: Series([(Work(0, n, float(n)), p.mean_s) for n, p in points.items()], figures(link))
+                for ranks, points in by_ranks.items()
+            }
 
-    def seconds(self, kernel: str, ranks: int, nbytes: float, now: Figures) -> tuple[float, float, str] | None:
+    def seconds(
+        self, kernel: str, link: str, ranks: int, nbytes: float, now: Figures
+    ) -> tuple[float, float, str] | None:
         """Return (latency part, whole time, note) of a transfer that puts ``nbytes`` on its slowest link, between the
         measured numbers of ranks in proportion to the logarithm; None if nothing like it was measured.
         """
-        if kernel not in self._series:
+        by_ranks = self._series.get((kernel, link), self._series.get((kernel, "")))
+        if by_ranks is None:
             return None
-        by_ranks = self._series[kernel]
         below, above, share = _between(sorted(by_ranks), ranks)
         work = Work(0, round(nbytes), max(nbytes, 1.0))
         times = []
@@ -216,7 +222,7 @@ class TransferTable:
         return min(delay_s, total_s), total_s, note
 
 
-def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
+def _between(measured: list[Count], wanted: float) -> tuple[Count, Count, float]:
     """Return the measured counts below and above a wanted one (its nearest twice outside), and how far up it is."""
     above = min(bisect.bisect_left(measured, wanted), len(measured) - 1)
     below = above if measured[above] <= wanted else max(above - 1, 0)
@@ -226,16 +232,16 @@ def _between(measured: list[int], wanted: int) -> tuple[int, int, float]:
     return measured[below], measured[above], min(max(share, 0.0), 1.0)
 
 
-def series_row(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what selects a series among the points of a kernel: attention (batch x heads, head dim), gemm (fan in,
-    fan out).
+def series_row(kernel: str, shape: tuple[int, ...]) -> tuple[float, ...]:
+    """Return what selects a series among the points of a kernel: attention (batch x heads, head dim, queries over
+    keys), gemm (fan in, fan out).
     """
     if kernel in ATTENTION_KERNELS:
-        return (shape[0] * shape[3], shape[5])
+        return (shape[0] * shape[3], shape[5], shape[1] / shape[2])
     return shape[1:] if kernel == "gemm" else ()
 
 
-def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+def _distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     """Return how far two rows are apart, in factors."""
     return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))
 

@@ -49,6 +49,16 @@ class KernelUse(NamedTuple):
     hbm_bytes: int
     workspace_bytes: int = 0
 
+    @property
+    def tiles(self) -> int | None:
+        """Blocks of the grid that fused attention hands to the SMs, for 128 queries each (keys in the backward pass),
+        as all versions of flash-attention have them; None for other kernels.
+        """
+        if self.kernel not in ATTENTION_KERNELS:
+            return None
+        batch, queries, keys, heads, _, _ = self.shape
+        return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // 128)
+
 
 ATTENTION_KERNELS = ("attention_forward", "attention_backward")
 
