@@ -1,82 +1,27 @@
-"""How far a profile can be trusted: each point predicted from the others, some of them measured again, and slowdowns
-beside what the simulator makes of the machine's figures.
+"""How far a profile can be trusted: some of its points measured again, and slowdowns beside what the simulator makes of
+the machine's figures. How well its points predict each other is in ``leave_one_out``.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from typing import Literal, NamedTuple
-
-import msgspec
 
 from calibrate.beside import Transfer, beside_schedules
 from calibrate.cases import KernelCase, case_of
 from calibrate.interference import compared
 from calibrate.kernels import time_kernel
 from runtime.launch import Session
-from sim.engine.cost import CostModel, link_figures, measured_cluster
+from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.network import Activity, Flow
 from sim.engine.simulate import simulate
-from sim.engine.tables import TransferTable, series_row, series_size
 from sim.profile import TRANSFERS, Point, Profile, Slowdown
 from sim.schedule.check import check
-from sim.schedule.kernels import KernelUse
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 
 _SHORT_S = 0.05
 """Longest kernel that is repeated."""
-
-
-class Residual(NamedTuple):
-    """How well the points of one kernel predict each other, as shares of the measured time."""
-
-    kernel: str
-    points: int
-    median: float
-    worst: float
-
-
-def leave_one_out(profile: Profile) -> list[Residual]:
-    """Return per kernel how far each idle point is from what the others predict; the ends of a series are left out,
-    since there it would be extrapolated.
-    """
-    idle = [point for point in profile.points if point.condition == "idle"]
-    errors: dict[str, list[float]] = defaultdict(list)
-    for point in idle:
-        others = [other for other in idle if other is not point and _series(other) == _series(point)]
-        if any(_size(o) < _size(point) for o in others) and any(_size(o) > _size(point) for o in others):
-            rest = msgspec.structs.replace(profile, points=tuple(other for other in idle if other is not point))
-            measured = point.mean_s if point.kernel in TRANSFERS else point.median_s
-            errors[point.kernel].append(_predicted(rest, point) / measured - 1)
-    return [
-        Residual(kernel, len(found), statistics.median(map(abs, found)), max(found, key=abs))
-        for kernel, found in sorted(errors.items())
-    ]
-
-
-def _series(point: Point) -> tuple[object, ...]:
-    """Return what points that are interpolated along their size have in common."""
-    row = point.shape[:1] if point.kernel in TRANSFERS else series_row(point.kernel, point.shape)
-    return (point.kernel, point.variant, point.dtype, row)
-
-
-def _size(point: Point) -> float:
-    return float(point.nbytes) if point.kernel in TRANSFERS else series_size(point.kernel, point.shape)
-
-
-def _predicted(profile: Profile, point: Point) -> float:
-    """Return what the other points say of this one, in seconds."""
-    cluster = Cluster(measured_cluster(profile))
-    if point.kernel in TRANSFERS:
-        figures = link_figures(cluster)
-        link, ranks = point.variant, point.shape[0]
-        found = TransferTable(profile, figures).seconds(point.kernel, link, ranks, point.nbytes, figures(link))
-        assert found is not None
-        return found[1]
-    use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
-    return sum(phase.seconds for phase in CostModel(cluster, profile).kernel(0, use))
 
 
 class Repeated(NamedTuple):

@@ -20,7 +20,7 @@ from rich.table import Table
 from experiments.selection import command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
-from sim.errors import InputError, RankError
+from sim.errors import InputError, RankError, unknown
 from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
 from sim.workload import DTYPE_BYTES, ModelSpec, load_model
 
@@ -39,6 +39,8 @@ class Calibrate:
     """Fewer sizes and runs: under two minutes."""
     check: bool = False
     """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
+    published: str | None = None
+    """Measure nothing: make the profile of a machine that others have measured, from their tables."""
     model: str = "tiny"
     """The model whose heads and head dim are timed."""
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -57,6 +59,9 @@ def calibrate(command: Calibrate, console: Console) -> None:
         raise InputError(f"--name {command.name!r}: expected letters, digits, '.', '_' and '-'")
     if command.check:
         _check(load_profile(command.out or command.name), console)
+        return
+    if command.published:
+        _published(command.published, command.out, console)
         return
     model = load_model(command.model)
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
@@ -85,6 +90,33 @@ def calibrate(command: Calibrate, console: Console) -> None:
         raise InputError("interrupted before anything was measured; nothing was written")
     if state == "interrupted":
         sys.exit(130)
+
+
+def _published(name: str, out: str | None, console: Console) -> None:
+    """Make the profile of a machine that others have measured."""
+    from calibrate.published import PUBLISHED
+
+    if name not in PUBLISHED:
+        raise unknown("published profile", name, PUBLISHED, "--published")
+    path = Path(out) if out else profile_folder() / f"{name}.json"
+    if not out:
+        make_folder(path.parent)
+    writable(str(path))
+    profile = PUBLISHED[name](name)
+    save_profile(profile, path)
+    console.print(f"profile {name!r}: {len(profile.points)} points, written to {path}", markup=False)
+    _residuals(profile, console)
+
+
+def _residuals(profile: Profile, console: Console) -> None:
+    """Print how well the points of a profile predict each other."""
+    from calibrate.leave_one_out import leave_one_out
+
+    table = Table("each point from the others", "points", "median error", "worst")
+    for kernel, points, median, worst in leave_one_out(profile):
+        table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
+    if table.row_count:
+        console.print(table)
 
 
 def _check(profile: Profile, console: Console) -> None:
@@ -135,8 +167,6 @@ def _progress(console: Console) -> Progress:
 
 def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
     """Print what was found, in the figures that the simulator uses, and how well the points predict each other."""
-    from calibrate.residuals import leave_one_out
-
     host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
     state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
     console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)
@@ -146,12 +176,7 @@ def _summary(profile: Profile, missing: str, path: Path, console: Console) -> No
         f"a transfer takes {host['transfer_cores']:.2g} cores per rank",
         markup=False,
     )
-    residuals = leave_one_out(profile)
-    if residuals:
-        table = Table("each point from the others", "points", "median error", "worst")
-        for kernel, points, median, worst in residuals:
-            table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
-        console.print(table)
+    _residuals(profile, console)
 
 
 def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:

@@ -33,7 +33,7 @@ class Point(_Data, frozen=True, kw_only=True):
     kernel: str
     """As in ``KernelUse``; or exchange, all_to_all, all_gather, reduce_scatter, all_reduce."""
     variant: str = ""
-    """As in ``KernelUse``; of a transfer the kind of link that limits it (nvlink, nic, …), empty: whichever there is."""
+    """As in ``KernelUse``; of a transfer the kind of link that limits it (nvlink, nic, …), empty: any."""
     dtype: Dtype
     shape: tuple[int, ...]
     """As in ``KernelUse``; for transfers (ranks, bytes that each rank gives)."""
@@ -103,8 +103,9 @@ class Machine(_Data, frozen=True, kw_only=True):
 
     gpu: str
     """Name of the device, as in the cluster's gpu.name."""
-    cores: int
-    threads_per_rank: int
+    cores: int = 0
+    """Of a host; 0 for GPUs."""
+    threads_per_rank: int = 1
     software: dict[str, str]
     """Versions of what ran: they do not have to match, but a report names them."""
 

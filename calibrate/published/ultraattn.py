@@ -1,0 +1,128 @@
+"""Two clusters of the UltraAttn repository: flash-attn kernels and transfers, of 8 x A800 and of 8 x H800 a node.
+
+Attention beside them is what ring-flash-attention runs, so what is not in the tables is taken from its code: partial
+results are merged by eager kernels.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from sim.profile import Machine, Point, Profile
+from sim.schedule.kernels import attention_use
+from sim.schedule.masks import CAUSAL, FULL, Span, block_band
+from topology.cluster import load_cluster
+
+_HEAD_DIM = 128
+_RUNS = 100
+"""Iterations behind each time, as the logs of the transfers say."""
+_NODES = 2
+
+
+def a800(name: str) -> Profile:
+    """Return the profile of an A800 cluster."""
+    return _profile(
+        name,
+        "a800",
+        # Copies within one A100 move 1545 to 1594 GB/s, of 2039 (stas00/ml-engineering@744d01e network/README.md).
+        memory_efficiency=0.77,
+    )
+
+
+def h800(name: str) -> Profile:
+    """Return the profile of an H800 cluster."""
+    return _profile(
+        name,
+        "h800",
+        # Copies within one H100 move 2494 to 2534 GB/s, of 3350 (stas00/ml-engineering@744d01e network/README.md).
+        memory_efficiency=0.75,
+    )
+
+
+def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
+    spec = msgspec.structs.replace(load_cluster(cluster), nodes=_NODES)
+    gpu = cluster.upper()
+    return Profile(
+        name=name,
+        created="UltraAttn@b5aa10e",
+        command=f"longstep calibrate --published {name}",
+        complete=True,
+        machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
+        cluster=msgspec.to_builtins(spec, str_keys=True),
+        points=(*_kernels(gpu), *_transfers(gpu)),
+        traffic={"merge": 3.8},
+        memory_efficiency=memory_efficiency,
+        # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
+        # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
+        blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
+        sources={
+            "attention_forward, attention_backward": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit, flash-attn 2.5.7",
+            "exchange": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/cb_8*.log, cb_16*.log, both directions at once",
+            "traffic.merge": "38 bytes an element by eager kernels in fp32, 10 by a fused one: counted in "
+            "zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
+            "memory_efficiency": "copies within one GPU: stas00/ml-engineering@744d01e network/README.md",
+            "blocks_per_sm": "Dao-AILab/flash-attention v2.5.7 csrc/flash_attn/src/flash_fwd_launch_template.h and "
+            "flash_bwd_launch_template.h, head dimension 128",
+        },
+    )
+
+
+def _kernels(gpu: str) -> Iterator[Point]:
+    """Yield attention; of unequal lengths the one that a row states is the shorter (its FLOPs prove it)."""
+    for row in _rows("cluster_a800_h800_flash_kernel.csv.gz", gpu):
+        if row["unit"] != "us":
+            continue
+        heads = int(row["model"].partition("Nh=")[2].split()[0])
+        fields = dict(part.split("=") for part in row["config"].replace("ratio Sq/Skv label", "ratio").split("; "))
+        q_part, kv_part = (int(part) for part in fields["ratio"].split("/"))
+        queries, keys = q_part * int(row["seq_len"]), kv_part * int(row["seq_len"])
+        band = block_band(CAUSAL if fields["causal"] == "True" else FULL, Span(0, queries), Span(0, keys))
+        assert band is not None
+        use = attention_use(row["metric"] == "bwd time", "bf16", (1, queries, heads, _HEAD_DIM), keys, heads, band)
+        yield Point(
+            kernel=use.kernel,
+            variant=use.variant,
+            dtype=use.dtype,
+            shape=use.shape,
+            condition="idle",
+            flops=use.flops,
+            nbytes=use.hbm_bytes,
+            **_times(row),
+        )
+
+
+def _transfers(gpu: str) -> Iterator[Point]:
+    """Yield transfers between two GPUs, each sending and receiving: over NVLink, and from node to node."""
+    for row in _rows("cluster_a800_h800_p2p.csv.gz", gpu):
+        if row["unit"] != "us":
+            continue
+        nbytes = int(row["micro_batch"])
+        yield Point(
+            kernel="exchange",
+            variant="nvlink" if row["nodes"] == "1" else "nic",
+            dtype="bf16",
+            shape=(2, nbytes),
+            condition="idle",
+            nbytes=nbytes,
+            **_times(row),
+        )
+
+
+def _times(row: dict[str, str]) -> dict[str, Any]:
+    seconds = float(row["value"]) / 1e6
+    return {"median_s": seconds, "mean_s": seconds, "low_s": seconds, "high_s": seconds, "runs": _RUNS}
+
+
+def _rows(table: str, gpu: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table that are of one GPU."""
+    data = gzip.decompress(resources.files("calibrate.published").joinpath("tables", table).read_bytes())
+    for row in csv.DictReader(io.StringIO(data.decode())):
+        if row["gpu"].startswith(gpu):
+            yield row
