@@ -7,10 +7,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.tables import TransferTable, series_row, series_size
-from sim.profile import TRANSFERS, Point, Profile
+from sim.profile import TRANSFERS, Point, Profile, Spread
 from sim.schedule.kernels import KernelUse
 from topology.cluster import Cluster
 
@@ -25,8 +26,25 @@ class Residual(NamedTuple):
 
 
 def leave_one_out(profile: Profile) -> list[Residual]:
-    """Return per kernel how far each idle point is from what the others predict; the ends of a series are left out,
-    since there it would be extrapolated.
+    """Return per kernel how far each idle point is from what the others predict."""
+    return [
+        Residual(kernel, len(found), statistics.median(map(abs, found)), max(found, key=abs))
+        for kernel, found in sorted(_errors(profile).items())
+    ]
+
+
+def spreads(profile: Profile) -> dict[str, Spread]:
+    """Return per kernel within which factors of their prediction nine of ten points lie."""
+    found = {}
+    for kernel, errors in sorted(_errors(profile).items()):
+        low, high = np.percentile([1 / (1 + error) for error in errors], [5, 95])
+        found[kernel] = Spread(low=float(low), high=float(high))
+    return found
+
+
+def _errors(profile: Profile) -> dict[str, list[float]]:
+    """Return predicted over measured time, minus 1, of each point but the ends of a series, since there it would be
+    extrapolated.
     """
     idle = [point for point in profile.points if point.condition == "idle"]
     errors: dict[str, list[float]] = defaultdict(list)
@@ -36,10 +54,7 @@ def leave_one_out(profile: Profile) -> list[Residual]:
             rest = msgspec.structs.replace(profile, points=tuple(other for other in idle if other is not point))
             measured = point.mean_s if point.kernel in TRANSFERS else point.median_s
             errors[point.kernel].append(_predicted(rest, point) / measured - 1)
-    return [
-        Residual(kernel, len(found), statistics.median(map(abs, found)), max(found, key=abs))
-        for kernel, found in sorted(errors.items())
-    ]
+    return errors
 
 
 def _series(point: Point) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from experiments.selection import command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
-from sim.errors import InputError, RankError, unknown
+from sim.errors import InputError, RankError
 from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
 from sim.workload import DTYPE_BYTES, ModelSpec, load_model
 
@@ -94,15 +94,13 @@ def calibrate(command: Calibrate, console: Console) -> None:
 
 def _published(name: str, out: str | None, console: Console) -> None:
     """Make the profile of a machine that others have measured."""
-    from calibrate.published import PUBLISHED
+    from calibrate.published import published
 
-    if name not in PUBLISHED:
-        raise unknown("published profile", name, PUBLISHED, "--published")
+    profile = published(name)
     path = Path(out) if out else profile_folder() / f"{name}.json"
     if not out:
         make_folder(path.parent)
     writable(str(path))
-    profile = PUBLISHED[name](name)
     save_profile(profile, path)
     console.print(f"profile {name!r}: {len(profile.points)} points, written to {path}", markup=False)
     _residuals(profile, console)

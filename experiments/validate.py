@@ -23,6 +23,7 @@ from experiments.calibrate import Calibrate, calibrate
 from experiments.cells import Cell, Sweep, cells_of, playable
 from experiments.compare import calibrated, comparison
 from experiments.comparison import Comparison
+from experiments.evidence import show_evidence
 from experiments.execute import WARM_UP, Execution, open_session
 from experiments.parity import figure, page
 from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary
@@ -42,6 +43,8 @@ class Validate:
     """Comparisons of every cell; all cells take turns."""
     record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Measure nothing: show this record, or several as one."""
+    cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
     out: str | None = None
     """Write the record to this JSON file, after every comparison."""
     html: str | None = None
@@ -57,6 +60,9 @@ def validate(command: Validate, console: Console) -> None:
             writable(path)
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
+    if command.cases:
+        show_evidence(command.cases, console)
+        return
     if command.record:
         show(joined([read_record(path) for path in command.record]), command, console)
         return

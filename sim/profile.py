@@ -98,6 +98,18 @@ class MeasuredJitter(_Data, frozen=True, kw_only=True):
     runs: int
 
 
+class Spread(_Data, frozen=True, kw_only=True):
+    """Measured over predicted time, of points that are predicted from the others."""
+
+    low: float
+    """One of twenty lies below it."""
+    high: float
+    """One of twenty lies above it."""
+
+
+Bound = Literal["low", "high"]
+
+
 class Machine(_Data, frozen=True, kw_only=True):
     """What a profile is valid for."""
 
@@ -132,6 +144,8 @@ class Profile(_Data, frozen=True, kw_only=True):
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
     blocks_per_sm: dict[str, int] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    residuals: dict[str, Spread] = {}
+    """How far points are from what the others predict, by kernel."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None

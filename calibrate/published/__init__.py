@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
+from calibrate.leave_one_out import spreads
 from calibrate.published import ultraattn
+from sim.errors import unknown
 from sim.profile import Profile
 
 PUBLISHED: dict[str, Callable[[str], Profile]] = {
@@ -18,3 +22,11 @@ PUBLISHED: dict[str, Callable[[str], Profile]] = {
     "h800-ultraattn": ultraattn.h800,
 }
 """What makes each profile, given its name."""
+
+
+def published(name: str) -> Profile:
+    """Return a profile with the residuals of its points; raises InputError for a name that is none of ``PUBLISHED``."""
+    if name not in PUBLISHED:
+        raise unknown("published profile", name, PUBLISHED, "--published")
+    profile = PUBLISHED[name](name)
+    return msgspec.structs.replace(profile, residuals=spreads(profile))

@@ -63,8 +63,8 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
         sources={
-            "attention_forward, attention_backward": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit, flash-attn 2.5.7",
-            "exchange": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/cb_8*.log, cb_16*.log, both directions at once",
+            "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",
+            "exchange": "the same, prof_data/fit/cb_8*.log and cb_16*.log, both directions at once",
             "traffic.merge": "38 bytes an element by eager kernels in fp32, 10 by a fused one: counted in "
             "zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
             "memory_efficiency": "copies within one GPU: stas00/ml-engineering@744d01e network/README.md",
