@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from calibrate.tiles import fitted_tiles
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.tables import TransferTable, series_row, series_size
 from sim.profile import TRANSFERS, Point, Profile, Spread
@@ -49,12 +50,26 @@ def _errors(profile: Profile) -> dict[str, list[float]]:
     idle = [point for point in profile.points if point.condition == "idle"]
     errors: dict[str, list[float]] = defaultdict(list)
     for point in idle:
-        others = [other for other in idle if other is not point and _series(other) == _series(point)]
-        if any(_size(o) < _size(point) for o in others) and any(_size(o) > _size(point) for o in others):
-            rest = msgspec.structs.replace(profile, points=tuple(other for other in idle if other is not point))
+        rest = _without(profile, idle, point)
+        if rest:
             measured = point.mean_s if point.kernel in TRANSFERS else point.median_s
             errors[point.kernel].append(_predicted(rest, point) / measured - 1)
     return errors
+
+
+def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | None:
+    """Return a profile without a point, of attention with a tile model the model too; None at the ends of a series."""
+    others = [other for other in idle if other is not point]
+    rest = msgspec.structs.replace(profile, points=tuple(others))
+    for number, model in enumerate(profile.tiles):
+        key = (model.kernel, model.dtype, model.head_dim)
+        if key == (point.kernel, point.dtype, point.shape[-1]):
+            like = [other for other in others if key == (other.kernel, other.dtype, other.shape[-1])]
+            again = fitted_tiles(like, measured_cluster(profile).gpu.sms)
+            tiles = (*profile.tiles[:number], again, *profile.tiles[number + 1 :])
+            return msgspec.structs.replace(rest, tiles=tiles)
+    sizes = [_size(other) for other in others if _series(other) == _series(point)]
+    return rest if sizes and min(sizes) < _size(point) < max(sizes) else None
 
 
 def _series(point: Point) -> tuple[object, ...]:

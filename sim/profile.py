@@ -98,6 +98,19 @@ class MeasuredJitter(_Data, frozen=True, kw_only=True):
     runs: int
 
 
+class TileModel(_Data, frozen=True, kw_only=True):
+    """Time of a fused attention kernel by the blocks that the busiest SM takes: see ``sim.engine.tiles``."""
+
+    kernel: str
+    dtype: Dtype
+    head_dim: int
+    fixed_s: Annotated[float, msgspec.Meta(ge=0)]
+    tile_s: Annotated[float, msgspec.Meta(ge=0)]
+    """Of each block, whatever it does."""
+    pair_s: Seconds
+    """Of each 128 x 128 scores."""
+
+
 class Spread(_Data, frozen=True, kw_only=True):
     """Measured over predicted time, of points that are predicted from the others."""
 
@@ -122,7 +135,7 @@ class Machine(_Data, frozen=True, kw_only=True):
     """Versions of what ran: they do not have to match, but a report names them."""
 
 
-class Profile(_Data, frozen=True, kw_only=True):
+class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """All that was measured in one calibration."""
 
     name: str
@@ -144,6 +157,8 @@ class Profile(_Data, frozen=True, kw_only=True):
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
     blocks_per_sm: dict[str, int] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    tiles: tuple[TileModel, ...] = ()
+    """Of attention kernels, which then need few points."""
     residuals: dict[str, Spread] = {}
     """How far points are from what the others predict, by kernel."""
     sources: dict[str, str] = {}

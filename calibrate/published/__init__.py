@@ -8,19 +8,20 @@ is committed under ``sim/profiles`` before anything is validated with it, and ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
 from calibrate.leave_one_out import spreads
-from calibrate.published import ultraattn
+from calibrate.published import gpus, ultraattn
 from sim.errors import unknown
 from sim.profile import Profile
 
-PUBLISHED: dict[str, Callable[[str], Profile]] = {
+PUBLISHED: Mapping[str, Callable[[str], Profile]] = {
     "a800-ultraattn": ultraattn.a800,
     "h800-ultraattn": ultraattn.h800,
-}
+} | {name: partial(gpus.profile_of, gpu=gpu) for name, gpu in gpus.GPUS.items()}
 """What makes each profile, given its name."""
 
 

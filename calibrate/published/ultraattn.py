@@ -6,18 +6,14 @@ results are merged by eager kernels.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 from collections.abc import Iterator
-from importlib import resources
-from typing import Any
 
 import msgspec
 
+from calibrate.published.reading import Row, kernel_point, rows, transfer_point
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import attention_use
-from sim.schedule.masks import CAUSAL, FULL, Span, block_band
+from sim.schedule.masks import CAUSAL, FULL
 from topology.cluster import load_cluster
 
 _HEAD_DIM = 128
@@ -76,53 +72,23 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
 
 def _kernels(gpu: str) -> Iterator[Point]:
     """Yield attention; of unequal lengths the one that a row states is the shorter (its FLOPs prove it)."""
-    for row in _rows("cluster_a800_h800_flash_kernel.csv.gz", gpu):
-        if row["unit"] != "us":
-            continue
+    for row in _timed("cluster_a800_h800_flash_kernel", gpu):
         heads = int(row["model"].partition("Nh=")[2].split()[0])
         fields = dict(part.split("=") for part in row["config"].replace("ratio Sq/Skv label", "ratio").split("; "))
         q_part, kv_part = (int(part) for part in fields["ratio"].split("/"))
         queries, keys = q_part * int(row["seq_len"]), kv_part * int(row["seq_len"])
-        band = block_band(CAUSAL if fields["causal"] == "True" else FULL, Span(0, queries), Span(0, keys))
-        assert band is not None
+        band = CAUSAL if fields["causal"] == "True" else FULL
         use = attention_use(row["metric"] == "bwd time", "bf16", (1, queries, heads, _HEAD_DIM), keys, heads, band)
-        yield Point(
-            kernel=use.kernel,
-            variant=use.variant,
-            dtype=use.dtype,
-            shape=use.shape,
-            condition="idle",
-            flops=use.flops,
-            nbytes=use.hbm_bytes,
-            **_times(row),
-        )
+        yield kernel_point(use, float(row["value"]) / 1e6, _RUNS)
 
 
 def _transfers(gpu: str) -> Iterator[Point]:
     """Yield transfers between two GPUs, each sending and receiving: over NVLink, and from node to node."""
-    for row in _rows("cluster_a800_h800_p2p.csv.gz", gpu):
-        if row["unit"] != "us":
-            continue
-        nbytes = int(row["micro_batch"])
-        yield Point(
-            kernel="exchange",
-            variant="nvlink" if row["nodes"] == "1" else "nic",
-            dtype="bf16",
-            shape=(2, nbytes),
-            condition="idle",
-            nbytes=nbytes,
-            **_times(row),
-        )
+    for row in _timed("cluster_a800_h800_p2p", gpu):
+        link = "nvlink" if row["nodes"] == "1" else "nic"
+        yield transfer_point("exchange", link, 2, int(row["micro_batch"]), float(row["value"]) / 1e6, _RUNS)
 
 
-def _times(row: dict[str, str]) -> dict[str, Any]:
-    seconds = float(row["value"]) / 1e6
-    return {"median_s": seconds, "mean_s": seconds, "low_s": seconds, "high_s": seconds, "runs": _RUNS}
-
-
-def _rows(table: str, gpu: str) -> Iterator[dict[str, str]]:
-    """Yield the rows of a table that are of one GPU."""
-    data = gzip.decompress(resources.files("calibrate.published").joinpath("tables", table).read_bytes())
-    for row in csv.DictReader(io.StringIO(data.decode())):
-        if row["gpu"].startswith(gpu):
-            yield row
+def _timed(table: str, gpu: str) -> Iterator[Row]:
+    """Yield the rows of a table that are times of one GPU."""
+    return (row for row in rows(table) if row["gpu"].startswith(gpu) and row["unit"] == "us")

@@ -70,7 +70,7 @@ class CostModel:
 
         def figures(dtype: Dtype) -> Figures:
             peak = spec.gpu.peak_flops_per_s
-            return Figures(peak.get(dtype, max(peak.values())), spec.hbm.bytes_per_s)
+            return Figures(peak.get(dtype, max(peak.values())), spec.hbm.bytes_per_s, sms=spec.gpu.sms)
 
         self._kernels = KernelTable(profile, figures)
         if any(point.kernel in TRANSFERS for point in profile.points):
@@ -86,7 +86,7 @@ class CostModel:
     def _kernel(self, rank: int, use: KernelUse) -> Activity:
         device, profile = self._cluster.devices[rank], self._profile
         peak = self._cluster.peak_flops_per_s(rank, use.dtype)
-        now = Figures(peak, self._cluster.spec.hbm.bytes_per_s)
+        now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
         moved = use.hbm_bytes * (profile.traffic.get(use.kernel, 1.0) if profile else 1.0)
         found = self._kernels.seconds(use, now) if self._kernels else None
         if found:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from sim.engine.tiles import TiledAttention
 from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
 from sim.workload import Dtype
@@ -27,6 +28,7 @@ class Figures(NamedTuple):
     flops_per_s: float
     bytes_per_s: float
     latency_s: float = 0.0
+    sms: float = 1.0
 
 
 class Work(NamedTuple):
@@ -99,6 +101,8 @@ class KernelTable:
     """All measured points of the kernels of one profile."""
 
     def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures]) -> None:
+        self._figures = figures
+        self._tiled = TiledAttention(profile.tiles, profile.points, figures("bf16").sms)
         self._series: dict[tuple[str, str, Dtype], dict[tuple[float, ...], Series]] = {}
         grouped: dict[tuple[str, str, Dtype], dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
         for point in profile.points:
@@ -118,6 +122,12 @@ class KernelTable:
         """Return the time of a kernel and a note where it was extrapolated (else ""); None if nothing like it was
         measured. A causal block of more keys than queries is a block that all queries see, and a square.
         """
+        if use.fused_attention:
+            on = self._figures(use.dtype)
+            faster = now.flops_per_s / now.sms / (on.flops_per_s / on.sms)
+            tiled = self._tiled.seconds(use, now.sms, faster)
+            if tiled:
+                return max(tiled[0], use.flops / now.flops_per_s), tiled[1]
         pieces = [self._seconds(piece, now) for piece in _squared(use)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) < len(pieces):

@@ -33,6 +33,9 @@ from sim.schedule.ops import (
 )
 from sim.workload import DTYPE_BYTES, Dtype
 
+TILE = 128
+"""Queries (keys in the backward pass) of a block, in all versions of flash-attention; and the other way about."""
+
 
 class KernelUse(NamedTuple):
     """One kernel on operands of one shape."""
@@ -50,14 +53,19 @@ class KernelUse(NamedTuple):
     workspace_bytes: int = 0
 
     @property
+    def fused_attention(self) -> bool:
+        """Whether this is attention whose scores never leave the SMs."""
+        return self.kernel in ATTENTION_KERNELS and self.variant in {"full", "causal", "masked"}
+
+    @property
     def tiles(self) -> int | None:
-        """Blocks of the grid that fused attention hands to the SMs, for 128 queries each (keys in the backward pass),
-        as all versions of flash-attention have them; None for other kernels.
+        """Blocks of the grid that fused attention hands to the SMs, for ``TILE`` queries each (keys in the backward
+        pass); None for other kernels.
         """
-        if self.kernel not in ATTENTION_KERNELS:
+        if not self.fused_attention:
             return None
         batch, queries, keys, heads, _, _ = self.shape
-        return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // 128)
+        return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // TILE)
 
 
 ATTENTION_KERNELS = ("attention_forward", "attention_backward")

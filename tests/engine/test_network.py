@@ -104,6 +104,19 @@ def test_a_hold_is_taken_off_the_top() -> None:
     assert machine.run()["kernel"] == pytest.approx(3 + (4 - done))
 
 
+def test_nothing_is_held_of_what_a_grid_still_fills() -> None:
+    """A grid fills 100 SMs until 8, its last wave runs until 10: asked for at 1, 24 of them are there at 8; the next
+    grid has 76 and takes 4 / 0.76 from 10 on.
+    """
+    machine = Machine(100, 10)
+    grid = (Flow(8, ((0, 100),), fills=0), Flow(2, ((1, 1),)))
+    machine.start("grid", grid)
+    machine.hold(0, 24, at=1, until=30)
+    machine.start("next", flow(4, (0, 100)), at=10)
+    ends = machine.run()
+    assert ends == {"hold 1": 8, "grid": 10, "next": pytest.approx(10 + 4 / 0.76)}
+
+
 def test_holds_wait_in_turn_and_leave_something() -> None:
     """Of 100, 60 are held from 0 to 5; 60 more have to wait until then; 30 that come later wait behind them."""
     machine = Machine(100)

@@ -1,0 +1,109 @@
+"""Fused attention as blocks that are handed to SMs: one form for few heads, short chunks, causal masks and ring blocks.
+
+    t = fixed_s + tiles * tile_s + pairs * pair_s
+
+of the busiest SM, where a tile is 128 queries (keys in the backward pass) of one head, and a pair 128 x 128 scores.
+What an SM does for a pair does not depend on the number of heads, so neither does the rate of long sequences. Where
+kernels were measured, what they take over this is interpolated; beyond them the nearest one's share is kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sim.profile import Point, TileModel
+from sim.schedule.kernels import TILE, KernelUse
+
+
+class Load(NamedTuple):
+    """What the busiest SM does."""
+
+    tiles: float
+    pairs: float
+
+
+def busiest(use: KernelUse, sms: float) -> Load:
+    """Return what the busiest of so many SMs does, one block at a time, longest first.
+
+    Blocks that are all alike run in whole waves; those of a mask, which are not, fill each other's gaps, but none is
+    divided. Scores that the diagonal cuts are computed as whole pairs.
+    """
+    batch, queries, keys, heads, _, head_dim = use.shape
+    backward = use.kernel == "attention_backward"
+    rows, columns = (-(-n // TILE) for n in ((keys, queries) if backward else (queries, keys)))
+    tiles = batch * heads * rows
+    if use.variant == "full":
+        waves = math.ceil(tiles / sms)
+        return Load(waves, waves * columns)
+    per_pair = (10 if backward else 4) * head_dim * TILE * TILE
+    pairs = use.flops / per_pair + tiles / 2
+    return Load(max(1.0, tiles / sms), max(columns, pairs / sms))
+
+
+def tiled_s(model: TileModel, use: KernelUse, sms: float) -> float:
+    """Return what a kernel takes on the machine whose model it is."""
+    load = busiest(use, sms)
+    return model.fixed_s + load.tiles * model.tile_s + load.pairs * model.pair_s
+
+
+class TiledAttention:
+    """The attention kernels of one profile that have a tile model."""
+
+    def __init__(self, models: Sequence[TileModel], points: Iterable[Point], sms: float) -> None:
+        self._models = {(model.kernel, model.dtype, model.head_dim): model for model in models}
+        self._sms = sms
+        self._shares: dict[TileModel, dict[str, dict[int, dict[float, float]]]] = {model: {} for model in models}
+        for point in points:
+            model = self._models.get((point.kernel, point.dtype, point.shape[-1]))
+            if model and point.condition == "idle":
+                use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
+                of_heads = self._shares[model].setdefault(point.variant, {})
+                shares = of_heads.setdefault(point.shape[0] * point.shape[3], {})
+                shares[_position(use)] = point.median_s / tiled_s(model, use, sms)
+
+    def seconds(self, use: KernelUse, sms: float, faster: float) -> tuple[float, str] | None:
+        """Return the time of a kernel on a machine of so many SMs, each ``faster`` times as fast as those measured, and
+        a note where another head dimension had to serve; None if no model fits.
+        """
+        near = [key for key in self._models if key[:2] == (use.kernel, use.dtype)]
+        if not near:
+            return None
+        key = min(near, key=lambda key: (abs(math.log(key[2] / use.shape[-1])), key[2]))
+        model, note = self._models[key], ""
+        work = use
+        if key[2] != use.shape[-1]:
+            note = f"{use.kernel} of head dim {use.shape[-1]}: rate of head dim {key[2]}"
+            work = use._replace(shape=(*use.shape[:-1], key[2]), flops=use.flops * key[2] // use.shape[-1])
+        load = busiest(work, sms)
+        scale = use.shape[-1] / key[2] / faster
+        seconds = model.fixed_s + (load.tiles * model.tile_s + load.pairs * model.pair_s) * scale
+        return seconds * self._share(model, work), note
+
+    def _share(self, model: TileModel, use: KernelUse) -> float:
+        """Return measured over modelled time, between the points of this kernel that are nearest."""
+        variants = self._shares[model]
+        if not variants:
+            return 1.0
+        by_heads = variants.get(use.variant) or next(iter(variants.values()))
+        position = _position(use)
+        shares = {math.log(heads): _between(found, position) for heads, found in by_heads.items()}
+        return _between(shares, math.log(use.shape[0] * use.shape[3]))
+
+
+def _position(use: KernelUse) -> float:
+    """Return where a kernel lies among those of as many heads."""
+    return math.log(use.shape[1] * use.shape[2]) / 2
+
+
+def _between(values: dict[float, float], position: float) -> float:
+    """Return the value at a position: linear between those that there are, constant outside."""
+    places = sorted(values)
+    after = bisect.bisect_left(places, position)
+    if after in {0, len(places)}:
+        return values[places[min(after, len(places) - 1)]]
+    below, above = places[after - 1], places[after]
+    share = (position - below) / (above - below)
+    return values[below] + share * (values[above] - values[below])
