@@ -104,7 +104,8 @@ class CostModel:
         """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
 
         On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched, and
-        what is launched behind it gets none before; one of fewer leaves SMs to others.
+        what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds is no
+        slower on fewer SMs.
         """
         sms, work = device.compute_units, (device.hbm, memory)
         if self._cluster.spec.gpu.kind == "cpu":
@@ -113,6 +114,10 @@ class CostModel:
         waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
         if waves <= 1:
             return (Flow(seconds, ((device.compute, waves * sms), work)),)
+        if use.flops * self._cluster.spec.hbm.bytes_per_s < use.hbm_bytes * self._cluster.peak_flops_per_s(
+            device.number, use.dtype
+        ):
+            return (Flow(seconds, (work,), fills=device.compute),)
         full = Flow(seconds * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
         return (full,) if waves == math.inf else (full, Flow(seconds / waves, (work,)))
 

@@ -143,6 +143,10 @@ class _Player:
         schedule = checked.schedule
         self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
         self._sms = cluster.spec.gpu.communication_sms
+        self._event_s = cluster.spec.gpu.launch_s if cluster.spec.gpu.kind == "cuda" else 0.0
+        """Time from an event of the compute stream, which communication always waits for, to what follows it on another
+        stream: that of a launch. The kernel behind the event is on the SMs by then.
+        """
 
     def play(self) -> list[Row]:
         """Run to the end and return the rows of all ranks."""
@@ -168,6 +172,7 @@ class _Player:
         number, ops, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
         posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
         own = ops[indices[0]].stream in {COMPUTE, HOST}
+        event_s = self._event_s
         resume = yield
         wake = partial(clock.soon, resume)
         for index in indices:
@@ -187,6 +192,9 @@ class _Player:
                     yield
             if handoff and clock.now > max(asleep_since_s, issued_s if own else 0.0):
                 network.run(handoff, wake)  # another thread has to wake this one
+                yield
+            if event_s and not own:
+                clock.after(event_s, resume)  # what its event comes from has gone on by then
                 yield
             posted[index] = begun[index] = clock.now
             activity = activities[index]
