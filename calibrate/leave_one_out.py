@@ -39,7 +39,7 @@ def spreads(profile: Profile) -> dict[str, Spread]:
     found = {}
     for kernel, errors in sorted(_errors(profile).items()):
         low, high = np.percentile([1 / (1 + error) for error in errors], [5, 95])
-        found[kernel] = Spread(low=float(low), high=float(high))
+        found[kernel] = Spread(low=round(float(low), 4), high=round(float(high), 4))
     return found
 
 

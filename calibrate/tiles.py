@@ -26,7 +26,7 @@ def fitted_tiles(points: Sequence[Point], sms: float) -> TileModel:
         if (found >= 0).all():
             break
         used.pop(int(np.argmin(found)))
-    terms = dict(zip(used, map(float, found), strict=True))
+    terms = {term: float(f"{value:.6g}") for term, value in zip(used, found, strict=True)}  # the same on every machine
     return TileModel(
         kernel=first.kernel,
         dtype=first.dtype,

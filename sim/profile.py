@@ -111,6 +111,15 @@ class TileModel(_Data, frozen=True, kw_only=True):
     """Of each 128 x 128 scores."""
 
 
+class Issue(_Data, frozen=True, kw_only=True):
+    """What issuing an op costs the host."""
+
+    host_s: Annotated[float, msgspec.Meta(ge=0)]
+    """Without the launches themselves."""
+    launches: int = 1
+    """Kernels that the op launches, each for the GPU's ``launch_s``."""
+
+
 class Spread(_Data, frozen=True, kw_only=True):
     """Measured over predicted time, of points that are predicted from the others."""
 
@@ -157,6 +166,8 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
     blocks_per_sm: dict[str, int] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    issue: dict[str, Issue] = {}
+    """Ops that cost the host more than one launch, by kernel or kind of communication."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
     residuals: dict[str, Spread] = {}

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from importlib import resources
 
-from sim.profile import Point
+from sim.profile import Issue, Point
 from sim.schedule.kernels import KernelUse
 
 Row = dict[str, str]
@@ -42,6 +42,12 @@ def kernel_point(use: KernelUse, seconds: float, runs: int = 1) -> Point:
         flops=use.flops,
         nbytes=use.hbm_bytes,
     )
+
+
+def eager_issue() -> dict[str, Issue]:
+    """Return what ops cost the host in eager PyTorch, as ``calibrate.eager`` has measured it."""
+    table = rows("eager_host")
+    return {row["op"]: Issue(host_s=float(row["host_us"]) / 1e6, launches=int(row["launches"])) for row in table}
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from calibrate.published.reading import Row, kernel_point, rows, transfer_point
+from calibrate.published.reading import Row, eager_issue, kernel_point, rows, transfer_point
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import attention_use
 from sim.schedule.masks import CAUSAL, FULL
@@ -58,7 +58,9 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
+        issue=eager_issue(),
         sources={
+            "issue": "calibrate/eager.py: the host's part alone, on a CPU of this project",
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",
             "exchange": "the same, prof_data/fit/cb_8*.log and cb_16*.log, both directions at once",
             "traffic.merge": "38 bytes an element by eager kernels in fp32, 10 by a fused one: counted in "

@@ -14,7 +14,7 @@ from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.profile import TRANSFERS, Profile
 from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
+from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Op, ReduceScatter
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
@@ -96,30 +96,34 @@ class CostModel:
             efficiency = profile.memory_efficiency if profile else 1.0
             seconds = max(use.flops / now.flops_per_s, moved / (now.bytes_per_s * efficiency))
             if self._kernels:
-                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, rate of the memory")
+                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, datasheet rate")
         memory = min(moved / seconds, now.bytes_per_s) if seconds > 0 else 0.0
         return self._on_sms(device, use, seconds, memory)
 
     def _on_sms(self, device: Device, use: KernelUse, seconds: float, memory: float) -> Activity:
         """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
 
-        On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched, and
-        what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds is no
-        slower on fewer SMs.
+        On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched,
+        and what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds
+        is no slower on fewer SMs. Before the grid of attention's backward pass runs a short one, for delta, and what
+        waits for SMs comes behind that one (flash_attn csrc/flash_attn/src/flash_bwd_launch_template.h).
         """
         sms, work = device.compute_units, (device.hbm, memory)
         if self._cluster.spec.gpu.kind == "cpu":
             return (Flow(seconds, ((device.compute, sms), work)),)
         blocks = self._profile.blocks_per_sm.get(use.kernel, 1) if self._profile else 1
         waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
-        if waves <= 1:
-            return (Flow(seconds, ((device.compute, waves * sms), work)),)
-        if use.flops * self._cluster.spec.hbm.bytes_per_s < use.hbm_bytes * self._cluster.peak_flops_per_s(
-            device.number, use.dtype
-        ):
+        bytes_per_s = self._cluster.spec.hbm.bytes_per_s
+        peak = self._cluster.peak_flops_per_s(device.number, use.dtype)
+        if use.flops * bytes_per_s < use.hbm_bytes * peak:
             return (Flow(seconds, (work,), fills=device.compute),)
-        full = Flow(seconds * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
-        return (full,) if waves == math.inf else (full, Flow(seconds / waves, (work,)))
+        before = min(use.delta_bytes / bytes_per_s, seconds)
+        delta = (Flow(before, (work,), fills=device.compute),) if before else ()
+        grid = seconds - before
+        if waves <= 1:
+            return (*delta, Flow(grid, ((device.compute, waves * sms), work)))
+        full = Flow(grid * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
+        return (*delta, full) if waves == math.inf else (*delta, full, Flow(grid / waves, (work,)))
 
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
@@ -149,11 +153,21 @@ class CostModel:
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
+    def issue_s(self, op: Op, use: KernelUse | None) -> float:
+        """Return what issuing an op costs the host thread."""
+        launch_s = self._cluster.spec.gpu.launch_s
+        name = use.kernel if use else _COLLECTIVE.get(type(op), "exchange")
+        issue = self._profile.issue.get(name) if self._profile else None
+        return issue.host_s + issue.launches * launch_s if issue else launch_s
+
     def handoff(self, rank: int) -> Activity:
-        """Return what it takes until a thread of a CPU rank goes on after another has ended what it waited for."""
+        """Return what it takes until a stream goes on after another has ended what it waited for: on a CPU a thread has
+        to be woken; on a GPU an event takes as long as a launch, and the kernel behind it is on the SMs by then.
+        """
         spec = self._cluster.spec
-        if spec.host is None or spec.gpu.kind != "cpu":
-            return ()
+        if spec.gpu.kind == "cuda":
+            return (Latency(spec.gpu.launch_s),)
+        assert spec.host is not None
         return (Wait(self._cluster.devices[rank].compute, spec.host.wakeup_s), Latency(spec.host.handoff_s))
 
     def communication_holds(self, rank: int) -> Demands:

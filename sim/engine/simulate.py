@@ -12,7 +12,7 @@ other side has posted too, a collective begins when its last member has posted.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache, partial
 from random import Random
 from typing import NamedTuple, assert_never
@@ -103,7 +103,8 @@ class _Rank:
             None if use is None else _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
             for index, use in enumerate(checked.kernels[rank])
         ]
-        self.issues = list(_issues(program, gpu.launch_s, inline=gpu.kind == "cpu"))
+        issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
+        self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
         behind = _behind(program, cuda=gpu.kind == "cuda")
         self.waits = [(*data, *kernel) for data, kernel in zip(checked.dependencies[rank].waits, behind, strict=True)]
         self.handoff = cost.handoff(rank)
@@ -143,10 +144,7 @@ class _Player:
         schedule = checked.schedule
         self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
         self._sms = cluster.spec.gpu.communication_sms
-        self._event_s = cluster.spec.gpu.launch_s if cluster.spec.gpu.kind == "cuda" else 0.0
-        """Time from an event of the compute stream, which communication always waits for, to what follows it on another
-        stream: that of a launch. The kernel behind the event is on the SMs by then.
-        """
+        self._cuda = cluster.spec.gpu.kind == "cuda"
 
     def play(self) -> list[Row]:
         """Run to the end and return the rows of all ranks."""
@@ -172,7 +170,6 @@ class _Player:
         number, ops, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
         posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
         own = ops[indices[0]].stream in {COMPUTE, HOST}
-        event_s = self._event_s
         resume = yield
         wake = partial(clock.soon, resume)
         for index in indices:
@@ -190,11 +187,8 @@ class _Player:
                 if ended[other] < 0:
                     waiting.setdefault(other, []).append(resume)
                     yield
-            if handoff and clock.now > max(asleep_since_s, issued_s if own else 0.0):
-                network.run(handoff, wake)  # another thread has to wake this one
-                yield
-            if event_s and not own:
-                clock.after(event_s, resume)  # what its event comes from has gone on by then
+            if handoff and self._hands_over(own, asleep_since_s, issued_s):
+                network.run(handoff, wake)
                 yield
             posted[index] = begun[index] = clock.now
             activity = activities[index]
@@ -211,6 +205,14 @@ class _Player:
                     network.release(resource, amount)
             rank.end(index, clock)
         yield  # what resumes a stream does not ask whether it is at its end
+
+    def _hands_over(self, own: bool, asleep_since_s: float, issued_s: float) -> bool:
+        """Return whether something else has to wake a stream for its next op: on a GPU an event of the compute stream,
+        which all communication waits for; on a CPU another thread, if it has waited at all.
+        """
+        if self._cuda:
+            return not own
+        return self._clock.now > max(asleep_since_s, issued_s if own else 0.0)
 
     def _communicate(self, key: Key, op: Op, resume: Then) -> bool:
         """Post a communication op; return whether it takes time, at the end of which its stream goes on."""
@@ -285,14 +287,14 @@ def part_bytes(program: Program, op: Collective) -> int:
     return program.nbytes(op.reads[0]) if op.reads else 0
 
 
-def _issues(program: Program, launch_s: float, *, inline: bool) -> Iterator[tuple[int, float]]:
-    """Yield per op the last one that the host waited for before it (-1: none), and the launch time since then."""
-    after, since = -1, 0
-    for index, op in enumerate(program.ops):
-        since += 1
-        yield after, since * launch_s
+def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iterator[tuple[int, float]]:
+    """Yield per op the last one that the host waited for before it (-1: none), and the time for issuing since then."""
+    after, since_s = -1, 0.0
+    for index, (op, own_s) in enumerate(zip(program.ops, issue_s, strict=True)):
+        since_s += own_s
+        yield after, since_s
         if isinstance(op, HostSync) or (inline and op.stream == COMPUTE):
-            after, since = index, 0
+            after, since_s = index, 0.0
 
 
 def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:

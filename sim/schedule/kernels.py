@@ -58,6 +58,14 @@ class KernelUse(NamedTuple):
         return self.kernel in ATTENTION_KERNELS and self.variant in {"full", "causal", "masked"}
 
     @property
+    def delta_bytes(self) -> int:
+        """What a kernel of its own reads before the backward pass of fused attention: out and its gradient."""
+        if self.kernel != "attention_backward" or not self.fused_attention:
+            return 0
+        batch, queries, _, heads, _, head_dim = self.shape
+        return 2 * batch * queries * heads * head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def tiles(self) -> int | None:
         """Blocks of the grid that fused attention hands to the SMs, for ``TILE`` queries each (keys in the backward
         pass); None for other kernels.

@@ -87,23 +87,38 @@ def test_a_slow_gpu_makes_all_wait_in_an_all_to_all() -> None:
     assert breakdown(found, 0)["synchronisation"] == pytest.approx(attention_s, rel=1e-6)
 
 
-def test_communication_kernels_hold_sms_also_while_they_wait() -> None:
-    """A quarter of the SMs is held during the whole hop, which takes as long as a block at full speed. The first block
-    runs at 3/4 until the hop ends at 1 block, then at full speed: ends at 1.25; the second one ends at 2.25.
+def on_sms(waves: float) -> float:
+    """Return the time of a ring of two, in blocks, on GPUs that take its grid of 32 tiles in so many waves.
+
+    A hop, which takes as long as a block, holds a quarter of the SMs.
     """
-    gpu = msgspec.structs.replace(make_cluster_spec().gpu, communication_sms=25)
-    spec = with_link(KV_BYTES / BLOCK_S, gpu=gpu)
-    assert step_s(ring(), spec) == pytest.approx(2.25 * BLOCK_S + MERGE_S, rel=1e-6)
+    sms = round(32 / waves)
+    gpu = msgspec.structs.replace(make_cluster_spec().gpu, sms=sms, communication_sms=sms // 4)
+    return (step_s(ring(), with_link(KV_BYTES / BLOCK_S, gpu=gpu)) - MERGE_S) / BLOCK_S
+
+
+def test_communication_waits_for_the_last_wave_of_the_grid_before_it() -> None:
+    """Four waves: the hop begins with the last one, at 3/4, and ends at 1.75; the second block ends at 2.75."""
+    assert on_sms(4) == pytest.approx(2.75, rel=1e-6)
+
+
+def test_a_grid_leaves_sms_that_it_does_not_need() -> None:
+    """Half a wave: what the hop holds is free. 32 tiles on 40 SMs, of which the hop holds 10: 30/32 of the speed while
+    it runs, until 1; the remaining 1/16 takes as long again.
+    """
+    assert on_sms(0.5) == pytest.approx(2, rel=1e-6)
+    assert on_sms(0.8) == pytest.approx(2 + 1 / 16, rel=1e-6)
 
 
 def test_the_host_issues_one_op_after_the_other() -> None:
     """Launches of one block: op 0 (send) is issued at 1, op 1 (attend) at 2, op 2 (attend) at 3, op 3 (merge) at 4.
 
-    Kernels run as soon as they are issued and the one before has ended: attend 2-3, attend 3-4, merge at 4.
+    The send waits for an event of the compute stream, as long as a launch: until 2. Kernels run as soon as they are
+    issued and the one before has ended: attend 2-3, attend 3-4, merge at 4.
     """
     gpu = msgspec.structs.replace(make_cluster_spec().gpu, launch_s=BLOCK_S)
     found = simulate(ring(), Cluster(with_link(1e15, gpu=gpu)), None).trace
-    assert [row.posted_s / BLOCK_S for row in found.of_rank(0)] == pytest.approx([1, 2, 3, 4], rel=1e-6)
+    assert [row.posted_s / BLOCK_S for row in found.of_rank(0)] == pytest.approx([2, 2, 3, 4], rel=1e-6)
 
 
 def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
