@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published.reading import Row, geometric_mean, kernel_point, rows, transfer_point
+from calibrate.published.reading import (
+    EAGER_SOURCES,
+    EAGER_TRAFFIC,
+    Row,
+    eager_issue,
+    geometric_mean,
+    kernel_point,
+    rows,
+    transfer_point,
+)
 from calibrate.tiles import fitted_tiles
 from sim.engine.tiles import tiled_s
 from sim.profile import Machine, Point, Profile
@@ -76,7 +85,9 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={}),
         cluster=msgspec.to_builtins(spec, str_keys=True),
         points=tuple(points),
+        traffic=EAGER_TRAFFIC,
         memory_efficiency=gpu.memory_efficiency,
+        issue=eager_issue(),
         tiles=tuple(fitted_tiles(found, spec.gpu.sms) for found in by_model.values()),
         sources={
             "attention": f"forward: ai-dynamo/aiconfigurator@095f58a, {' and '.join(gpu.attention)}; backward: "
@@ -85,6 +96,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node",
             "exchange": f"microsoft/vidur@7d47513, {gpu.send_recv}" if gpu.send_recv else "the links' figures",
             "memory_efficiency": gpu.memory_source,
+            **EAGER_SOURCES,
         },
     )
 

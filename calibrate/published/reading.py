@@ -44,6 +44,14 @@ def kernel_point(use: KernelUse, seconds: float, runs: int = 1) -> Point:
     )
 
 
+EAGER_TRAFFIC = {"merge": 3.8}
+"""Partial results are merged by eager kernels in fp32 that move 38 bytes an element, not the 10 of a fused one."""
+EAGER_SOURCES = {
+    "traffic.merge": "counted in zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
+    "issue": "calibrate/eager.py: the host's part alone, on a CPU of this project",
+}
+
+
 def eager_issue() -> dict[str, Issue]:
     """Return what ops cost the host in eager PyTorch, as ``calibrate.eager`` has measured it."""
     table = rows("eager_host")

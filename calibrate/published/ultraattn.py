@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from calibrate.published.reading import Row, eager_issue, kernel_point, rows, transfer_point
+from calibrate.published.reading import (
+    EAGER_SOURCES,
+    EAGER_TRAFFIC,
+    Row,
+    eager_issue,
+    kernel_point,
+    rows,
+    transfer_point,
+)
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import attention_use
 from sim.schedule.masks import CAUSAL, FULL
@@ -53,18 +61,16 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=msgspec.to_builtins(spec, str_keys=True),
         points=(*_kernels(gpu), *_transfers(gpu)),
-        traffic={"merge": 3.8},
+        traffic=EAGER_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
         issue=eager_issue(),
         sources={
-            "issue": "calibrate/eager.py: the host's part alone, on a CPU of this project",
+            **EAGER_SOURCES,
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",
             "exchange": "the same, prof_data/fit/cb_8*.log and cb_16*.log, both directions at once",
-            "traffic.merge": "38 bytes an element by eager kernels in fp32, 10 by a fused one: counted in "
-            "zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
             "memory_efficiency": "copies within one GPU: stas00/ml-engineering@744d01e network/README.md",
             "blocks_per_sm": "Dao-AILab/flash-attention v2.5.7 csrc/flash_attn/src/flash_fwd_launch_template.h and "
             "flash_bwd_launch_template.h, head dimension 128",
