@@ -83,14 +83,19 @@ class TiledAttention:
         return seconds * self._share(model, work), note
 
     def _share(self, model: TileModel, use: KernelUse) -> float:
-        """Return measured over modelled time, between the points of this kernel that are nearest."""
+        """Return measured over modelled time, between the points of this kernel that are nearest.
+
+        Beyond the longest sequence measured that is the share of as many tiles at that length: the same waves.
+        """
         variants = self._shares[model]
         if not variants:
             return 1.0
         by_heads = variants.get(use.variant) or next(iter(variants.values()))
-        position = _position(use)
-        shares = {math.log(heads): _between(found, position) for heads, found in by_heads.items()}
-        return _between(shares, math.log(use.shape[0] * use.shape[3]))
+        longest = max(max(found) for found in by_heads.values())
+        position, heads = _position(use), math.log(use.shape[0] * use.shape[3])
+        beyond = max(0.0, position - longest)
+        shares = {math.log(heads): _between(found, position - beyond) for heads, found in by_heads.items()}
+        return _between(shares, heads + beyond)
 
 
 def _position(use: KernelUse) -> float:

@@ -1,0 +1,80 @@
+"""Attention as tiles over SMs: loads by hand, a fit that finds what times were made of, and what lies beyond points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from calibrate.tiles import fitted_tiles
+from sim.engine.tiles import TiledAttention, busiest, tiled_s
+from sim.profile import Point, TileModel
+from sim.schedule.kernels import KernelUse, attention_use
+from sim.schedule.masks import CAUSAL, FULL, Band
+
+SMS = 10
+MODEL = TileModel(kernel="attention_forward", dtype="bf16", head_dim=64, fixed_s=5e-6, tile_s=2e-6, pair_s=1e-6)
+
+
+def attention(queries: int, keys: int, heads: int, band: Band = FULL, backward: bool = False) -> KernelUse:
+    return attention_use(backward, "bf16", (1, queries, heads, 64), keys, heads, band)
+
+
+def point(use: KernelUse, seconds: float) -> Point:
+    fields: dict[str, Any] = dict.fromkeys(("median_s", "mean_s", "low_s", "high_s"), seconds)
+    fields |= {name: getattr(use, name) for name in ("kernel", "variant", "dtype", "shape", "flops")}
+    return Point(condition="idle", runs=1, nbytes=use.hbm_bytes, **fields)
+
+
+def test_alike_tiles_run_in_whole_waves() -> None:
+    """512 queries of 3 heads are 12 tiles, two waves on 10 SMs, each of 8 pairs; backward has a tile per 128 keys."""
+    assert busiest(attention(512, 1024, 3), SMS) == (2, 16)
+    assert busiest(attention(512, 1024, 3, backward=True), SMS) == (3, 12)
+
+
+def test_tiles_of_a_causal_mask_fill_each_others_gaps() -> None:
+    """1024 tokens of 10 heads: 80 tiles; of 64 pairs a head 36 are computed, those on the diagonal whole. With one head
+    the longest tile, 8 pairs, takes longest.
+    """
+    load = busiest(attention(1024, 1024, 10, CAUSAL), SMS)
+    assert load.tiles == 8
+    assert load.pairs == pytest.approx(36, rel=1e-2)
+    assert busiest(attention(1024, 1024, 1, CAUSAL), SMS) == (1, 8)
+
+
+def test_the_fit_finds_what_times_were_made_of() -> None:
+    uses = [attention(n, n, heads, band) for n in (256, 1024, 4096) for heads in (1, 4, 32) for band in (FULL, CAUSAL)]
+    found = fitted_tiles([point(use, tiled_s(MODEL, use, SMS)) for use in uses], SMS)
+    for name in ("fixed_s", "tile_s", "pair_s"):
+        assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-4)
+    free = msgspec.structs.replace(MODEL, tile_s=0.0)
+    found = fitted_tiles([point(use, tiled_s(free, use, SMS)) for use in uses], SMS)
+    assert found.tile_s == pytest.approx(0, abs=1e-9)
+
+
+def test_measured_points_come_back_and_long_sequences_do_not_depend_on_heads() -> None:
+    """One head is slow at 1024 tokens, since 8 tiles are less than a wave. At 64K it has 512, as 64 heads at 1024."""
+    few, many = attention(1024, 1024, 1, CAUSAL), attention(1024, 1024, 64, CAUSAL)
+    points = [point(few, 3 * tiled_s(MODEL, few, SMS)), point(many, 1.1 * tiled_s(MODEL, many, SMS))]
+    tiled = TiledAttention([MODEL], points, SMS)
+    for one in points:
+        use = few if one is points[0] else many
+        assert tiled.seconds(use, SMS, 1.0) == (pytest.approx(one.median_s), "")
+    long = attention(65536, 65536, 1, CAUSAL)
+    assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(1.1 * tiled_s(MODEL, long, SMS)), "")
+
+
+def test_faster_sms_other_head_dims_and_types() -> None:
+    tiled = TiledAttention([MODEL], [], SMS)
+    use = attention(4096, 4096, 8)
+    faster = tiled.seconds(use, SMS, 2.0)
+    assert faster is not None
+    assert faster[0] - MODEL.fixed_s == pytest.approx((tiled_s(MODEL, use, SMS) - MODEL.fixed_s) / 2)
+    wide = attention_use(False, "bf16", (1, 4096, 8, 128), 4096, 8, FULL)
+    twice = tiled.seconds(wide, SMS, 1.0)
+    assert twice is not None
+    assert twice[0] - MODEL.fixed_s == pytest.approx(2 * (tiled_s(MODEL, use, SMS) - MODEL.fixed_s))
+    assert "rate of head dim 64" in twice[1]
+    assert tiled.seconds(use._replace(dtype="fp32"), SMS, 1.0) is None
+    assert tiled.seconds(attention(4096, 4096, 8, backward=True), SMS, 1.0) is None
