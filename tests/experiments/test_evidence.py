@@ -111,3 +111,13 @@ def test_intervals_are_all_points_at_their_bounds() -> None:
     point, slower = profile.points[0], high.points[0]
     assert slower.median_s == pytest.approx(point.median_s * profile.residuals[point.kernel].high)
     assert slower.shape == point.shape
+
+
+def test_the_case_file_of_the_readme(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    path = tmp_path / "ours.toml"
+    path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
+    file, cases = read_cases(str(path))
+    assert file.group[0].target == 0.1
+    assert [case.selection.schedule for case in cases] == ["zigzag", "ulysses"]
+    assert cases[0].rivals == cases[1].rivals
