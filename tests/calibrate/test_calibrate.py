@@ -17,8 +17,9 @@ from calibrate.cases import kernel_cases
 from calibrate.fit import fitted_spec, together_of
 from calibrate.host import HostCalibration, Plan
 from calibrate.kernels import time_kernel
-from calibrate.leave_one_out import leave_one_out, repeat
+from calibrate.leave_one_out import leave_one_out
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from calibrate.residuals import repeat
 from runtime.launch import Session
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate

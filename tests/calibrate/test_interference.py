@@ -152,7 +152,7 @@ def test_jitter_is_what_one_run_of_ten_exceeds() -> None:
 def test_a_profile_from_before_interference_was_measured_still_loads() -> None:
     old = msgspec.to_builtins(profile([], [], {}))
     for field in ("interference", "traffic", "jitter"):
-        del old[field]
+        old.pop(field, None)
     assert msgspec.convert(old, Profile) == profile([], [], {})
 
 
