@@ -1,12 +1,15 @@
 """What a collective puts on every link: the bytes that its algorithm moves, not P x P flows of their own.
 
-All-to-all sends every part straight to its owner. All-gather, reduce-scatter and all-reduce run as rings, one per
-member of a node, each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs.
+All-to-all sends every part straight to its owner. All-gather and reduce-scatter run as rings, one per member of a node,
+each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs; all-reduce does too, or
+as trees over the nodes where those have fewer hops.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from itertools import pairwise
 from typing import NamedTuple, assert_never
 
 from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
@@ -19,7 +22,7 @@ class LinkTraffic(NamedTuple):
     nbytes: dict[int, float]
     """Bytes per resource, links only."""
     hop_s: float
-    """Latency of one step: of the longest route that it takes."""
+    """Latency of one step: the mean of the routes on a way that passes through all members, else of the longest one."""
     steps: int
     """Steps that follow each other."""
     memory_bytes: float
@@ -43,7 +46,10 @@ def link_traffic(op: Collective, ranks: tuple[int, ...], nbytes: int, cluster: C
     if isinstance(op, ReduceScatter):  # sums read two parts and write one
         return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1))
     if isinstance(op, AllReduce):
-        return _rings(ranks, nbytes / n, 2 * (n - 1), cluster, (3 + 2) * nbytes * (n - 1) / n)
+        memory_bytes = (3 + 2) * nbytes * (n - 1) / n
+        ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes)
+        tree = _trees(ranks, nbytes, cluster, memory_bytes)
+        return min(ring, tree, key=lambda found: found.latency_s) if tree else ring
     if isinstance(op, Barrier):
         return _rings(ranks, 0, n - 1, cluster, 0.0)._replace(nbytes={})
     assert_never(op)
@@ -69,19 +75,43 @@ def _rings(ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster, me
     latency_s = 0.0
     orders = _ring_orders(ranks, cluster)
     for order in orders:
-        for source, target in zip(order, (*order[1:], order[0]), strict=True):
-            route = cluster.route(source, target)
-            latency_s = max(latency_s, route.latency_s)
+        routes = [cluster.route(*pair) for pair in zip(order, (*order[1:], order[0]), strict=True)]
+        latency_s = max(latency_s, sum(route.latency_s for route in routes) / len(routes))
+        for route in routes:
             for resource in route.resources:
                 load[resource] += part * steps / len(orders)
     return LinkTraffic(dict(load), latency_s, steps, memory_bytes)
 
 
+def _trees(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes: float) -> LinkTraffic | None:
+    """Two binary trees of nodes that carry half of the tensor each, a node being a leaf of one of them, over chains
+    inside the nodes; None for one node. Sums go up and come down, so every node sends the whole twice, as in a ring,
+    but after log(nodes) hops (NCCL's tree; Sanders, Speck and Träff 2009).
+    """
+    nodes = list(_by_node(ranks, cluster).values())
+    if len(nodes) == 1:
+        return None
+    width = min(len(members) for members in nodes)
+    load: dict[int, float] = defaultdict(float)
+    inside_s = across_s = 0.0
+    for members, others in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
+        for source, target in pairwise(members):
+            for route in (cluster.route(source, target), cluster.route(target, source)):
+                inside_s = max(inside_s, route.latency_s)
+                for resource in route.resources:
+                    load[resource] += nbytes
+        for source, target in zip(members[:width], others[:width], strict=True):
+            route = cluster.route(source, target)
+            across_s = max(across_s, route.latency_s)
+            for resource in route.resources:
+                load[resource] += 2 * nbytes / width
+    latency_s = 2 * ((max(map(len, nodes)) - 1) * inside_s + math.ceil(math.log2(len(nodes))) * across_s)
+    return LinkTraffic(dict(load), latency_s, 1, memory_bytes)
+
+
 def _ring_orders(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
     """Return the rings: ring c enters the k-th node at its member c - k and leaves it at the one before."""
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in ranks:
-        nodes[cluster.devices[rank].node].append(rank)
+    nodes = _by_node(ranks, cluster)
     width = min(len(members) for members in nodes.values())
     orders = []
     for ring in range(width):
@@ -91,3 +121,11 @@ def _ring_orders(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
             order += members[start:] + members[:start]
         orders.append(order)
     return orders
+
+
+def _by_node(ranks: tuple[int, ...], cluster: Cluster) -> dict[int, list[int]]:
+    """Return the ranks of each node."""
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        nodes[cluster.devices[rank].node].append(rank)
+    return nodes

@@ -1,0 +1,82 @@
+"""What collectives put on links, by hand: 4 nodes x 2 GPUs, 1 us inside a node, 10 us across."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.engine.collectives import LinkTraffic, link_traffic
+from sim.schedule.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from sim.schedule.views import Split, View
+from tests.helpers import make_cluster_spec
+from topology.cluster import Cluster
+from topology.specs import LinkSpec
+
+VIEW = View(0, ())
+COMMON: dict[str, Any] = {"stream": "s", "part": "forward", "label": "", "communicator": "c"}
+REDUCE = AllReduce(view=VIEW, **COMMON)
+
+
+def machine(nodes: int, gpus: int = 2) -> Cluster:
+    spec = make_cluster_spec(
+        gpus,
+        nodes=nodes,
+        nvlink=LinkSpec(bytes_per_s=1e9, latency_s=1e-6),
+        nic=LinkSpec(bytes_per_s=1e8, latency_s=1e-5),
+    )
+    return Cluster(spec)
+
+
+def on(kind: str, traffic: LinkTraffic, cluster: Cluster) -> set[float]:
+    """Return the loads on links of a kind."""
+    return {round(nbytes, 6) for index, nbytes in traffic.nbytes.items() if cluster.resources[index].group == kind}
+
+
+def test_a_ring_takes_the_mean_of_its_hops() -> None:
+    """Eight ranks: four hops inside nodes and four across; each of two rings takes a NIC of each node for its way out."""
+    cluster, ranks = machine(4), tuple(range(8))
+    gather = AllGather(send=VIEW, recvs=Split(VIEW, 0, 8), **COMMON)
+    found = link_traffic(gather, ranks, 80, cluster)
+    assert found.latency_s == pytest.approx(7 * (4 * 1e-6 + 4 * 1e-5) / 8)
+    assert on("nic", found, cluster) == {7 * 80 / 2}
+
+
+def test_all_reduce_takes_trees_where_they_have_fewer_hops() -> None:
+    """Four nodes: up and down are two hops across and one inside each; a node sends 800 bytes twice, over two NICs. A
+    ring would take 14 hops of 5.5 us.
+    """
+    cluster = machine(4)
+    found = link_traffic(REDUCE, tuple(range(8)), 800, cluster)
+    assert found.latency_s == pytest.approx(2 * (1 * 1e-6 + 2 * 1e-5))
+    assert on("nic", found, cluster) == {2 * 800 / 2}
+    assert on("nvlink", found, cluster) == {800.0}
+
+
+def test_all_reduce_inside_a_node_is_a_ring() -> None:
+    cluster = machine(1, gpus=4)
+    found = link_traffic(REDUCE, (0, 1, 2, 3), 800, cluster)
+    assert found.latency_s == pytest.approx(6e-6)
+    assert on("nvlink", found, cluster) == {6 * 200.0}
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+def test_more_nodes_take_longer_only_by_their_hops(nodes: int) -> None:
+    """The bytes that a NIC carries do not grow with the nodes."""
+    cluster = machine(nodes)
+    found = link_traffic(REDUCE, tuple(range(2 * nodes)), 800, cluster)
+    assert on("nic", found, cluster) <= {800.0}
+    one = link_traffic(REDUCE, tuple(range(4)), 800, machine(2))
+    assert found.latency_s >= one.latency_s
+
+
+def test_one_rank_moves_nothing() -> None:
+    everything: list[Collective] = [
+        REDUCE,
+        AllToAll(sends=Split(VIEW, 0, 1), recvs=Split(VIEW, 0, 1), **COMMON),
+        ReduceScatter(sends=Split(VIEW, 0, 1), recv=VIEW, **COMMON),
+    ]
+    for op in everything:
+        found = link_traffic(op, (0,), 800, machine(1))
+        assert not found.nbytes
+        assert found.latency_s == 0
