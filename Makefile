@@ -28,4 +28,5 @@ bench: $(READY)
 	$(BIN)/python -m experiments.bench
 
 validate: $(READY)
+	$(BIN)/longstep validate --cases all
 	$(BIN)/longstep validate

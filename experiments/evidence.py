@@ -71,6 +71,14 @@ class Case(NamedTuple):
     measured_s: float
 
     @property
+    def options(self) -> str:
+        """Return degrees and options of the schedule, as far as they are named."""
+        selection = self.selection
+        degrees = {"U": selection.ulysses_degree, "R": selection.ring_degree}
+        named = [f"{name} {degree}" for name, degree in degrees.items() if degree]
+        return ", ".join([*named, *(key[9:] for key in selection.set if key.startswith("schedule."))])
+
+    @property
     def rivals(self) -> tuple[object, ...]:
         """Return what is the same in cases of different schedules that can be compared."""
         fields = dataclasses.asdict(self.selection)
@@ -87,6 +95,7 @@ class Prediction(NamedTuple):
     high_s: float
     """Where nine of ten measurements should lie."""
     bound_by: str
+    ranks: int
 
     @property
     def error(self) -> float:
@@ -97,6 +106,13 @@ class Prediction(NamedTuple):
     def covered(self) -> bool:
         """Whether the measured time lies in the interval."""
         return self.low_s <= self.case.measured_s <= self.high_s
+
+
+class Evidence(NamedTuple):
+    """A case file, and what is predicted of it."""
+
+    file: CaseFile
+    found: list[Prediction]
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
@@ -139,7 +155,8 @@ def _predicted(case: Case) -> Prediction:
         simulate(checked, simulation.cluster, scaled(chosen.profile, bound), chosen.jitter).trace.step_time_s
         for bound in ("low", "high")
     )
-    return Prediction(case, simulation.trace.step_time_s, low_s, high_s, report.bound_by)
+    step_s, ranks = simulation.trace.step_time_s, checked.schedule.num_ranks
+    return Prediction(case, step_s, low_s, high_s, report.bound_by, ranks)
 
 
 def scaled(profile: Profile, bound: Bound) -> Profile:
@@ -161,25 +178,39 @@ def profile_hash(name: str) -> str:
     return hashlib.sha256(msgspec.json.encode(load_profile(name))).hexdigest()[:16]
 
 
-def show_evidence(names: Sequence[str], console: Console) -> None:
+def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
     """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
-    files = preset_names(FOLDER) if "all" in names else names
-    for file, cases in [read_cases(name) for name in files]:
-        found = list(predicted(cases, console))
-        console.print(f"{file.title}\n  {file.source}; {file.quality}", markup=False)
-        console.print(f"  profile {file.profile!r}, {profile_hash(file.profile)}", markup=False)
-        console.print(_table(file, found))
+    read = [read_cases(name) for name in (preset_names(FOLDER) if "all" in names else names)]
+    shown = []
+    for file, cases in read:
+        shown.append(Evidence(file, list(predicted(cases, console))))
+        for line in provenance(file):
+            console.print(line, markup=False)
+        table = Table(*HEADS)
+        for row in judged(shown[-1]):
+            table.add_row(*row)
+        console.print(table)
+    return shown
 
 
-def _table(file: CaseFile, found: Sequence[Prediction]) -> Table:
-    heads = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 90 %", "target", "worst is")
-    table = Table(*heads)
-    targets = {group.name: group.target for group in file.group}
-    for name, target in targets.items():
-        table.add_row(name, *_judged([one for one in found if one.case.group == name], target))
-    if len(targets) > 1:
-        table.add_row("all", *_judged(found, None))
-    return table
+def provenance(file: CaseFile) -> list[str]:
+    """Return what cases are of, where they come from, and what predictions of them rest on."""
+    profile = f"profile {file.profile!r}, sha256 {profile_hash(file.profile)}"
+    return [file.title, f"  {file.source}; {file.quality}", f"  {profile}"]
+
+
+HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 90 %", "target", "worst is")
+"""Of the table of all groups of a file."""
+
+
+def judged(evidence: Evidence) -> list[list[str]]:
+    """Return the rows of a file's table: every group, and all together."""
+    file, found = evidence
+    rows = [
+        [group.name, *_judged([one for one in found if one.case.group == group.name], group.target)]
+        for group in file.group
+    ]
+    return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
 
 
 def _judged(found: Sequence[Prediction], target: float | None) -> list[str]:

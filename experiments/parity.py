@@ -1,6 +1,6 @@
 """A sweep as one HTML page and as one figure: simulated against measured times, and the error over length.
 
-Schedules differ by colour, ranks by shape, layers from attention by hollow marks. Intervals are those of the repeats.
+Intervals are those of the repeats.
 """
 
 from __future__ import annotations
@@ -10,23 +10,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from experiments.diagnosis import DRIFT
+from experiments.looks import BANDS, Kind, Looks
 from experiments.plots import (
-    CIRCLE,
-    HUES,
-    SHAPES,
-    SWATCH,
     Area,
     Axis,
-    Entry,
     Frame,
-    Legend,
     Mark,
     Plot,
     Point,
     Tick,
     Trend,
-    band_looks,
-    legend,
     parity_plot,
     plottable,
     share_ticks,
@@ -35,11 +28,8 @@ from experiments.plots import (
 from experiments.record import Judged, Record, judged, provenance, quiet_repeats, summary
 from experiments.render import render
 from experiments.tables import length, percent
-from sim.schedule.catalog import SCHEDULES
 from sim.workload import parse_length
 
-BANDS = (0.05, 0.10, 0.20)
-"""Errors that the parity plot shades: the project's targets lie between the first and the last."""
 _MAIN, _PANEL = (560, 520), (250, 246)
 """Width and height of the parity plot and (at least) of each plot of the error on the page, in pixels."""
 _CROWD, _WIDEST = 11, 800
@@ -73,39 +63,10 @@ class Axes(NamedTuple):
     """Pixels that each length has for itself."""
 
 
-class Looks:
-    """How the cells of one sweep look; schedules have the order of the catalog, those of the user's own come last."""
-
-    def __init__(self, cells: Sequence[Judged]) -> None:
-        known = list(SCHEDULES)
-        found = dict.fromkeys(one.cell.schedule for one in cells)
-        self.schedules = sorted(found, key=lambda name: known.index(name) if name in known else len(known))
-        self.ranks = sorted({one.cell.gpus for one in cells})
-        self.scopes = sorted({one.cell.scope for one in cells})
-
-    def look(self, schedule: str, scope: str = "attention") -> str:
-        """Return the classes of a mark."""
-        hue = f"hue-{self.schedules.index(schedule) % len(HUES)}"
-        return hue if scope == "attention" else f"{hue} hollow"
-
-    def shape(self, gpus: int) -> str:
-        """Return the outline of a mark."""
-        return SHAPES[self.ranks.index(gpus) % len(SHAPES)]
-
-    def key(self, width: float) -> Legend:
-        """Return what colours, shapes and shades mean."""
-        groups = [[Entry(CIRCLE, self.look(name), name) for name in self.schedules]]
-        groups.append([Entry(self.shape(gpus), "inked", f"P = {gpus}") for gpus in self.ranks])
-        if len(self.scopes) > 1:
-            groups.append([Entry(CIRCLE, "inked", "attention"), Entry(CIRCLE, "inked hollow", "whole layers")])
-        groups.append([Entry(SWATCH, look, f"±{100 * share:g} %") for share, look in band_looks(BANDS)])
-        return legend(groups, width)
-
-
 def page(record: Record) -> str:
     """Return the page of a sweep."""
     cells = judged(record)
-    looks = Looks(cells)
+    looks = _looks(cells)
     return render(
         "parity.html.j2",
         title=f"Simulated against measured: {record.title}",
@@ -124,7 +85,7 @@ def page(record: Record) -> str:
 def figure(record: Record) -> str:
     """Return both plots of a sweep as one SVG, light or dark as its reader prefers."""
     cells = judged(record)
-    looks = Looks(cells)
+    looks = _looks(cells)
     wide, high = _roomy(cells, looks, _FIGURE_PANEL)
     panels = _panels(cells, looks, (wide, high))
     key = looks.key(_FIGURE_MAIN)
@@ -147,6 +108,10 @@ def figure(record: Record) -> str:
             (left + n % columns * (wide + _GAP), _HEAD + n // columns * high, panel) for n, panel in enumerate(panels)
         ],
     )
+
+
+def _looks(cells: Sequence[Judged]) -> Looks:
+    return Looks([Kind(one.cell.schedule, one.cell.gpus, one.cell.scope) for one in cells])
 
 
 def _subtitles(record: Record, cells: Sequence[Judged]) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from experiments.cells import Cell, Sweep, cells_of, playable
 from experiments.compare import calibrated, comparison
 from experiments.comparison import Comparison
 from experiments.evidence import show_evidence
+from experiments.evidence_page import page as evidence_page
 from experiments.execute import WARM_UP, Execution, open_session
 from experiments.parity import figure, page
 from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary
@@ -48,7 +49,7 @@ class Validate:
     out: str | None = None
     """Write the record to this JSON file, after every comparison."""
     html: str | None = None
-    """Write one HTML page to this file: a parity plot, the error over length, and all cells."""
+    """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
     figure: str | None = None
     """Write both plots to this SVG file."""
 
@@ -61,7 +62,9 @@ def validate(command: Validate, console: Console) -> None:
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases:
-        show_evidence(command.cases, console)
+        found = show_evidence(command.cases, console)
+        if command.html:
+            write_whole(Path(command.html), evidence_page(found).encode())
         return
     if command.record:
         show(joined([read_record(path) for path in command.record]), command, console)

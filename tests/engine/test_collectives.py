@@ -34,7 +34,7 @@ def on(kind: str, traffic: LinkTraffic, cluster: Cluster) -> set[float]:
 
 
 def test_a_ring_takes_the_mean_of_its_hops() -> None:
-    """Eight ranks: four hops inside nodes and four across; each of two rings takes a NIC of each node for its way out."""
+    """Eight ranks: four hops inside nodes and four across; each of two rings leaves each node by another NIC."""
     cluster, ranks = machine(4), tuple(range(8))
     gather = AllGather(send=VIEW, recvs=Split(VIEW, 0, 8), **COMMON)
     found = link_traffic(gather, ranks, 80, cluster)

@@ -12,6 +12,7 @@ from experiments.selection import Selection, choose
 from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import load_profile
+from tests.experiments.reading import HOSTILE, Read, loads_nothing
 
 OWN = """
 title = "Our cluster"
@@ -36,7 +37,7 @@ cases = [
 
 def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> Prediction:
     case = Case("group", Selection(schedule=schedule, **fields), measured_s)  # type: ignore[arg-type]
-    return Prediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute")
+    return Prediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
 
 
 @pytest.mark.parametrize("name", preset_names(FOLDER))
@@ -51,10 +52,15 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
 
 
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ours.toml"
-    path.write_text(OWN.format(more=""))
-    main(["validate", "--cases", str(path)])
+    path, shown = tmp_path / "ours.toml", tmp_path / "page.html"
+    path.write_text(OWN.format(more="").replace("Our cluster", "Our cluster " + HOSTILE.replace('"', "")))
+    main(["validate", "--cases", str(path), "--html", str(shown)])
     printed = capsys.readouterr().out
+    text = shown.read_text()
+    loads_nothing(text)
+    assert HOSTILE not in text
+    assert Read(text).rows("tr") == [0, 1]
+    assert sorted(Read(text).rows("g")) == [0, 1]
     assert "Our cluster" in printed
     assert "two schedules" in printed
     assert "1 of 1" in printed

@@ -1,0 +1,70 @@
+"""Predictions against published measurements as one HTML page: a parity plot of every case file, and all its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.comparison import Measured
+from experiments.evidence import HEADS, Evidence, Prediction, judged, provenance
+from experiments.looks import BANDS, Kind, Looks
+from experiments.plots import Plot, Point, parity_plot
+from experiments.render import render
+from experiments.tables import percent, seconds
+from sim.workload import parse_length
+
+_SIZE = (560, 520)
+"""Width and height of a plot in pixels."""
+
+
+def page(evidence: Sequence[Evidence]) -> str:
+    """Return the page of some case files."""
+    sections, first = [], 0
+    for one in evidence:
+        looks = Looks([_kind(found) for found in one.found])
+        sections.append(
+            {
+                "provenance": provenance(one.file),
+                "groups": judged(one),
+                "key": looks.key(_SIZE[0]),
+                "parity": _parity(one.found, looks, first),
+                "cases": [(found, parse_length(found.case.selection.seq, "--seq")) for found in one.found],
+                "first": first,
+            }
+        )
+        first += len(one.found)
+    return render("evidence.html.j2", title="Predicted against published times", heads=HEADS, sections=sections)
+
+
+def _kind(found: Prediction) -> Kind:
+    return Kind(found.case.selection.schedule, found.ranks, found.case.selection.scope)
+
+
+def _parity(found: Sequence[Prediction], looks: Looks, first: int) -> Plot:
+    points = [
+        Point(
+            times=_times(one),
+            shape=looks.shape(one.ranks),
+            look=looks.look(one.case.selection.schedule, one.case.selection.scope),
+            row=first + number,
+            tip=_tip(one),
+        )
+        for number, one in enumerate(found)
+    ]
+    return parity_plot(
+        points, BANDS, *_SIZE, "Predicted against published step time of every case, on logarithmic axes"
+    )
+
+
+def _times(one: Prediction) -> Measured:
+    measured_s = one.case.measured_s
+    return Measured(simulated_s=one.step_s, median_s=measured_s, low_s=measured_s, high_s=measured_s, error=one.error)
+
+
+def _tip(one: Prediction) -> str:
+    s = one.case.selection
+    what = f"{s.schedule}, {one.ranks} GPUs, {s.seq}, {s.mask} {s.passes}"
+    return (
+        f"{one.case.group}\n{what}{', ' + one.case.options if one.case.options else ''}\n"
+        f"predicted {seconds(one.step_s)} [{seconds(one.low_s)} to {seconds(one.high_s)}], "
+        f"measured {seconds(one.case.measured_s)}: {percent(one.error)}\nbound by {one.bound_by}"
+    )
