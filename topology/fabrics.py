@@ -23,6 +23,7 @@ class Edge(NamedTuple):
     resource: str
     group: str
     bytes_per_s: float
+    """Of data."""
     latency_s: float
 
 
@@ -51,7 +52,7 @@ def wire(spec: ClusterSpec) -> nx.DiGraph:
 def _link(graph: nx.DiGraph, device: str, hub: str, owner: str, group: str, link: LinkSpec) -> None:
     """Add a device's port to a hub; a path device-hub-device has the link's latency once, half at each end."""
     for a, b, direction in ((device, hub, "out"), (hub, device, "in")):
-        edge = Edge(f"{owner}.{group}.{direction}", group, link.bytes_per_s, link.latency_s / 2)
+        edge = Edge(f"{owner}.{group}.{direction}", group, link.bytes_per_s * link.payload, link.latency_s / 2)
         graph.add_edge(a, b, edge=edge)
 
 

@@ -43,7 +43,7 @@ _COLLECTIVES: dict[str, tuple[str, Callable[[int], float]]] = {
     "alltoall": ("all_to_all", lambda n: (n - 1) / n),
     "all_reduce": ("all_reduce", lambda n: 2 * (n - 1) / n),
 }
-"""Name in the tables, name here, and the share of the bytes that a rank puts on the wire."""
+"""Name in the tables, name here, and the share of the bytes that a rank puts on the wire in a ring."""
 _PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048
 """Tokens in all, and heads times head dimension, of the figures of the FlashAttention papers (arXiv:2307.08691 §4.1,
 arXiv:2407.08608 §4.1)."""
@@ -69,9 +69,10 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
     forward = list(_forward(gpu))
+    reduces = bool(spec.nvlink and spec.nvlink.reduces)
     points = [
-        *_gemms(gpu.system), *forward, *gpu.backward(forward, spec.gpu.sms), *_collectives(gpu.system),
-        *_transfers(gpu.send_recv),
+        *_gemms(gpu.system), *forward, *gpu.backward(forward, spec.gpu.sms),
+        *_collectives(gpu.system, in_switch=reduces), *_transfers(gpu.send_recv),
     ]  # fmt: skip
     by_model = defaultdict(list)
     for point in points:
@@ -131,15 +132,17 @@ def _use(backward: bool, q_shape: tuple[int, int, int, int], band: Band) -> Kern
     return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
 
 
-def _collectives(system: str) -> Iterator[Point]:
-    """Yield NCCL inside a node, by its newest version."""
+def _collectives(system: str, *, in_switch: bool) -> Iterator[Point]:
+    """Yield NCCL inside a node, by its newest version, with the bytes that ``link_traffic`` counts on a link."""
     ours = [row for row in rows("nccl_one_node") if row["system"] == system and row["nccl_dtype"] == "half"]
     newest = max((tuple(map(int, row["dir_version"].split("."))) for row in ours), default=())
     for row in ours:
         if tuple(map(int, row["dir_version"].split("."))) == newest:
             kernel, share = _COLLECTIVES[row["collective"]]
             ranks = int(row["num_gpus"])
-            nbytes = round(int(row["bytes"]) * share(ranks))
+            by_ring = share(ranks)
+            wire = min(by_ring, 1 + 1 / ranks) if in_switch and kernel == "all_reduce" else by_ring
+            nbytes = round(int(row["bytes"]) * wire)
             yield transfer_point(kernel, "nvlink", ranks, nbytes, float(row["time_us"]) / 1e6)
 
 

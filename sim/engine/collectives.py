@@ -2,7 +2,7 @@
 
 All-to-all sends every part straight to its owner. All-gather and reduce-scatter run as rings, one per member of a node,
 each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs; all-reduce does too, or
-as trees over the nodes where those have fewer hops.
+as trees over the nodes, or in the switch of a node, whichever is fastest at the links' rates.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class LinkTraffic(NamedTuple):
         """Latency of all steps."""
         return self.hop_s * self.steps
 
+    def seconds(self, cluster: Cluster) -> float:
+        """Return the time at the links' rates."""
+        flow_s = (nbytes / cluster.resources[link].capacity for link, nbytes in self.nbytes.items())
+        return self.latency_s + max(flow_s, default=0.0)
+
 
 def link_traffic(op: Collective, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
     """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (for AllReduce the whole)."""
@@ -48,8 +53,8 @@ def link_traffic(op: Collective, ranks: tuple[int, ...], nbytes: int, cluster: C
     if isinstance(op, AllReduce):
         memory_bytes = (3 + 2) * nbytes * (n - 1) / n
         ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes)
-        tree = _trees(ranks, nbytes, cluster, memory_bytes)
-        return min(ring, tree, key=lambda found: found.latency_s) if tree else ring
+        others = (_trees(ranks, nbytes, cluster, memory_bytes), _in_switch(ranks, nbytes, cluster))
+        return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
     if isinstance(op, Barrier):
         return _rings(ranks, 0, n - 1, cluster, 0.0)._replace(nbytes={})
     assert_never(op)
@@ -107,6 +112,24 @@ def _trees(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes
                 load[resource] += 2 * nbytes / width
     latency_s = 2 * ((max(map(len, nodes)) - 1) * inside_s + math.ceil(math.log2(len(nodes))) * across_s)
     return LinkTraffic(dict(load), latency_s, 1, memory_bytes)
+
+
+def _in_switch(ranks: tuple[int, ...], nbytes: float, cluster: Cluster) -> LinkTraffic | None:
+    """Sum in the switch of a node, which hands each part to a rank that gives it to all by the switch again: a port
+    carries the whole and one part, each way (NCCL's NVLS). None where no switch does that.
+    """
+    spec = cluster.spec
+    if not (spec.nvlink and spec.nvlink.reduces) or len(_by_node(ranks, cluster)) > 1:
+        return None
+    part = nbytes / len(ranks)
+    load: dict[int, float] = defaultdict(float)
+    hop_s = 0.0
+    for source, target in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+        route = cluster.route(source, target)
+        hop_s = max(hop_s, route.latency_s)
+        for resource in route.resources:
+            load[resource] += nbytes + part
+    return LinkTraffic(dict(load), hop_s, 2, 2 * nbytes + 2 * part)
 
 
 def _ring_orders(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:

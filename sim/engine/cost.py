@@ -187,13 +187,13 @@ class CostModel:
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
             if found:
                 delay_s, total_s, note = found
-                flow_s = max(total_s - delay_s, ideal_s)
+                flow_s = max(total_s, ideal_s) - delay_s
             else:
                 note = f"{what.kernel}: not in the profile, datasheet rate"
             self.notes |= {note} if note else set()
         if flow_s <= 0:
             return (Latency(delay_s),)
-        demands = {link: nbytes / flow_s for link, nbytes in what.load.items()}
+        demands = {link: min(nbytes / flow_s, resources[link].capacity) for link, nbytes in what.load.items()}
         for rank in what.ranks:
             memory = self._cluster.devices[rank].hbm
             rate = demands.get(memory, 0.0) + what.memory_bytes / flow_s

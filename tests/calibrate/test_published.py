@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from importlib import resources
+from typing import Any
 
 import msgspec
 import pytest
 
 from calibrate.leave_one_out import leave_one_out
 from calibrate.published import PUBLISHED, published
+from calibrate.published.gpus import GPUS
+from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
-from sim.profile import Profile, load_profile
+from sim.profile import Point, Profile, load_profile
 from sim.schedule.kernels import attention_use
 from sim.schedule.masks import CAUSAL
+from sim.schedule.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from sim.schedule.views import Split, View
 from topology.cluster import Cluster
 
 
@@ -57,6 +63,51 @@ def test_transfers_over_nvlink_and_between_nodes_differ(profile: Profile) -> Non
         if points:
             assert times[link] * nbytes == pytest.approx(points[0].mean_s)
     assert times["nic"] > 4 * times["nvlink"]
+
+
+COMMON: dict[str, Any] = {"stream": "s", "part": "forward", "label": "", "communicator": "c"}
+PARTS = Split(View(0, ()), 0, 1)
+COLLECTIVES: dict[str, Collective] = {
+    "all_gather": AllGather(send=View(0, ()), recvs=PARTS, **COMMON),
+    "reduce_scatter": ReduceScatter(sends=PARTS, recv=View(0, ()), **COMMON),
+    "all_to_all": AllToAll(sends=PARTS, recvs=PARTS, **COMMON),
+    "all_reduce": AllReduce(view=View(0, ()), **COMMON),
+}
+
+
+def collective_errors(measured: Profile, known: Profile | None, points: list[Point]) -> dict[str, list[float]]:
+    """Return predicted over measured time, minus 1, of collectives inside a node, by kind."""
+    cluster = Cluster(measured_cluster(measured))
+    cost = CostModel(cluster, known)
+    found: dict[str, list[float]] = {kind: [] for kind in COLLECTIVES}
+    for point in points:
+        ranks = tuple(range(point.shape[0]))
+        op = COLLECTIVES[point.kernel]
+        wire = max(link_traffic(op, ranks, 10**6, cluster).nbytes.values()) / 10**6
+        phases = cost.collective(op, ranks, round(point.nbytes / wire))
+        found[point.kernel].append(sum(phase.seconds for phase in phases) / point.mean_s - 1)
+    return found
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_half_of_the_sizes_predict_the_other_half(name: str) -> None:
+    profile = load_profile(name)
+    points = [point for point in profile.points if point.kernel in COLLECTIVES]
+    points.sort(key=lambda point: (point.kernel, point.shape))
+    known = msgspec.structs.replace(profile, points=tuple(points[::2]))
+    for kind, errors in collective_errors(profile, known, points[1::2]).items():
+        assert statistics.mean(map(abs, errors)) <= 0.1, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("a100-sxm", 0.35), ("h100-sxm", 0.25), ("h200-sxm", 0.25), ("b200-sxm", 0.4)]
+)
+def test_large_collectives_from_datasheet_and_algorithm_alone(name: str, short: float) -> None:
+    """Short of the measured time, since nothing is faster than its links, and not by much more than README says."""
+    profile = load_profile(name)
+    points = [point for point in profile.points if point.kernel in COLLECTIVES and point.nbytes >= 2**26]
+    for kind, errors in collective_errors(profile, None, points).items():
+        assert -short <= statistics.median(errors) <= 0, kind
 
 
 def test_profiles_carry_where_they_come_from(profile: Profile) -> None:

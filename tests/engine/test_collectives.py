@@ -60,6 +60,19 @@ def test_all_reduce_inside_a_node_is_a_ring() -> None:
     assert on("nvlink", found, cluster) == {6 * 200.0}
 
 
+def test_a_switch_that_sums_carries_the_whole_and_a_part() -> None:
+    """Of 4 GPUs: 800 and 200 bytes a port, against 1200 in a ring; of two, a ring carries less."""
+    spec = make_cluster_spec(4, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=1e-9, reduces=True))
+    cluster = Cluster(spec)
+    assert on("nvlink", link_traffic(REDUCE, (0, 1, 2, 3), 800, cluster), cluster) == {1000.0}
+    assert on("nvlink", link_traffic(REDUCE, (0, 1), 800, cluster), cluster) == {800.0}
+
+
+def test_headers_take_their_share_of_a_link() -> None:
+    spec = make_cluster_spec(2, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=0.0, payload=0.8))
+    assert Cluster(spec).route(0, 1).bytes_per_s == pytest.approx(0.8e9)
+
+
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 def test_more_nodes_take_longer_only_by_their_hops(nodes: int) -> None:
     """The bytes that a NIC carries do not grow with the nodes."""

@@ -32,6 +32,9 @@ def test_every_figure_of_a_preset_has_its_source(name: str) -> None:
     spec = load_cluster(name)
     data = {key: value for key, value in msgspec.to_builtins(spec).items() if key not in {"sources", "per_gpu"}}
     defaults = {"gpu.communication_sms", "host.wakeup_s", "host.handoff_s", "host.transfer_cores"}
+    links = [(name, data[name]) for name in ("nvlink", "pcie", "nic", "loopback") if data[name]]
+    defaults |= {f"{name}.payload" for name, link in links if link["payload"] == 1}
+    defaults |= {f"{name}.reduces" for name, link in links if not link["reduces"]}
     without = [path for path in figures(data) if path not in spec.sources]
     assert all(path in defaults for path in without), without
     assert all(len(text) > 3 for text in spec.sources.values())
@@ -52,7 +55,7 @@ def test_routes_inside_a_node_and_across() -> None:
     inside, across = cluster.route(0, 5), cluster.route(3, 12)
     names = [cluster.resources[i].name for i in inside.resources]
     assert names == ["gpu[0].nvlink.out", "gpu[5].nvlink.in"]
-    assert inside.bytes_per_s == 450e9
+    assert inside.bytes_per_s == 0.835 * 450e9
     assert inside.latency_s == pytest.approx(3.4e-6)
     names = [cluster.resources[i].name for i in across.resources]
     assert names == ["gpu[3].pcie.out", "nic[3].nic.out", "nic[12].nic.in", "gpu[12].pcie.in"]
