@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from calibrate.tiles import fitted_tiles
+from calibrate.tiles import tile_models
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.tables import TransferTable, series_row, series_size
 from sim.profile import TRANSFERS, Point, Profile, Spread
@@ -61,13 +61,8 @@ def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | Non
     """Return a profile without a point, of attention with a tile model the model too; None at the ends of a series."""
     others = [other for other in idle if other is not point]
     rest = msgspec.structs.replace(profile, points=tuple(others))
-    for number, model in enumerate(profile.tiles):
-        key = (model.kernel, model.dtype, model.head_dim)
-        if key == (point.kernel, point.dtype, point.shape[-1]):
-            like = [other for other in others if key == (other.kernel, other.dtype, other.shape[-1])]
-            again = fitted_tiles(like, measured_cluster(profile).gpu.sms)
-            tiles = (*profile.tiles[:number], again, *profile.tiles[number + 1 :])
-            return msgspec.structs.replace(rest, tiles=tiles)
+    if any((model.kernel, model.dtype) == (point.kernel, point.dtype) for model in profile.tiles):
+        return msgspec.structs.replace(rest, tiles=tile_models(others, measured_cluster(profile).gpu.sms))
     sizes = [_size(other) for other in others if _series(other) == _series(point)]
     return rest if sizes and min(sizes) < _size(point) < max(sizes) else None
 

@@ -61,6 +61,8 @@ def calibrate(command: Calibrate, console: Console) -> None:
         _check(load_profile(command.out or command.name), console)
         return
     if command.published:
+        if command.quick or command.dtype:
+            raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)
         return
     model = load_model(command.model)

@@ -26,7 +26,7 @@ from experiments.tables import percent
 from sim.engine.simulate import simulate
 from sim.errors import InputError, unknown
 from sim.presets import load_toml, preset_names
-from sim.profile import Bound, Profile, load_profile
+from sim.profile import Bound, Profile, load_profile, profile_bytes
 
 FOLDER = "experiments/published"
 _APART = 0.02
@@ -118,24 +118,36 @@ class Evidence(NamedTuple):
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
     file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
+    if not file.group or not all(group.cases for group in file.group):
+        raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
+    load_profile(file.profile)
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
-    if not cases:
-        raise InputError(f"case file {name!r} holds no case; add [[group]] with cases = [{{ … }}]")
+    for case in cases:
+        try:
+            chosen = choose(case.selection)
+            chosen.entry.build(chosen.workload, chosen.parallel)
+        except InputError as error:
+            raise InputError(
+                f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
+            ) from error
     return file, cases
 
 
 def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     fields = file.select | case
     measured_s = fields.pop("measured_s", None)
-    if not isinstance(measured_s, int | float) or measured_s <= 0:
+    if type(measured_s) not in {int, float} or not 0 < measured_s < math.inf:
         raise InputError(f"case file {file.title!r}, group {group.name!r}: {case} has no measured_s above 0")
-    overrides = (*file.select.get("set", ()), *group.set, *case.get("set", ()))
+    given = (file.select.get("set", []), case.get("set", []))
+    if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
+        raise InputError(f'case file {file.title!r}, group {group.name!r}: set is a list such as ["model.num_heads=8"]')
+    overrides = (*given[0], *group.set, *given[1])
     for key in fields:
         if key not in _KEYS:
             raise unknown("key", key, [*_KEYS, "measured_s"], f"case file {file.title!r}, group {group.name!r}")
-    given = {_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile}
+    chosen = {_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile}
     try:
-        selection = msgspec.convert(given, Selection)
+        selection = msgspec.convert(chosen, Selection)
     except msgspec.ValidationError as error:
         raise InputError(f"case file {file.title!r}, group {group.name!r}: {case}: {error}") from error
     return Case(group.name, selection, float(measured_s))
@@ -174,13 +186,14 @@ def scaled(profile: Profile, bound: Bound) -> Profile:
 
 
 def profile_hash(name: str) -> str:
-    """Return the beginning of the SHA-256 of a profile: what was committed before anything was predicted with it."""
-    return hashlib.sha256(msgspec.json.encode(load_profile(name))).hexdigest()[:16]
+    """Return the beginning of the SHA-256 of a profile's file."""
+    return hashlib.sha256(profile_bytes(name)).hexdigest()[:16]
 
 
 def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
     """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
-    read = [read_cases(name) for name in (preset_names(FOLDER) if "all" in names else names)]
+    given = (own for name in names for own in (preset_names(FOLDER) if name == "all" else [name]))
+    read = [read_cases(name) for name in dict.fromkeys(given)]
     shown = []
     for file, cases in read:
         shown.append(Evidence(file, list(predicted(cases, console))))
@@ -226,11 +239,11 @@ def _judged(found: Sequence[Prediction], target: float | None) -> list[str]:
         f"{100 * mean:.1f} %",
         percent(worst.error),
         percent(statistics.mean(errors)),
-        f"{r_squared(found):.3f}",
+        f"{r_squared(found):.3f}" if len(found) > 1 else "",
         f"{right} of {pairs}",
         f"{100 * statistics.mean(one.covered for one in found):.0f} %",
         met,
-        f"{s.schedule}, {s.gpus} GPUs, {s.seq}, {s.mask} {s.passes}: {worst.bound_by}",
+        f"{s.schedule}, {worst.ranks} GPUs, {s.seq}, {s.mask} {s.passes}: {worst.bound_by}",
     ]
 
 

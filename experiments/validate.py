@@ -62,6 +62,8 @@ def validate(command: Validate, console: Console) -> None:
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases:
+        if command.figure or command.out or command.record or command.sweep.named:
+            raise InputError("--cases goes with --html only: what is predicted stands in the files")
         found = show_evidence(command.cases, console)
         if command.html:
             write_whole(Path(command.html), evidence_page(found).encode())

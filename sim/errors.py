@@ -34,6 +34,10 @@ class LengthError(InputError):
             f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set --seq, or (under a "
             f"causal mask) --pad to fill up with tokens that nobody sees"
         )
+        self._given = seq, multiple
+
+    def __reduce__(self) -> tuple[type[LengthError], tuple[int, int]]:
+        return type(self), self._given  # worker processes send it to their parent
 
 
 class ScheduleError(InputError):

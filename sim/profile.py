@@ -191,21 +191,24 @@ def profile_names() -> list[str]:
 
 def load_profile(name: str) -> Profile:
     """Return a profile by name (the user's own before those that ship) or from a JSON file."""
-    own = profile_folder() / f"{name}.json"
-    if name.endswith(".json") or "/" in name:
-        data = read_bytes("profile", name, "--profile")
-    elif own.is_file():
-        data = own.read_bytes()
-    elif name in preset_names("sim/profiles", ".json"):
-        data = resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
-    else:
-        raise unknown(
-            "profile", name, [*profile_names(), "datasheet", "FILE.json"], "--profile (longstep calibrate makes one)"
-        )
+    data = profile_bytes(name)
     try:
         return msgspec.json.decode(data, type=Profile)
     except msgspec.DecodeError as error:
         raise InputError(f"profile {name!r}: {error}; longstep calibrate makes a new one") from error
+
+
+def profile_bytes(name: str) -> bytes:
+    """Return the file of a profile, found as ``load_profile`` finds it."""
+    own = profile_folder() / f"{name}.json"
+    if name.endswith(".json") or "/" in name:
+        return read_bytes("profile", name, "--profile")
+    if own.is_file():
+        return own.read_bytes()
+    if name in preset_names("sim/profiles", ".json"):
+        return resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
+    where = "--profile (longstep calibrate makes one)"
+    raise unknown("profile", name, [*profile_names(), "datasheet", "FILE.json"], where)
 
 
 def save_profile(profile: Profile, path: Path) -> None:

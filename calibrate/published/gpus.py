@@ -13,18 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from calibrate.published import ultraattn
 from calibrate.published.reading import (
     EAGER_SOURCES,
     EAGER_TRAFFIC,
-    Row,
     eager_issue,
     geometric_mean,
     kernel_point,
     rows,
     transfer_point,
 )
-from calibrate.tiles import fitted_tiles
-from sim.engine.tiles import tiled_s
+from calibrate.tiles import tile_models
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL, FULL, Band
@@ -57,8 +56,9 @@ class Gpu(NamedTuple):
     """In the tables of aiconfigurator."""
     attention: tuple[str, ...]
     """Kernels of the same algorithm in its table of attention."""
-    backward: Callable[[list[Point], int], list[Point]]
-    """From the forward pass and the number of SMs."""
+    more: Callable[[], Iterable[Point]]
+    """Full masks and backward passes."""
+    more_source: str
     memory_efficiency: float
     memory_source: str
     send_recv: str = ""
@@ -68,16 +68,11 @@ class Gpu(NamedTuple):
 def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
-    forward = list(_forward(gpu))
     reduces = bool(spec.nvlink and spec.nvlink.reduces)
     points = [
-        *_gemms(gpu.system), *forward, *gpu.backward(forward, spec.gpu.sms),
+        *_gemms(gpu.system), *_forward(gpu), *gpu.more(),
         *_collectives(gpu.system, in_switch=reduces), *_transfers(gpu.send_recv),
     ]  # fmt: skip
-    by_model = defaultdict(list)
-    for point in points:
-        if point.kernel.startswith("attention"):
-            by_model[point.kernel, point.shape[-1]].append(point)
     return Profile(
         name=name,
         created="aiconfigurator@095f58a",
@@ -89,10 +84,9 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         traffic=EAGER_TRAFFIC,
         memory_efficiency=gpu.memory_efficiency,
         issue=eager_issue(),
-        tiles=tuple(fitted_tiles(found, spec.gpu.sms) for found in by_model.values()),
+        tiles=tile_models(points, spec.gpu.sms),
         sources={
-            "attention": f"forward: ai-dynamo/aiconfigurator@095f58a, {' and '.join(gpu.attention)}; backward: "
-            + (gpu.backward.__doc__ or "").partition("from ")[2].strip().rstrip("."),
+            "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.more_source}",
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node",
             "exchange": f"microsoft/vidur@7d47513, {gpu.send_recv}" if gpu.send_recv else "the links' figures",
@@ -171,53 +165,37 @@ def _farness(exponent: float) -> Callable[[int], float]:
     return lambda size: abs(math.log2(size) - exponent)
 
 
-def _papers(gpu: str, kernel: str, passes: str) -> Iterator[tuple[tuple[int, int, int, int], Band, float, Row]]:
-    """Yield shape, mask and TFLOP/s of a figure of the FlashAttention papers."""
+def a800_kernels() -> Iterator[Point]:
+    """Yield what UltraAttn's table of flash-attn 2.5.7 on A800, the same silicon, has beyond causal forward passes."""
+    for point in ultraattn.kernels("A800"):
+        square = point.shape[1] == point.shape[2]
+        if square and (point.kernel, point.variant) != ("attention_forward", "causal"):
+            yield point
+
+
+def flash_attention_3() -> Iterator[Point]:
+    """Yield full forward and backward passes of arXiv:2407.08608 Fig. 5 and 6, causal backward ones of tritonbench."""
     for row in rows("attention_curves_papers"):
-        if (row["gpu"], row["impl"], row["pass"]) == (gpu, kernel, passes) and row["mask"] in {"full", "causal"}:
-            tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
-            shape = (_PAPER_TOKENS // tokens, tokens, _PAPER_WIDTH // head_dim, head_dim)
-            yield shape, CAUSAL if row["mask"] == "causal" else FULL, float(row["tflops"]), row
-
-
-def flash_attention_2(forward: list[Point], sms: int) -> list[Point]:
-    """Return the backward pass from arXiv:2307.08691 Fig. 4 (both passes, less the forward pass of these tables).
-
-    The figure counts half of all scores as FLOPs under a causal mask.
-    """
-    head_dims = {point.shape[-1] for point in forward}
-    models = {dim: fitted_tiles([point for point in forward if point.shape[-1] == dim], sms) for dim in head_dims}
-    found = []
-    for shape, band, tflops, _ in _papers("A100-SXM-80GB", "fa2", "fwd+bwd"):
-        if shape[-1] not in models:
+        gpu, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
+        if kernel != "fa3" or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
             continue
-        batch, tokens, heads, head_dim = shape
-        flops = 14 * batch * heads * tokens**2 * head_dim / (2 if band == CAUSAL else 1)
-        both_s = flops / (tflops * 1e12)
-        forward_s = tiled_s(models[head_dim], _use(False, shape, band), sms)
-        if both_s > forward_s:
-            found.append(kernel_point(_use(True, shape, band), both_s - forward_s))
-    return found
+        tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
+        if (gpu, mask) == ("H100-SXM-80GB", "full"):
+            batch, heads = _PAPER_TOKENS // tokens, _PAPER_WIDTH // head_dim
+        elif (gpu, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
+            batch, heads = 4, 48
+        else:
+            continue
+        if head_dim in _HEAD_DIMS:
+            use = _use(passes == "bwd", (batch, tokens, heads, head_dim), CAUSAL if mask == "causal" else FULL)
+            scores = batch * heads * tokens**2 / (2 if mask == "causal" else 1)
+            yield kernel_point(use, (10 if passes == "bwd" else 4) * scores * head_dim / (float(row["tflops"]) * 1e12))
 
 
-def flash_attention_3(forward: list[Point], sms: int) -> list[Point]:  # noqa: ARG001 - as all of them
-    """Return the backward pass from arXiv:2407.08608 Fig. 6, and from meta-pytorch/tritonbench PR 1267 (causal)."""
-    found = []
-    for shape, band, tflops, _ in _papers("H100-SXM-80GB", "fa3", "bwd"):
-        batch, tokens, heads, head_dim = shape
-        flops = 10 * batch * heads * tokens**2 * head_dim
-        found.append(kernel_point(_use(True, shape, band), flops / (tflops * 1e12)))
-    for (_batch, tokens, _heads, head_dim), band, tflops, row in _papers("H100", "fa3", "bwd"):
-        if "B=4,H=48" in row["source"]:
-            shape = (4, tokens, 48, head_dim)
-            half = 10 * 4 * 48 * tokens**2 * head_dim / 2
-            found.append(kernel_point(_use(True, shape, band), half / (tflops * 1e12)))
-    return found
-
-
-def no_backward(forward: list[Point], sms: int) -> list[Point]:  # noqa: ARG001 - as all of them
-    """Return nothing, which leaves the backward pass at the rate from the datasheet."""
-    return []
+_FA3_SOURCE = (
+    "full forward: bar labels of arXiv:2407.08608 Fig. 5; backward: a machine transcription of its Fig. 6 (secondary), "
+    "causal ones of meta-pytorch/tritonbench PR 1267; all on H100"
+)
 
 
 GPUS = {
@@ -225,7 +203,8 @@ GPUS = {
         cluster="dgx-a100",
         system="a100_sxm",
         attention=("flash_attention", "vllm_flash_attn"),
-        backward=flash_attention_2,
+        more=a800_kernels,
+        more_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
         memory_efficiency=0.77,
         memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="A100 DGX",
@@ -234,7 +213,8 @@ GPUS = {
         cluster="hgx-h100",
         system="h100_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        backward=flash_attention_3,
+        more=flash_attention_3,
+        more_source=_FA3_SOURCE,
         memory_efficiency=0.75,
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
@@ -243,7 +223,8 @@ GPUS = {
         cluster="hgx-h200",
         system="h200_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        backward=flash_attention_3,
+        more=flash_attention_3,
+        more_source=_FA3_SOURCE,
         memory_efficiency=0.81,
         memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
     ),
@@ -251,7 +232,8 @@ GPUS = {
         cluster="hgx-b200",
         system="b200_sxm",
         attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
-        backward=no_backward,
+        more=tuple,
+        more_source="full forward as causal, backward at the datasheet's rate",
         memory_efficiency=0.72,
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     ),

@@ -60,7 +60,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         complete=True,
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=msgspec.to_builtins(spec, str_keys=True),
-        points=(*_kernels(gpu), *_transfers(gpu)),
+        points=(*kernels(gpu), *_transfers(gpu)),
         traffic=EAGER_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
@@ -78,7 +78,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
     )
 
 
-def _kernels(gpu: str) -> Iterator[Point]:
+def kernels(gpu: str) -> Iterator[Point]:
     """Yield attention; of unequal lengths the one that a row states is the shorter (its FLOPs prove it)."""
     for row in _timed("cluster_a800_h800_flash_kernel", gpu):
         heads = int(row["model"].partition("Nh=")[2].split()[0])

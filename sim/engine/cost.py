@@ -94,9 +94,15 @@ class CostModel:
             self.notes |= {note} if note else set()
         else:
             efficiency = profile.memory_efficiency if profile else 1.0
-            seconds = max(use.flops / now.flops_per_s, moved / (now.bytes_per_s * efficiency))
+            memory_s = moved / (now.bytes_per_s * efficiency)
+            seconds = max(use.flops / now.flops_per_s, memory_s)
             if self._kernels:
-                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, datasheet rate")
+                rate = (
+                    "datasheet rate"
+                    if seconds > memory_s or efficiency == 1
+                    else f"{efficiency:g} of the memory's rate"
+                )
+                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, {rate}")
         memory = min(moved / seconds, now.bytes_per_s) if seconds > 0 else 0.0
         return self._on_sms(device, use, seconds, memory)
 
@@ -115,7 +121,7 @@ class CostModel:
         waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
         bytes_per_s = self._cluster.spec.hbm.bytes_per_s
         peak = self._cluster.peak_flops_per_s(device.number, use.dtype)
-        if use.flops * bytes_per_s < use.hbm_bytes * peak:
+        if waves > 1 and use.flops * bytes_per_s < use.hbm_bytes * peak:
             return (Flow(seconds, (work,), fills=device.compute),)
         before = min(use.delta_bytes / bytes_per_s, seconds)
         delta = (Flow(before, (work,), fills=device.compute),) if before else ()
@@ -183,7 +189,8 @@ class CostModel:
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         now = Figures(1.0, resources[slowest].capacity, what.hop_s)  # the measured time has all of its steps in it
         if self._transfers:
-            link = resources[slowest].group
+            groups = {resources[index].group for index in what.load}
+            link = "nic" if "nic" in groups else resources[slowest].group
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
             if found:
                 delay_s, total_s, note = found
@@ -218,14 +225,13 @@ class CostModel:
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
-    """Return what gives rate and latency of a route that some kind of link limits (empty: between neighbours)."""
+    """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
     targets = [rank for rank in (1, cluster.spec.gpus_per_node) if rank < len(cluster.devices)]
     routes = [cluster.route(0, target) for target in targets]
 
     def figures(link: str) -> Figures:
         for route in routes:
-            slowest = min((cluster.resources[index] for index in route.resources), key=lambda r: r.capacity)
-            if link in {"", slowest.group}:
+            if not link or link in {cluster.resources[index].group for index in route.resources}:
                 return Figures(1.0, route.bytes_per_s, route.latency_s)
         raise InputError(
             f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"

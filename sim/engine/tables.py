@@ -127,7 +127,7 @@ class KernelTable:
             faster = now.flops_per_s / now.sms / (on.flops_per_s / on.sms)
             tiled = self._tiled.seconds(use, now.sms, faster)
             if tiled:
-                return max(tiled[0], use.flops / now.flops_per_s), tiled[1]
+                return max(tiled[0], use.flops / now.flops_per_s, use.hbm_bytes / now.bytes_per_s), tiled[1]
         pieces = [self._seconds(piece, now) for piece in _squared(use)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) < len(pieces):

@@ -40,7 +40,8 @@ def busiest(use: KernelUse, sms: float) -> Load:
         return Load(waves, waves * columns)
     per_pair = (10 if backward else 4) * head_dim * TILE * TILE
     pairs = use.flops / per_pair + tiles / 2
-    return Load(max(1.0, tiles / sms), max(columns, pairs / sms))
+    longest = columns if use.variant == "causal" else min(columns, 2 * pairs / tiles + 1)
+    return Load(max(1.0, tiles / sms), max(longest, pairs / sms))
 
 
 def tiled_s(model: TileModel, use: KernelUse, sms: float) -> float:
@@ -80,6 +81,8 @@ class TiledAttention:
         load = busiest(work, sms)
         scale = use.shape[-1] / key[2] / faster
         seconds = model.fixed_s + (load.tiles * model.tile_s + load.pairs * model.pair_s) * scale
+        if not self._shares[model].get(use.variant) and self._shares[model]:
+            note = note or f"{use.kernel} {use.variant}: over its tiles as {next(iter(self._shares[model]))}"
         return seconds * self._share(model, work), note
 
     def _share(self, model: TileModel, use: KernelUse) -> float:
