@@ -47,8 +47,8 @@ def fitted_tiles(points: Sequence[Point], sms: float, most_fixed_s: float = math
     terms: dict[int, float] = {}
     while True:
         found = np.linalg.lstsq(columns[:, used], 1 - known, rcond=None)[0]
-        if not (found >= 0).all():
-            used.pop(int(np.argmin(found)))
+        if len(used) > 1 and not (found >= 0).all():
+            used.pop(int(np.argmin(found[:-1])))  # never the pairs, which long sequences are made of
         elif 0 in used and found[0] > most_fixed_s:
             terms[0], known = most_fixed_s, columns[:, 0] * most_fixed_s
             used.remove(0)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.tiles import fitted_tiles
+from calibrate.tiles import fitted_tiles, tile_models
 from sim.engine.tiles import TiledAttention, busiest, tiled_s
 from sim.profile import Point, TileModel
 from sim.schedule.kernels import KernelUse, attention_use
@@ -41,6 +41,25 @@ def test_tiles_of_a_causal_mask_fill_each_others_gaps() -> None:
     assert load.tiles == 8
     assert load.pairs == pytest.approx(36, rel=1e-2)
     assert busiest(attention(1024, 1024, 1, CAUSAL), SMS) == (1, 8)
+
+
+def test_a_window_shortens_tiles() -> None:
+    """64 tiles of 4 heads see 8 of 16 pairs each at most, not all keys: fewer pairs take less."""
+    whole, window = attention(2048, 2048, 4, CAUSAL), attention(2048, 2048, 4, Band(left=255, right=0))
+    assert window.variant == "masked"
+    assert busiest(whole, 1000).pairs == 16
+    assert busiest(window, 1000).pairs < 8
+
+
+def test_the_fixed_time_of_a_backward_pass_is_bounded_by_that_of_three_forward_ones() -> None:
+    """Long kernels alone, all 1 ms too long: an intercept that no short one has shown."""
+    forward = [point(use, tiled_s(MODEL, use, SMS)) for use in (attention(n, n, 8) for n in (256, 1024, 4096))]
+    model = msgspec.structs.replace(MODEL, kernel="attention_backward")
+    uses = [attention(n, n, 8, backward=True) for n in (2048, 4096, 8192)]
+    backward = [point(use, 1e-3 + tiled_s(model, use, SMS)) for use in uses]
+    of_forward, of_backward = tile_models([*backward, *forward], SMS)
+    assert of_forward.kernel == "attention_forward"
+    assert of_backward.fixed_s <= 3 * of_forward.fixed_s * (1 + 1e-6)
 
 
 def test_the_fit_finds_what_times_were_made_of() -> None:

@@ -14,7 +14,8 @@ import pytest
 from experiments.cli import main
 from experiments.selection import command_line
 from sim.engine.report import Report
-from sim.profile import Machine, MeasuredJitter, Profile, save_profile
+from sim.presets import preset_names
+from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from sim.schedule.ir import Schedule
 from sim.trace import from_chrome
 from topology.cluster import load_cluster
@@ -108,6 +109,41 @@ def test_more_gpus_take_more_nodes_and_the_nic(capsys: pytest.CaptureFixture[str
     found = simulate(capsys, *H100, "--gpus", "16")
     assert found["floors"].keys() == {"compute", "nic", "nvlink", "pcie"}
     assert simulate(capsys, *H100, "--nodes", "2")["schedule_hash"] == found["schedule_hash"]
+
+
+@pytest.mark.parametrize("cluster", [name for name in preset_names("topology/hardware") if name != "host"])
+def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
+    spec = load_cluster(cluster)
+    profiles = [
+        name for name in preset_names("sim/profiles", ".json") if load_profile(name).machine.gpu == spec.gpu.name
+    ]
+    for profile in ("datasheet", *profiles):
+        for schedule in ("zigzag", "ulysses"):
+            options = (
+                "--cluster",
+                cluster,
+                "--gpus",
+                "16",
+                "--dtype",
+                "bf16",
+                "--schedule",
+                schedule,
+                "--scope",
+                "layer",
+            )
+            found = simulate(capsys, *options, "--set", "model.num_heads=16", "--profile", profile)
+            assert found["step_time_s"] > 0
+
+
+def test_a_faster_nic_is_never_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the way to it limits then: the measured efficiency is kept."""
+    options = ("--cluster", "dgx-a100", "--gpus", "16", "--profile", "a100-sxm", "--dtype", "bf16", "--seq", "64K")
+    times = [
+        simulate(capsys, *options, "--set", f"cluster.nic.bytes_per_s=*{factor}")["step_time_s"]
+        for factor in (1, 1.2, 2, 4)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0.75 * times[0], "PCIe is only a quarter faster than the NIC"
 
 
 def test_batch_mask_pass_and_dtype_are_taken(capsys: pytest.CaptureFixture[str]) -> None:

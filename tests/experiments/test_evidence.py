@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from pathlib import Path
 
 import pytest
 
 from experiments.cli import main
-from experiments.evidence import FOLDER, Case, Prediction, order, r_squared, read_cases, scaled
+from experiments.evidence import FOLDER, Case, Prediction, order, profile_hash, r_squared, read_cases, scaled
 from experiments.selection import Selection, choose
-from sim.errors import InputError
+from sim.errors import InputError, LengthError
 from sim.presets import preset_names
 from sim.profile import load_profile
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
@@ -71,6 +73,8 @@ def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (", gpu = 8", "did you mean 'gpus'"),
         (", measured_s = 0", "TOML|key"),
+        (', set = "a=b"', "set is a list"),
+        (', seq_ = "1K"', "did you mean 'seq'"),
         (", window = true", "Expected `str"),
     ],
 )
@@ -86,8 +90,17 @@ def test_a_case_needs_a_time(tmp_path: Path) -> None:
     path.write_text(OWN.format(more="").replace("measured_s = 0.01", "measured_s = 0"))
     with pytest.raises(InputError, match="no measured_s above 0"):
         read_cases(str(path))
+    path.write_text(OWN.format(more="").replace('"zigzag"', '"zagzig"'))
+    with pytest.raises(InputError, match="group 'two schedules', measured_s 0.005: unknown schedule"):
+        read_cases(str(path))
+    path.write_text(OWN.format(more="").replace('"64K"', '"8001"'))
+    with pytest.raises(InputError, match="the nearest are 8000 or 8008"):
+        read_cases(str(path))
+    path.write_text(OWN.format(more="").replace("a800-ultraattn", "datasheet"))
+    with pytest.raises(InputError, match="unknown profile 'datasheet'"):
+        read_cases(str(path))
     path.write_text('title = "x"\nsource = "x"\nquality = "x"\nprofile = "a800-ultraattn"\ngroup = []')
-    with pytest.raises(InputError, match="holds no case"):
+    with pytest.raises(InputError, match="a group holds no case"):
         read_cases(str(path))
     with pytest.raises(InputError, match="unknown case file 'ultra'"):
         read_cases("ultra")
@@ -109,6 +122,17 @@ def test_how_predictions_are_judged() -> None:
     assert r_squared([prediction(1.0, 1.0), prediction(2.0, 2.0)]) == 1
     # Logs 0 and 1, predicted as 0 and 0: all of the variance around 1/2 is 1/2, what is missed is 1.
     assert r_squared([prediction(1.0, 1.0), prediction(1.0, 2.718281828)]) == pytest.approx(-1)
+
+
+def test_the_hash_is_that_of_the_file() -> None:
+    data = (Path(__file__).parents[2] / "sim/profiles/a100-sxm.json").read_bytes()
+    assert profile_hash("a100-sxm") == hashlib.sha256(data).hexdigest()[:16]
+
+
+def test_what_goes_wrong_comes_back_from_workers() -> None:
+    error = pickle.loads(pickle.dumps(LengthError(8001, 6)))
+    assert str(error) == str(LengthError(8001, 6))
+    assert error.above == 8004
 
 
 def test_intervals_are_all_points_at_their_bounds() -> None:
