@@ -95,16 +95,16 @@ def calibrate(command: Calibrate, console: Console) -> None:
 
 
 def _published(name: str, out: str | None, console: Console) -> None:
-    """Make the profile of a machine that others have measured."""
+    """Make the profile of a machine that others have measured; one of that name ships, so it only goes where asked."""
     from calibrate.published import published
 
     profile = published(name)
-    path = Path(out) if out else profile_folder() / f"{name}.json"
-    if not out:
-        make_folder(path.parent)
-    writable(str(path))
-    save_profile(profile, path)
-    console.print(f"profile {name!r}: {len(profile.points)} points, written to {path}", markup=False)
+    where = "--out FILE writes it"
+    if out:
+        writable(out)
+        save_profile(profile, Path(out))
+        where = f"written to {out}"
+    console.print(f"profile {name!r}: {len(profile.points)} points; {where}", markup=False)
     _residuals(profile, console)
 
 
