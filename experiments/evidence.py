@@ -172,7 +172,10 @@ def _predicted(case: Case) -> Prediction:
 
 
 def scaled(profile: Profile, bound: Bound) -> Profile:
-    """Return a profile in which every point takes as long as nineteen of twenty of its kind do, at most or at least."""
+    """Return a profile in which every point takes as long as nineteen of twenty of its kind do, at most or at least.
+
+    Kernels without points are not scaled.
+    """
     factors = {kernel: getattr(spread, bound) for kernel, spread in profile.residuals.items()}
 
     return msgspec.structs.replace(
