@@ -12,8 +12,8 @@ import numpy as np
 from calibrate.tiles import tile_models
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.tables import TransferTable, series_row, series_size
+from sim.engine.tiles import use_of
 from sim.profile import TRANSFERS, Point, Profile, Spread
-from sim.schedule.kernels import KernelUse
 from topology.cluster import Cluster
 
 
@@ -86,5 +86,4 @@ def _predicted(profile: Profile, point: Point) -> float:
         found = TransferTable(profile, figures).seconds(point.kernel, link, ranks, point.nbytes, figures(link))
         assert found is not None
         return found[1]
-    use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
-    return sum(phase.seconds for phase in CostModel(cluster, profile).kernel(0, use))
+    return sum(phase.seconds for phase in CostModel(cluster, profile).kernel(0, use_of(point)))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sim.engine.tiles import busiest
+from sim.engine.tiles import busiest, use_of
 from sim.profile import Point, TileModel
-from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
+from sim.schedule.kernels import ATTENTION_KERNELS
 from sim.workload import Dtype
 
 _BACKWARD_KERNELS = 3
@@ -63,8 +63,3 @@ def fitted_tiles(points: Sequence[Point], sms: float, most_fixed_s: float = math
         tile_s=terms.get(1, 0.0),
         pair_s=terms[2],
     )
-
-
-def use_of(point: Point) -> KernelUse:
-    """Return the kernel that a point is of."""
-    return KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)

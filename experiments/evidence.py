@@ -76,7 +76,8 @@ class Case(NamedTuple):
         selection = self.selection
         degrees = {"U": selection.ulysses_degree, "R": selection.ring_degree}
         named = [f"{name} {degree}" for name, degree in degrees.items() if degree]
-        return ", ".join([*named, *(key[9:] for key in selection.set if key.startswith("schedule."))])
+        overrides = (key for key in selection.set if key.startswith("schedule."))
+        return ", ".join([*named, *(key.removeprefix("schedule.") for key in overrides)])
 
     @property
     def rivals(self) -> tuple[object, ...]:

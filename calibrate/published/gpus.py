@@ -24,10 +24,11 @@ from calibrate.published.reading import (
     transfer_point,
 )
 from calibrate.tiles import tile_models
+from sim.engine.collectives import CollectiveKind, link_traffic
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL, FULL, Band
-from topology.cluster import load_cluster
+from topology.cluster import Cluster, load_cluster
 
 _TOKENS = tuple(2**n for n in range(7, 15))
 _WIDTHS = (1024, 2048, 4096, 5120, 6144, 8192, 12288, 16384)
@@ -36,13 +37,13 @@ _HEADS = (1, 2, 4, 8, 16, 32, 64, 96)
 _HEAD_DIMS = (64, 128)
 _SIZES_PER_OCTAVE = 2
 """Of the many sizes of transfers, those nearest to these are kept."""
-_COLLECTIVES: dict[str, tuple[str, Callable[[int], float]]] = {
-    "all_gather": ("all_gather", lambda n: (n - 1) / n),
-    "reduce_scatter": ("reduce_scatter", lambda n: (n - 1) / n),
-    "alltoall": ("all_to_all", lambda n: (n - 1) / n),
-    "all_reduce": ("all_reduce", lambda n: 2 * (n - 1) / n),
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_reduce": "all_reduce",
 }
-"""Name in the tables, name here, and the share of the bytes that a rank puts on the wire in a ring."""
+"""Names in the tables, and here."""
 _PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048
 """Tokens in all, and heads times head dimension, of the figures of the FlashAttention papers (arXiv:2307.08691 §4.1,
 arXiv:2407.08608 §4.1)."""
@@ -68,10 +69,9 @@ class Gpu(NamedTuple):
 def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
-    reduces = bool(spec.nvlink and spec.nvlink.reduces)
     points = [
         *_gemms(gpu.system), *_forward(gpu), *gpu.more(),
-        *_collectives(gpu.system, in_switch=reduces), *_transfers(gpu.send_recv),
+        *_collectives(gpu.system, Cluster(spec)), *_transfers(gpu.send_recv),
     ]  # fmt: skip
     return Profile(
         name=name,
@@ -126,18 +126,16 @@ def _use(backward: bool, q_shape: tuple[int, int, int, int], band: Band) -> Kern
     return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
 
 
-def _collectives(system: str, *, in_switch: bool) -> Iterator[Point]:
-    """Yield NCCL inside a node, by its newest version, with the bytes that ``link_traffic`` counts on a link."""
+def _collectives(system: str, cluster: Cluster) -> Iterator[Point]:
+    """Yield NCCL inside a node, by its newest version, with the bytes that the simulator counts on the fullest link."""
     ours = [row for row in rows("nccl_one_node") if row["system"] == system and row["nccl_dtype"] == "half"]
     newest = max((tuple(map(int, row["dir_version"].split("."))) for row in ours), default=())
     for row in ours:
         if tuple(map(int, row["dir_version"].split("."))) == newest:
-            kernel, share = _COLLECTIVES[row["collective"]]
-            ranks = int(row["num_gpus"])
-            by_ring = share(ranks)
-            wire = min(by_ring, 1 + 1 / ranks) if in_switch and kernel == "all_reduce" else by_ring
-            nbytes = round(int(row["bytes"]) * wire)
-            yield transfer_point(kernel, "nvlink", ranks, nbytes, float(row["time_us"]) / 1e6)
+            kind, ranks, whole = _COLLECTIVES[row["collective"]], int(row["num_gpus"]), int(row["bytes"])
+            part = whole if kind == "all_reduce" else whole // ranks
+            wire = max(link_traffic(kind, tuple(range(ranks)), part, cluster).nbytes.values())
+            yield transfer_point(kind, "nvlink", ranks, round(wire), float(row["time_us"]) / 1e6)
 
 
 def _transfers(system: str) -> Iterator[Point]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import pairwise
-from typing import NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
 from topology.cluster import Cluster
+
+CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "barrier"]
 
 
 class LinkTraffic(NamedTuple):
@@ -39,25 +41,40 @@ class LinkTraffic(NamedTuple):
         return self.latency_s + max(flow_s, default=0.0)
 
 
-def link_traffic(op: Collective, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
-    """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (for AllReduce the whole)."""
+def kind_of(op: Collective) -> CollectiveKind:
+    """Return what a collective is called in profiles."""
+    if isinstance(op, AllToAll):
+        return "all_to_all"
+    if isinstance(op, AllGather):
+        return "all_gather"
+    if isinstance(op, ReduceScatter):
+        return "reduce_scatter"
+    if isinstance(op, AllReduce):
+        return "all_reduce"
+    if isinstance(op, Barrier):
+        return "barrier"
+    assert_never(op)
+
+
+def link_traffic(kind: CollectiveKind, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
+    """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (of an all-reduce the whole)."""
     n = len(ranks)
     if n == 1:
         return LinkTraffic({}, 0.0, 0, 0.0)
-    if isinstance(op, AllToAll):
+    if kind == "all_to_all":
         return _direct(ranks, nbytes, cluster)
-    if isinstance(op, AllGather):  # each part is read once and written once per step; the own one is copied
+    if kind == "all_gather":  # each part is read once and written once per step; the own one is copied
         return _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n)
-    if isinstance(op, ReduceScatter):  # sums read two parts and write one
+    if kind == "reduce_scatter":  # sums read two parts and write one
         return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1))
-    if isinstance(op, AllReduce):
+    if kind == "all_reduce":
         memory_bytes = (3 + 2) * nbytes * (n - 1) / n
         ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes)
         others = (_trees(ranks, nbytes, cluster, memory_bytes), _in_switch(ranks, nbytes, cluster))
         return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
-    if isinstance(op, Barrier):
+    if kind == "barrier":
         return _rings(ranks, 0, n - 1, cluster, 0.0)._replace(nbytes={})
-    assert_never(op)
+    assert_never(kind)
 
 
 def _direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffic:

@@ -8,23 +8,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.engine.collectives import link_traffic
+from sim.engine.collectives import kind_of, link_traffic
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.profile import TRANSFERS, Profile
 from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Op, ReduceScatter
+from sim.schedule.ops import Barrier, Collective, Op
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
-
-_COLLECTIVE: dict[type, str] = {
-    AllToAll: "all_to_all",
-    AllGather: "all_gather",
-    ReduceScatter: "reduce_scatter",
-    AllReduce: "all_reduce",
-}
 
 
 class _Moving(NamedTuple):
@@ -150,19 +143,18 @@ class CostModel:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole)."""
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
-            traffic = link_traffic(op, ranks, nbytes, self._cluster)
+            traffic = link_traffic(kind_of(op), ranks, nbytes, self._cluster)
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
-                kernel = _COLLECTIVE[type(op)]
-                moving = _Moving(kernel, ranks, len(ranks), *traffic)
+                moving = _Moving(kind_of(op), ranks, len(ranks), *traffic)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
         """Return what issuing an op costs the host thread."""
         launch_s = self._cluster.spec.gpu.launch_s
-        name = use.kernel if use else _COLLECTIVE.get(type(op), "exchange")
+        name = use.kernel if use else kind_of(op) if isinstance(op, Collective) else "exchange"
         issue = self._profile.issue.get(name) if self._profile else None
         return issue.host_s + issue.launches * launch_s if issue else launch_s
 

@@ -9,10 +9,11 @@ kernels were measured, what they take over this is interpolated; beyond them the
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from sim.profile import Point, TileModel
 from sim.schedule.kernels import TILE, KernelUse
@@ -44,10 +45,15 @@ def busiest(use: KernelUse, sms: float) -> Load:
     return Load(max(1.0, tiles / sms), max(longest, pairs / sms))
 
 
-def tiled_s(model: TileModel, use: KernelUse, sms: float) -> float:
-    """Return what a kernel takes on the machine whose model it is."""
+def tiled_s(model: TileModel, use: KernelUse, sms: float, scale: float = 1.0) -> float:
+    """Return what a kernel takes; its work ``scale`` times as long as on the machine whose model it is."""
     load = busiest(use, sms)
-    return model.fixed_s + load.tiles * model.tile_s + load.pairs * model.pair_s
+    return model.fixed_s + (load.tiles * model.tile_s + load.pairs * model.pair_s) * scale
+
+
+def use_of(point: Point) -> KernelUse:
+    """Return the kernel that a point is of."""
+    return KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
 
 
 class TiledAttention:
@@ -60,7 +66,7 @@ class TiledAttention:
         for point in points:
             model = self._models.get((point.kernel, point.dtype, point.shape[-1]))
             if model and point.condition == "idle":
-                use = KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
+                use = use_of(point)
                 of_heads = self._shares[model].setdefault(point.variant, {})
                 shares = of_heads.setdefault(point.shape[0] * point.shape[3], {})
                 shares[_position(use)] = point.median_s / tiled_s(model, use, sms)
@@ -78,9 +84,7 @@ class TiledAttention:
         if key[2] != use.shape[-1]:
             note = f"{use.kernel} of head dim {use.shape[-1]}: rate of head dim {key[2]}"
             work = use._replace(shape=(*use.shape[:-1], key[2]), flops=use.flops * key[2] // use.shape[-1])
-        load = busiest(work, sms)
-        scale = use.shape[-1] / key[2] / faster
-        seconds = model.fixed_s + (load.tiles * model.tile_s + load.pairs * model.pair_s) * scale
+        seconds = tiled_s(model, work, sms, use.shape[-1] / key[2] / faster)
         if not self._shares[model].get(use.variant) and self._shares[model]:
             note = note or f"{use.kernel} {use.variant}: over its tiles as {next(iter(self._shares[model]))}"
         return seconds * self._share(model, work), note
@@ -109,9 +113,4 @@ def _position(use: KernelUse) -> float:
 def _between(values: dict[float, float], position: float) -> float:
     """Return the value at a position: linear between those that there are, constant outside."""
     places = sorted(values)
-    after = bisect.bisect_left(places, position)
-    if after in {0, len(places)}:
-        return values[places[min(after, len(places) - 1)]]
-    below, above = places[after - 1], places[after]
-    share = (position - below) / (above - below)
-    return values[below] + share * (values[above] - values[below])
+    return float(np.interp(position, places, [values[place] for place in places]))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
+import subprocess
+import sys
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +16,8 @@ import pytest
 from calibrate.leave_one_out import leave_one_out
 from calibrate.published import PUBLISHED, published
 from calibrate.published.gpus import GPUS
-from sim.engine.collectives import link_traffic
+from calibrate.published.reading import eager_issue
+from sim.engine.collectives import kind_of, link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.profile import Point, Profile, load_profile
 from sim.schedule.kernels import attention_use
@@ -36,7 +41,7 @@ def test_what_ships_is_what_the_tables_give(profile: Profile) -> None:
 def test_points_predict_each_other(profile: Profile) -> None:
     for kernel, points, median, _ in leave_one_out(profile):
         assert points > 10, kernel
-        assert median <= 0.06, kernel
+        assert median <= (0.06 if (profile.name, kernel) == ("b200-sxm", "gemm") else 0.05), kernel
     for spread in profile.residuals.values():
         assert spread.low < 1 < spread.high
 
@@ -65,6 +70,7 @@ def test_transfers_over_nvlink_and_between_nodes_differ(profile: Profile) -> Non
     assert times["nic"] > 4 * times["nvlink"]
 
 
+ROOT = Path(__file__).parents[2]
 COMMON: dict[str, Any] = {"stream": "s", "part": "forward", "label": "", "communicator": "c"}
 PARTS = Split(View(0, ()), 0, 1)
 COLLECTIVES: dict[str, Collective] = {
@@ -83,7 +89,7 @@ def collective_errors(measured: Profile, known: Profile | None, points: list[Poi
     for point in points:
         ranks = tuple(range(point.shape[0]))
         op = COLLECTIVES[point.kernel]
-        wire = max(link_traffic(op, ranks, 10**6, cluster).nbytes.values()) / 10**6
+        wire = max(link_traffic(kind_of(op), ranks, 10**6, cluster).nbytes.values()) / 10**6
         phases = cost.collective(op, ranks, round(point.nbytes / wire))
         found[point.kernel].append(sum(phase.seconds for phase in phases) / point.mean_s - 1)
     return found
@@ -114,3 +120,12 @@ def test_profiles_carry_where_they_come_from(profile: Profile) -> None:
     stated = {"attention", "exchange", "memory_efficiency", *(f"traffic.{kernel}" for kernel in profile.traffic)}
     assert stated <= profile.sources.keys()
     assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
+
+
+def test_what_the_host_takes_can_be_measured_again() -> None:
+    """In a process of its own, as it needs a process group: the ops of the table that ships, each some microseconds."""
+    code = "import calibrate.eager as eager; eager._RUNS, eager._TURNS = 20, 3; eager.main()"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    measured = {row["op"]: float(row["host_us"]) for row in csv.DictReader(printed.splitlines())}
+    assert measured.keys() == eager_issue().keys()
+    assert all(0.1 < host_us < 1e5 for host_us in measured.values())

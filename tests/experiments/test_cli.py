@@ -184,7 +184,7 @@ def test_padding_is_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recorded_commands_name_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = ["/bin/longstep", "validate", "--out", "/home/me/runs/a.json", "--html=/tmp/page.html", "--seq", "1K,2K"]
+    typed = ["/bin/longstep", "validate", "--out", "/some/folder/a.json", "--html=/some/page.html", "--seq", "1K,2K"]
     monkeypatch.setattr(sys, "argv", typed)
     assert command_line() == "longstep validate --out a.json --html=page.html --seq 1K,2K"
 

@@ -72,33 +72,40 @@ def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("more", "message"),
     [
         (", gpu = 8", "did you mean 'gpus'"),
-        (", measured_s = 0", "TOML|key"),
         (', set = "a=b"', "set is a list"),
         (', seq_ = "1K"', "did you mean 'seq'"),
         (", window = true", "Expected `str"),
     ],
 )
-def test_what_is_wrong_in_a_case_file(tmp_path: Path, more: str, message: str) -> None:
+def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(OWN.format(more=more))
     with pytest.raises(InputError, match=message):
         read_cases(str(path))
 
 
-def test_a_case_needs_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("measured_s = 0.01", "measured_s = 0", "no measured_s above 0"),
+        ("measured_s = 0.01", "measured_s = nan", "no measured_s above 0"),
+        ("measured_s = 0.01", "measured_s = true", "no measured_s above 0"),
+        ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
+        ('"64K"', '"8001"', "the nearest are 8000 or 8008"),
+        ("a800-ultraattn", "datasheet", "unknown profile 'datasheet'"),
+        ("target", "goal", "unknown field `goal`"),
+        ("cases = [", "cases = []\nothers = [", "unknown field `others`"),
+    ],
+)
+def test_what_is_wrong_in_a_case_file(tmp_path: Path, right: str, wrong: str, message: str) -> None:
     path = tmp_path / "ours.toml"
-    path.write_text(OWN.format(more="").replace("measured_s = 0.01", "measured_s = 0"))
-    with pytest.raises(InputError, match="no measured_s above 0"):
+    path.write_text(OWN.format(more="").replace(right, wrong))
+    with pytest.raises(InputError, match=message):
         read_cases(str(path))
-    path.write_text(OWN.format(more="").replace('"zigzag"', '"zagzig"'))
-    with pytest.raises(InputError, match="group 'two schedules', measured_s 0.005: unknown schedule"):
-        read_cases(str(path))
-    path.write_text(OWN.format(more="").replace('"64K"', '"8001"'))
-    with pytest.raises(InputError, match="the nearest are 8000 or 8008"):
-        read_cases(str(path))
-    path.write_text(OWN.format(more="").replace("a800-ultraattn", "datasheet"))
-    with pytest.raises(InputError, match="unknown profile 'datasheet'"):
-        read_cases(str(path))
+
+
+def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
     path.write_text('title = "x"\nsource = "x"\nquality = "x"\nprofile = "a800-ultraattn"\ngroup = []')
     with pytest.raises(InputError, match="a group holds no case"):
         read_cases(str(path))
