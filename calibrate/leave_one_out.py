@@ -35,11 +35,12 @@ def leave_one_out(profile: Profile) -> list[Residual]:
 
 
 def spreads(profile: Profile) -> dict[str, Spread]:
-    """Return per kernel within which factors of their prediction nine of ten points lie."""
+    """Return per kernel within which factors of their prediction nine of ten points lie, and beyond it its sources."""
     found = {}
     for kernel, errors in sorted(_errors(profile).items()):
-        low, high = np.percentile([1 / (1 + error) for error in errors], [5, 95])
-        found[kernel] = Spread(low=round(float(low), 4), high=round(float(high), 4))
+        low, high = (float(x) for x in np.percentile([1 / (1 + error) for error in errors], [5, 95]))
+        apart = profile.disagreement.get(kernel, 1.0)
+        found[kernel] = Spread(low=round(min(low, 1.0) / apart, 4), high=round(max(high, 1.0) * apart, 4))
     return found
 
 

@@ -132,7 +132,7 @@ class Spread(_Data, frozen=True, kw_only=True):
 Bound = Literal["low", "high"]
 
 
-class Machine(_Data, frozen=True, kw_only=True):
+class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """What a profile is valid for."""
 
     gpu: str
@@ -142,6 +142,8 @@ class Machine(_Data, frozen=True, kw_only=True):
     threads_per_rank: int = 1
     software: dict[str, str]
     """Versions of what ran: they do not have to match, but a report names them."""
+    state: dict[str, str] = {}
+    """Of a GPU before and after: what its driver says of clocks, temperature and power."""
 
 
 class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,8 +172,10 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Ops that cost the host more than one launch, by kernel or kind of communication."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
+    disagreement: dict[str, float] = {}
+    """By kernel, the factor by which sources lie above and below the mean that its points are."""
     residuals: dict[str, Spread] = {}
-    """How far points are from what the others predict, by kernel."""
+    """How far points are from what the others predict, and sources from their mean, by kernel."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None

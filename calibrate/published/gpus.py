@@ -1,4 +1,4 @@
-"""Profiles of single kinds of GPU: matrix products, attention, collectives inside a node, transfers.
+"""Profiles of single kinds of GPU: matrix products, attention, the kernels around it, collectives, transfers.
 
 What tables of several sources say of the same kernel is averaged geometrically. Attention keeps few points, since its
 tile model says what lies between and beyond them; matrix products keep those of the sizes that models have.
@@ -17,18 +17,21 @@ from calibrate.published import ultraattn
 from calibrate.published.reading import (
     EAGER_SOURCES,
     EAGER_TRAFFIC,
+    Row,
     eager_issue,
     geometric_mean,
     kernel_point,
     rows,
     transfer_point,
 )
+from calibrate.published.streaming import streaming
 from calibrate.tiles import tile_models
-from sim.engine.collectives import CollectiveKind, link_traffic
+from sim.engine.collectives import CollectiveKind, link_traffic, slowest_link
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL, FULL, Band
 from topology.cluster import Cluster, load_cluster
+from topology.specs import ClusterSpec
 
 _TOKENS = tuple(2**n for n in range(7, 15))
 _WIDTHS = (1024, 2048, 4096, 5120, 6144, 8192, 12288, 16384)
@@ -44,6 +47,8 @@ _COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
 }
 """Names in the tables, and here."""
+_LEAST_PART = 16
+"""Bytes per rank of the smallest collectives across nodes that are kept: below, time does not grow with size."""
 _PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048
 """Tokens in all, and heads times head dimension, of the figures of the FlashAttention papers (arXiv:2307.08691 §4.1,
 arXiv:2407.08608 §4.1)."""
@@ -64,14 +69,22 @@ class Gpu(NamedTuple):
     memory_source: str
     send_recv: str = ""
     """In Vidur's table."""
+    vidur: str = ""
+    """In Vidur's table of the kernels around attention."""
+    liger: str = ""
+    """In Liger's benchmarks of them."""
+    fabric: str = ""
+    """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
 
 
 def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
+    around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s)
     points = [
         *_gemms(gpu.system), *_forward(gpu), *gpu.more(),
-        *_collectives(gpu.system, Cluster(spec)), *_transfers(gpu.send_recv),
+        *around.points,
+        *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *_transfers(gpu.send_recv),
     ]  # fmt: skip
     return Profile(
         name=name,
@@ -85,10 +98,13 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         memory_efficiency=gpu.memory_efficiency,
         issue=eager_issue(),
         tiles=tile_models(points, spec.gpu.sms),
+        disagreement=around.disagreement,
         sources={
             "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.more_source}",
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
-            "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node",
+            "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
+            + "".join(f"; across nodes: {source}" for source in _fabric_sources(gpu.fabric)),
+            **({"norms, rope, swiglu, accumulate": _STREAMING_SOURCE} if gpu.vidur else {}),
             "exchange": f"microsoft/vidur@7d47513, {gpu.send_recv}" if gpu.send_recv else "the links' figures",
             "memory_efficiency": gpu.memory_source,
             **EAGER_SOURCES,
@@ -126,16 +142,45 @@ def _use(backward: bool, q_shape: tuple[int, int, int, int], band: Band) -> Kern
     return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
 
 
-def _collectives(system: str, cluster: Cluster) -> Iterator[Point]:
-    """Yield NCCL inside a node, by its newest version, with the bytes that the simulator counts on the fullest link."""
+def _in_a_node(system: str, cluster: Cluster) -> Iterator[Point]:
+    """Yield NCCL inside a node, by its newest version."""
     ours = [row for row in rows("nccl_one_node") if row["system"] == system and row["nccl_dtype"] == "half"]
     newest = max((tuple(map(int, row["dir_version"].split("."))) for row in ours), default=())
     for row in ours:
         if tuple(map(int, row["dir_version"].split("."))) == newest:
             kind, ranks, whole = _COLLECTIVES[row["collective"]], int(row["num_gpus"]), int(row["bytes"])
-            part = whole if kind == "all_reduce" else whole // ranks
-            wire = max(link_traffic(kind, tuple(range(ranks)), part, cluster).nbytes.values())
-            yield transfer_point(kind, "nvlink", ranks, round(wire), float(row["time_us"]) / 1e6)
+            yield _collective_point(kind, "nvlink", ranks, whole, [float(row["time_us"]) / 1e6], cluster)
+
+
+def _across_nodes(fabric: str, spec: ClusterSpec) -> Iterator[Point]:
+    """Yield all-reduce over the NICs of several nodes."""
+    found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for row in _of_fabric(fabric):
+        nodes, ranks, whole = int(row["nodes"]), int(row["gpus"]), int(row["bytes"])
+        if nodes > 1 and whole >= ranks * _LEAST_PART:
+            found[nodes, ranks, whole].append(float(row["time_us"]) / 1e6)
+    for (nodes, ranks, whole), times in sorted(found.items()):
+        cluster = Cluster(msgspec.structs.replace(spec, nodes=nodes))
+        yield _collective_point("all_reduce", "nic", ranks, whole, times, cluster)
+
+
+def _of_fabric(fabric: str) -> Iterator[Row]:
+    return (row for row in rows("nccl_multi_node") if row["system"] == fabric)
+
+
+def _fabric_sources(fabric: str) -> list[str]:
+    """Return where the times across nodes come from, each once."""
+    return sorted({f"{row['system']}, {row['source'].split(' ')[0]}" for row in _of_fabric(fabric)})
+
+
+def _collective_point(
+    kind: CollectiveKind, link: str, ranks: int, whole: int, times: list[float], cluster: Cluster
+) -> Point:
+    """Return the point of a collective, with the bytes that the simulator counts on the slowest link."""
+    part = whole if kind == "all_reduce" else whole // ranks
+    nbytes = link_traffic(kind, tuple(range(ranks)), part, cluster).nbytes
+    wire = round(nbytes[slowest_link(nbytes, cluster)])
+    return transfer_point(kind, link, ranks, wire, geometric_mean(times), len(times))
 
 
 def _transfers(system: str) -> Iterator[Point]:
@@ -196,6 +241,9 @@ _FA3_SOURCE = (
 )
 
 
+_STREAMING_SOURCE = "microsoft/vidur@7d47513, Llama-2-70b, and on A100 linkedin/Liger-Kernel 0.2.1"
+
+
 GPUS = {
     "a100-sxm": Gpu(
         cluster="dgx-a100",
@@ -206,6 +254,9 @@ GPUS = {
         memory_efficiency=0.77,
         memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="A100 DGX",
+        vidur="a100",
+        liger="NVIDIA A100-SXM4-80GB",
+        fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
     ),
     "h100-sxm": Gpu(
         cluster="hgx-h100",
@@ -216,6 +267,8 @@ GPUS = {
         memory_efficiency=0.75,
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
+        vidur="h100",
+        fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
     ),
     "h200-sxm": Gpu(
         cluster="hgx-h200",

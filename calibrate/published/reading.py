@@ -60,4 +60,4 @@ def eager_issue() -> dict[str, Issue]:
 
 def geometric_mean(values: list[float]) -> float:
     """Return what sources that disagree say together."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+    return values[0] if len(values) == 1 else math.exp(sum(map(math.log, values)) / len(values))

@@ -37,8 +37,15 @@ class LinkTraffic(NamedTuple):
 
     def seconds(self, cluster: Cluster) -> float:
         """Return the time at the links' rates."""
-        flow_s = (nbytes / cluster.resources[link].capacity for link, nbytes in self.nbytes.items())
-        return self.latency_s + max(flow_s, default=0.0)
+        if not self.nbytes:
+            return self.latency_s
+        slowest = slowest_link(self.nbytes, cluster)
+        return self.latency_s + self.nbytes[slowest] / cluster.resources[slowest].capacity
+
+
+def slowest_link(nbytes: dict[int, float], cluster: Cluster) -> int:
+    """Return which of several links takes longest for its bytes."""
+    return max(nbytes, key=lambda link: (nbytes[link] / cluster.resources[link].capacity, -link))
 
 
 def kind_of(op: Collective) -> CollectiveKind:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.engine.collectives import kind_of, link_traffic
+from sim.engine.collectives import kind_of, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
@@ -176,19 +176,22 @@ class CostModel:
     def _moving(self, what: _Moving) -> Activity:
         """Return the activity of bytes that move: their time by the profile or the links, and what they occupy."""
         resources = self._cluster.resources
-        slowest = max(what.load, key=lambda link: (what.load[link] / resources[link].capacity, -link))
+        slowest = slowest_link(what.load, self._cluster)
         ideal_s = what.load[slowest] / resources[slowest].capacity
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
-        now = Figures(1.0, resources[slowest].capacity, what.hop_s)  # the measured time has all of its steps in it
         if self._transfers:
             groups = {resources[index].group for index in what.load}
             link = "nic" if "nic" in groups else resources[slowest].group
+            latency_s = link_figures(self._cluster)(link).latency_s  # a measured time has all of its steps in it
+            now = Figures(1.0, resources[slowest].capacity, latency_s)
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, ideal_s) - delay_s
             else:
-                note = f"{what.kernel}: not in the profile, datasheet rate"
+                efficiency, whose = self._transfers.efficiency(link, what.load[slowest])
+                flow_s = ideal_s / efficiency
+                note = f"{what.kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
         if flow_s <= 0:
             return (Latency(delay_s),)

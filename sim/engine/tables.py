@@ -55,7 +55,7 @@ class Series:
         The term that bounds on the measured machine carries the measured efficiency, the other one has efficiency 1: so
         a measured point comes back exactly, and a figure that is scaled far enough takes over as the bound.
         """
-        efficiency = self._at(math.log(work.size))
+        efficiency = self.efficiency(work.size)
         compute_s, memory_s = work.flops / now.flops_per_s, work.nbytes / now.bytes_per_s
         if work.flops * self._on.bytes_per_s >= work.nbytes * self._on.flops_per_s:
             bound_s = max(compute_s / efficiency, memory_s)
@@ -66,6 +66,10 @@ class Series:
     def delay_s(self, now: Figures) -> float:
         """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
         return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
+
+    def efficiency(self, size: float) -> float:
+        """Return the share of what bounds it that work of a size gets, without the part that does not grow."""
+        return self._at(math.log(max(size, 1.0)))
 
     def extrapolates(self, size: float) -> bool:
         """Return whether a size lies more than a factor of two outside the measured ones."""
@@ -230,6 +234,21 @@ class TransferTable:
         beyond = by_ranks[below].extrapolates(work.size) or not below / 2 <= ranks <= 2 * above
         note = f"{kernel} of {work.nbytes} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
         return min(delay_s, total_s), total_s, note
+
+    def efficiency(self, link: str, nbytes: float) -> tuple[float, str]:
+        """Return the share of a link's rate that a kind of communication gets which was not measured over it, and what
+        to call that rate: the geometric mean of the kinds that were.
+        """
+        kinds = {kernel: by_ranks for (kernel, of), by_ranks in self._series.items() if of in {link, ""}}
+        if not kinds:
+            return 1.0, "datasheet rate"
+        shares = [_mean([series.efficiency(nbytes) for series in by_ranks.values()]) for by_ranks in kinds.values()]
+        return min(_mean(shares), 1.0), f"efficiency of {' and '.join(sorted(kinds))}"
+
+
+def _mean(values: list[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def _between(measured: list[Count], wanted: float) -> tuple[Count, Count, float]:
