@@ -182,7 +182,7 @@ def test_the_figure_stands_alone() -> None:
 
 def test_the_figure_of_the_readme_shows_its_records() -> None:
     """make validate wrote the records; after a change of the plots, --figure writes the figure anew."""
-    record = joined([read_record(str(RESULTS / f"{name}.json")) for name in ("attention", "layers")])
+    record = read_record(str(RESULTS / "cells.json"))
     assert len(judged(record)) == len(OWN)
     assert figure(record) == (RESULTS / "parity.svg").read_text()
 
