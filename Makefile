@@ -1,9 +1,9 @@
-# make setup | demo | test | lint | bench | validate - each sets up what it needs on a fresh machine.
+# make setup | demo | test | lint | bench | validate | gpu - each sets up what it needs on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint bench validate
+.PHONY: setup demo test lint bench validate gpu
 
 setup: $(READY)
 
@@ -30,3 +30,7 @@ bench: $(READY)
 validate: $(READY)
 	$(BIN)/longstep validate --cases all
 	$(BIN)/longstep validate
+
+gpu: $(READY)
+	-$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m experiments.recipes gpu

@@ -8,14 +8,13 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from calibrate.cases import renumbered
 from sim.schedule import single
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Communicator, Header, Program, Schedule
 from sim.schedule.kernels import KernelUse, kernel_use
 from sim.schedule.masks import CAUSAL, FULL, Span
 from sim.schedule.ops import Kernel, Message, Op
-from sim.schedule.views import Split
+from sim.schedule.views import Split, renumbered
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce"]

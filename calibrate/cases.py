@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -16,7 +16,7 @@ from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Program
 from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
 from sim.schedule.ops import Kernel
-from sim.schedule.views import View
+from sim.schedule.views import renumbered
 from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
 
 
@@ -38,38 +38,58 @@ class KernelCase(NamedTuple):
         return max(self.use.flops / 1e11, self.use.hbm_bytes / 1e10)
 
 
-def kernel_cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> list[KernelCase]:
-    """Return what is to be timed for a model, long ones last: attention at its heads and at half of them, as two ranks
-    of Ulysses have them; the other kernels of a layer; merges and copies over four decades of size.
+class Sizes(NamedTuple):
+    """Which sizes are timed: powers of two of tokens."""
+
+    attention: range
+    layer: range
+    """Of the other kernels of a layer."""
+    around: range
+    """Of merges and copies."""
+    splits: tuple[int, ...] = (1, 2)
+    """Numbers of ranks that share the heads, as those of Ulysses do."""
+    full_of_parts: bool = True
+    """Whether fewer heads are timed without a mask, too."""
+    unfused: range = range(0)
+    """Of attention by other kernels than flash."""
+
+
+QUICK_CPU = Sizes(range(8, 13), range(8, 13, 2), range(4, 15, 5), full_of_parts=False)
+FULL_CPU = Sizes(range(7, 14), range(7, 14), range(4, 15, 2), unfused=range(7, 12))
+QUICK_GPU = Sizes(range(8, 16, 2), range(7, 16, 4), range(4, 17, 6), full_of_parts=False)
+FULL_GPU = Sizes(range(8, 18), range(7, 18, 2), range(4, 17, 3), splits=(1, 2, 4, 8))
+
+
+def kernel_cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> list[KernelCase]:
+    """Return what is to be timed for a model, long ones last: attention at its heads and at fewer of them, as ranks of
+    Ulysses have them; the other kernels of a layer; merges and copies over four decades of size.
     """
     found: dict[KernelUse, KernelCase] = {}
-    for case in _cases(model, dtype, quick=quick):
+    for case in _cases(model, dtype, sizes):
         found.setdefault(case.use, case)
     return sorted(found.values(), key=lambda case: (case.rough_s, case.use))
 
 
-def _cases(model: ModelSpec, dtype: Dtype, *, quick: bool) -> Iterator[KernelCase]:
-    low, top = (8, 12) if quick else (7, 13)
-    models = [model]
-    if model.num_heads % 2 == 0 and model.num_kv_heads % 2 == 0:
-        models.append(
-            msgspec.structs.replace(model, num_heads=model.num_heads // 2, num_kv_heads=model.num_kv_heads // 2)
-        )
-    for one in models:
-        half = one is not model
-        yield from _attention(one, dtype, "causal", range(low, top + half + 1))
-        if not (half and quick):
-            yield from _attention(one, dtype, "full", range(low, top + 1))
-    for tokens in (2**n for n in (range(low, top + 1, 2) if quick else range(low, top + 1))):
+def _cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> Iterator[KernelCase]:
+    lengths = sizes.attention
+    for split in sizes.splits:
+        if model.num_heads % split or model.num_kv_heads % split:
+            continue
+        heads, kv_heads = model.num_heads // split, model.num_kv_heads // split
+        part = msgspec.structs.replace(model, num_heads=heads, num_kv_heads=kv_heads)
+        yield from _attention(part, dtype, "causal", range(lengths.start, lengths.stop + (split > 1)))
+        if split == 1 or sizes.full_of_parts:
+            yield from _attention(part, dtype, "full", lengths)
+    for tokens in (2**n for n in sizes.layer):
         workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
         program = single.build(workload, Parallel()).program(0)
         yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
-    for tokens in (2**n for n in range(4, 15, 5 if quick else 2)):
+    for tokens in (2**n for n in sizes.around):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
         for program in _programs_of_two(workload):
             yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
-    for kernel in () if quick else get_args(AttentionName):
-        yield from _attention(model, dtype, "causal", range(low, top - 1), kernel)
+    for kernel in get_args(AttentionName):
+        yield from _attention(model, dtype, "causal", sizes.unfused, kernel)
 
 
 def _programs_of_two(workload: Workload) -> Iterator[Program]:
@@ -136,17 +156,3 @@ def _alone(program: Program, op: Kernel) -> Program:
     alone = renumbered(op, {buffer: new for new, buffer in enumerate(used)})
     buffers = tuple(program.buffers[buffer] for buffer in used)
     return Program(rank=0, buffers=buffers, ops=(alone,), inputs=(), outputs=())
-
-
-Part = TypeVar("Part", bound=msgspec.Struct)
-
-
-def renumbered(part: Part, number: Mapping[int, int]) -> Part:
-    """Return a kernel or a port with other numbers for its buffers."""
-
-    def moved(value: object) -> object:
-        if isinstance(value, View):
-            return View(number[value.buffer], value.slices)
-        return renumbered(value, number) if isinstance(value, msgspec.Struct) else value
-
-    return msgspec.structs.replace(part, **{name: moved(getattr(part, name)) for name in part.__struct_fields__})

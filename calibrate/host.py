@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
 from calibrate.beside import TRANSFERS, Transfer
-from calibrate.cases import KernelCase, kernel_cases
+from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
 from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
 from calibrate.kernels import time_kernel
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
+from calibrate.plan import Plan, Step, software
 from runtime.launch import Session
 from sim.profile import Condition, Machine, Point, Profile, Slowdown
 from sim.schedule.kernels import ATTENTION_KERNELS
@@ -28,24 +27,6 @@ MAX_RANKS = 16
 """Processes that a calibration starts at most; on larger machines "busy" means that many cores."""
 
 _QUICK_BUSY_TOKENS = (512, 1024)
-
-
-class Plan(NamedTuple):
-    """What a calibration covers."""
-
-    name: str
-    model: ModelSpec
-    """Heads, head dim: the shapes that are timed."""
-    dtypes: tuple[Dtype, ...]
-    quick: bool
-    command: str
-
-
-class Step(NamedTuple):
-    """One measurement to make."""
-
-    label: str
-    run: Callable[[], None]
 
 
 class HostCalibration:
@@ -84,7 +65,8 @@ class HostCalibration:
             for ranks in (2 * self._cores, self._cores)
             for link in link_cases(quick=plan.quick, shared=ranks > self._cores)
         ]
-        cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, quick=plan.quick)]
+        sizes = QUICK_CPU if plan.quick else FULL_CPU
+        cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
         kernels = [
             Step(f"{case.label}, {condition}", partial(self._time_kernel, case, condition))
             for case in cases
@@ -153,26 +135,16 @@ class HostCalibration:
         return self._session
 
     def _time_launch(self) -> None:
-        self._launch_s = time_launch(self._on(self._cores), self._plan.model, self._plan.dtypes[0])
+        self._launch_s = time_launch(self._on(self._cores), self._plan.model, self._plan.dtypes[0], inline=True)
 
     def _time_link(self, case: LinkCase, ranks: int) -> None:
         self._links.append(time_link(self._on(ranks), case, self._plan.model, self._plan.dtypes[0]))
 
     def _time_kernel(self, case: KernelCase, condition: Condition) -> None:
-        self._kernels.append(time_kernel(self._on(self._cores), case, condition, self._budget_s))
+        self._kernels.append(time_kernel(self._on(self._cores), case, condition, self._budget_s).point)
 
     def _time_crowd(self, case: KernelCase) -> None:
         self._crowds.append(time_crowded(self._on(self._cores), case))
 
     def _time_beside(self, transfer: Transfer, dtype: Dtype) -> None:
         self._beside += time_beside(self._on(self._cores), transfer, self._plan.model, dtype)
-
-
-def software() -> dict[str, str]:
-    """Return the versions of what runs here."""
-    return {
-        "longstep": version("longstep"),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "kernel": platform.release(),
-    }

@@ -1,28 +1,37 @@
-"""Times kernels: one-op programs, run by the very function that plays schedules, alone and with all cores at work."""
+"""Times kernels: one-op programs, run by the very function that plays schedules, on its streams; alone, and with all
+cores at work.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from torch.distributed import Work
 
 from calibrate.cases import KernelCase
 from runtime.attention import AttentionKernel, attention_kernel
 from runtime.groups import start_together
 from runtime.kernels import run_kernel
 from runtime.launch import RankContext, Session
-from runtime.tensors import Storage
+from runtime.streams import open_streams
+from runtime.tensors import TORCH_DTYPE, Storage
 from sim.profile import Condition, Point
 from sim.schedule.ir import Program
-from sim.schedule.ops import Attend, AttendBackward, Gemm, Kernel
+from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Gemm, Kernel
 
 _MIN_RUNS = 5
 _LONG_S = 0.2
 _LONG_RUNS = 3
 """Kernels that take longer than this are timed that often only, warming up included: it is a small part of it."""
+_BATCH = {"cpu": 1, "cuda": 8}
+"""Runs behind each other that are issued at once: on a GPU, so that the host's time is not in them."""
+_AHEAD_S = 200e-6
+"""What issuing a kernel takes a slow host."""
 _COLD_BYTES = {"compute": 64 * 2**20, "memory": 256 * 2**20}
 """Operands are rotated over this much memory: in a step, too, what a kernel reads has left the caches. Kernels that
 only move memory need more of it, since caches keep what was streamed last."""
@@ -39,15 +48,22 @@ class Sample(NamedTuple):
     runs: int
 
 
-def time_kernel(session: Session, case: KernelCase, condition: Condition, budget_s: float) -> Point:
+class Timed(NamedTuple):
+    """A measured kernel."""
+
+    point: Point
+    cpu_s: float
+    """Median time that its thread was on a core; on a GPU, that issuing it takes."""
+
+
+def time_kernel(session: Session, case: KernelCase, condition: Condition, budget_s: float) -> Timed:
     """Return the time of a kernel on rank 0 alone (idle), or on every rank of the session at once (busy)."""
     use = case.use
     active = 1 if condition == "idle" else session.ranks
-    seconds = [
-        s for of_rank in session.call(_time, msgspec.json.encode(case.program), active, budget_s) for s in of_rank
-    ]
-    times = sample(seconds)
-    return Point(
+    done = session.call(_time, msgspec.json.encode(case.program), active, budget_s)
+    laps: list[Lap] = [lap for of_rank in done for lap in of_rank]
+    times = sample([lap.wall_s for lap in laps])
+    point = Point(
         kernel=use.kernel,
         variant=use.variant,
         dtype=use.dtype,
@@ -57,6 +73,7 @@ def time_kernel(session: Session, case: KernelCase, condition: Condition, budget
         nbytes=use.hbm_bytes,
         **times._asdict(),
     )
+    return Timed(point, statistics.median(lap.cpu_s for lap in laps))
 
 
 def sample(seconds: list[float]) -> Sample:
@@ -65,22 +82,22 @@ def sample(seconds: list[float]) -> Sample:
     return Sample(float(np.mean(seconds)), low, median, high, len(seconds))
 
 
-def _time(context: RankContext, program_json: bytes, active: int, budget_s: float) -> list[float]:
+def _time(context: RankContext, program_json: bytes, active: int, budget_s: float) -> list[Lap]:
     """Time the op of a program on the first ``active`` ranks, all of them starting together."""
     if context.rank >= active:
         return []
     repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
-    warm = [lap.wall_s for lap in repeated.once_each()]
-    long = warm[0] > _LONG_S
-    seconds = warm if long else []
+    warm = repeated.once_each()
+    long = warm[0].wall_s > _LONG_S
+    laps = warm if long else []
     if active == context.ranks:
         start_together(context.ranks, context.device)
     deadline = time.perf_counter() + budget_s
-    while len(seconds) < (_LONG_RUNS if long else _MIN_RUNS) or (
-        not long and time.perf_counter() < deadline and len(seconds) < 40 * _MIN_RUNS
+    while len(laps) < (_LONG_RUNS if long else _MIN_RUNS) or (
+        not long and time.perf_counter() < deadline and len(laps) < 40 * _MIN_RUNS
     ):
-        seconds.append(repeated.once().wall_s)
-    return seconds
+        laps += repeated.laps(1 if long else _BATCH[context.device.type])
+    return laps
 
 
 class Lap(NamedTuple):
@@ -88,7 +105,8 @@ class Lap(NamedTuple):
 
     wall_s: float
     cpu_s: float
-    """Time that its thread was on a core: whoever else took that core is not in it, waiting for memory is."""
+    """Time that its thread was on a core: whoever else took that core is not in it, waiting for memory is. On a GPU,
+    whose kernels need no thread, the mean that issuing them took."""
 
 
 class RepeatedKernel:
@@ -99,19 +117,34 @@ class RepeatedKernel:
         assert isinstance(op, Kernel)
         self._op = op
         self._context = context
-        self._attention = attention_kernel(context.device)
+        self._streams = open_streams(context.device)
+        self._streams.start()
+        self._attention = attention_kernel(context.device, TORCH_DTYPE[program.dtype((*op.reads, *op.writes)[0])])
         first = _operands(program, op, context, self._attention)
         self._sets = [first, *(_copied(program, first, context) for _ in range(_num_sets(program, op) - 1))]
         self._next = 0
 
     def once(self) -> Lap:
         """Run it on the next operands."""
+        return self.laps(1)[0]
+
+    def laps(self, count: int) -> list[Lap]:
+        """Run it on the next operands, and the next; all are issued before the first one is waited for."""
+        self._streams.get_ahead(count * _AHEAD_S)
+        cpu_begin_s = time.thread_time()
+        events = [self._streams.issue(COMPUTE, self._run, []) for _ in range(count)]
+        cpu_s = (time.thread_time() - cpu_begin_s) / count
+        for event in events:
+            event.wait()
+        self._context.progress(0, False)
+        return [Lap(ended_s - posted_s, cpu_s) for posted_s, ended_s in (event.times() for event in events)]
+
+    def _run(self) -> list[Work]:
+        """Run it once."""
         storage = self._sets[self._next % len(self._sets)]
         self._next += 1
-        begin_s, cpu_begin_s = time.perf_counter(), time.thread_time()
         run_kernel(self._op, storage, self._attention)
-        self._context.progress(0, False)
-        return Lap(time.perf_counter() - begin_s, time.thread_time() - cpu_begin_s)
+        return []
 
     def once_each(self) -> list[Lap]:
         """Run it on every set of operands."""
@@ -128,7 +161,7 @@ def _num_sets(program: Program, op: Kernel) -> int:
 def _operands(program: Program, op: Kernel, context: RankContext, attention: AttentionKernel) -> Storage:
     """Return random operands; a backward pass gets the out and lse of its forward pass."""
     storage = Storage(program, context.device)
-    generator = torch.Generator().manual_seed(context.rank)
+    generator = torch.Generator(context.device).manual_seed(context.rank)
     for view in {*op.reads, *op.writes}:
         storage.write(view).normal_(generator=generator)
     if isinstance(op, AttendBackward):

@@ -102,8 +102,10 @@ def _handoffs(rows: list[Row]) -> list[float]:
     return gaps
 
 
-def time_launch(session: Session, model: ModelSpec, dtype: Dtype) -> float:
-    """Return the time between the end of one small kernel and the begin of the next: what issuing an op costs."""
+def time_launch(session: Session, model: ModelSpec, dtype: Dtype, *, inline: bool) -> float:
+    """Return what issuing an op costs: the time from one small kernel to the next. ``inline``: where the thread that
+    issues them runs them itself, without their own.
+    """
     workload = Workload(model=model, seq=1, dtype=dtype, passes="forward")
 
     def program(rank: int) -> Program:
@@ -120,7 +122,7 @@ def time_launch(session: Session, model: ModelSpec, dtype: Dtype) -> float:
     gaps = []
     for _ in range(_STEPS):
         rows = run.step().trace.of_rank(0)
-        gaps += [after.posted_s - before.end_s for before, after in pairwise(rows)]
+        gaps += [after.posted_s - (before.end_s if inline else before.posted_s) for before, after in pairwise(rows)]
     run.close()
     return sample(gaps).median_s
 

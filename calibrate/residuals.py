@@ -47,7 +47,7 @@ def repeat(profile: Profile, session: Session, *, most: int, budget_s: float) ->
             found += [(point, case)] if case else []
     found.sort(key=lambda pair: (pair[0].kernel, pair[0].median_s))
     chosen = found[:: -(-len(found) // most) or 1]
-    return [Repeated(point, time_kernel(session, case, "idle", budget_s).median_s) for point, case in chosen]
+    return [Repeated(point, time_kernel(session, case, "idle", budget_s).point.median_s) for point, case in chosen]
 
 
 class Explained(NamedTuple):

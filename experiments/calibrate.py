@@ -17,18 +17,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments.execute import here
 from experiments.selection import command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
+from sim.engine.cost import measured_cluster
 from sim.errors import InputError, RankError
 from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
 from sim.workload import DTYPE_BYTES, ModelSpec, load_model
+from topology.cluster import load_cluster
+from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
-    from calibrate.host import Step
+    from calibrate.plan import Calibration, Plan, Step
 
 QUICK_S = 105.0
 """Nothing new is begun after this time where it has to be quick; the largest sizes come last."""
+GPU_S = 450.0
+"""Nor after this on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,42 +47,48 @@ class Calibrate:
     """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
     published: str | None = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
-    model: str = "tiny"
-    """The model whose heads and head dim are timed."""
+    cluster: str = "host"
+    """host, or the NAME or FILE.toml of a cluster that this machine's GPU is one of."""
+    model: str | None = None
+    """The model whose heads and shapes are timed; by default tiny on a host, llama3-8b on a GPU."""
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Data type to time, as often as wanted; by default the model's."""
-    name: str = "host"
-    """Name of the profile; host is what the other verbs take by default."""
+    name: str | None = None
+    """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
     out: str | None = None
     """Write to this file instead of the user's folder of profiles."""
 
 
 def calibrate(command: Calibrate, console: Console) -> None:
     """Measure, and write a profile; exits with 130 if it was interrupted, with what there is."""
-    from calibrate.host import HostCalibration, Plan
+    from calibrate.plan import Plan
 
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", command.name):
-        raise InputError(f"--name {command.name!r}: expected letters, digits, '.', '_' and '-'")
+    name = command.name or Path(command.cluster).stem
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
     if command.check:
-        _check(load_profile(command.out or command.name), console)
+        _check(load_profile(command.out or name), console)
         return
     if command.published:
         if command.quick or command.dtype:
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)
         return
-    model = load_model(command.model)
+    spec = load_cluster(command.cluster)
+    here(spec, 1, command.dtype)
+    on_gpu = spec.gpu.kind == "cuda"
+    model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
-    path = Path(command.out) if command.out else profile_folder() / f"{command.name}.json"
+    path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:
         make_folder(path.parent)
     writable(str(path))
-    line = command_line()
-    plan = Plan(command.name, model, tuple(dtypes), command.quick, line)  # type: ignore[arg-type]
+    plan = Plan(name, model, tuple(dtypes), command.quick, command_line())  # type: ignore[arg-type]
+    limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
     state, failure = "interrupted", None
-    with HostCalibration(plan) as calibration:
+    with _calibration(plan, spec) as calibration:
         try:
-            state = _measure(calibration.steps(), QUICK_S if command.quick else math.inf, console)
+            state = _measure(calibration.steps(), limit_s, console)
         except KeyboardInterrupt:
             pass
         except RankError as error:
@@ -92,6 +104,14 @@ def calibrate(command: Calibrate, console: Console) -> None:
         raise InputError("interrupted before anything was measured; nothing was written")
     if state == "interrupted":
         sys.exit(130)
+
+
+def _calibration(plan: Plan, spec: ClusterSpec) -> Calibration:
+    """Return what measures the machine that a cluster describes."""
+    from calibrate.gpu import GpuCalibration
+    from calibrate.host import HostCalibration
+
+    return HostCalibration(plan) if spec.gpu.kind == "cpu" else GpuCalibration(plan, spec)
 
 
 def _published(name: str, out: str | None, console: Console) -> None:
@@ -124,9 +144,11 @@ def _check(profile: Profile, console: Console) -> None:
     from calibrate.residuals import repeat
     from runtime.launch import Session
 
+    spec = measured_cluster(profile)
+    here(spec, 1)
     title = f"profile {profile.name!r} of {profile.created}, repeated"
     table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
-    with Session(1) as session:
+    with Session(1, device=spec.gpu.kind) as session:
         repeated = repeat(profile, session, most=8, budget_s=0.3)
     if not repeated:
         raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
@@ -167,16 +189,36 @@ def _progress(console: Console) -> Progress:
 
 def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
     """Print what was found, in the figures that the simulator uses, and how well the points predict each other."""
-    host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
     state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
     console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)
+    if profile.machine.cores:
+        _host_figures(profile, console)
+    else:
+        _gpu_figures(profile, console)
+    _residuals(profile, console)
+
+
+def _gpu_figures(profile: Profile, console: Console) -> None:
+    """Print what a calibration found of a GPU."""
+    launch_s, rate = profile.cluster["gpu"]["launch_s"], profile.cluster["hbm"]["bytes_per_s"]
+    console.print(
+        f"  {profile.machine.gpu}: {launch_s * 1e6:.3g} us to issue a small kernel; copies get "
+        f"{100 * profile.memory_efficiency:.0f} % of the memory's {rate / 1e12:.3g} TB/s",
+        markup=False,
+    )
+    for when, state in profile.machine.state.items():
+        console.print(f"  {when}: {state}", markup=False)
+
+
+def _host_figures(profile: Profile, console: Console) -> None:
+    """Print the host's figures that a calibration found."""
+    host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
     console.print(
         f"  {profile.machine.gpu}: {host['cores']:.3g} cores at once, memory {memory['bytes_per_s'] / 1e9:.3g} GB/s, "
         f"loopback {loopback['bytes_per_s'] / 1e9:.3g} GB/s after {loopback['latency_s'] * 1e6:.3g} us; "
         f"a transfer takes {host['transfer_cores']:.2g} cores per rank",
         markup=False,
     )
-    _residuals(profile, console)
 
 
 def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:

@@ -52,8 +52,6 @@ def compare(command: Compare, console: Console) -> None:
         if path:
             writable(path)
     calibrated(chosen)
-    if command.execution.device != "cpu":
-        raise InputError(f"--device {command.execution.device}: a GPU cannot be calibrated yet; set --device cpu")
     checked = chosen.checked()
     with open_session(chosen, checked, command.execution) as session:
         found, traces = comparison(chosen, checked, session, command.execution.repeats)
@@ -61,7 +59,8 @@ def compare(command: Compare, console: Console) -> None:
         write_trace(command.trace, checked, traces)
     if command.html:
         simulated, executed = traces
-        text = page(title(chosen, checked), found, simulated, executed, straggler_costs(chosen))
+        slow = [] if chosen.one_device else straggler_costs(chosen)
+        text = page(title(chosen, checked), found, simulated, executed, slow)
         write_whole(Path(command.html), text.encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)

@@ -47,6 +47,10 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
     simulated: int
     executed: int
+    simulated_hbm: int = 0
+    """With the workspace of attention."""
+    allocated: int = 0
+    """Most that a GPU's allocator had given; 0 on a CPU."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +83,12 @@ def laid_side_by_side(
         step=measured(report.step_time_s, times),
         step_times_s=times,
         kinds=kinds,
-        peak_bytes=Peak(simulated=max(found.buffer_peak_bytes for found in walks), executed=max(median.peak_bytes)),
+        peak_bytes=Peak(
+            simulated=max(found.buffer_peak_bytes for found in walks),
+            executed=max(median.peak_bytes),
+            simulated_hbm=max(found.peak_bytes for found in walks),
+            allocated=max(median.allocated_bytes),
+        ),
         diagnosis=diagnosis(errors, drift, simulated, median.trace),
         drift=drift,
         report=report,
@@ -137,11 +146,21 @@ def drift_line(drift: list[float]) -> str:
     return f"machine: beside its calibration, kernels take {before} before these steps and {after} after them"
 
 
+def _allocated_line(peak: Peak) -> list[str]:
+    """Return what a GPU's allocator says, where there is one."""
+    if not peak.allocated:
+        return []
+    error = percent(peak.simulated_hbm / peak.allocated - 1)
+    shown = f"simulated {size(peak.simulated_hbm)}, allocated {size(peak.allocated)}"
+    return [f"peak with attention's workspace: {shown} ({error}), temporaries of eager kernels included"]
+
+
 def comparison_lines(found: Comparison) -> list[str]:
     """Return what a comparison says beside its table: memory, the machine, where the error lies, and the evidence."""
     peak = found.peak_bytes
     return [
         f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}",
+        *_allocated_line(peak),
         drift_line(found.drift),
         *(f"diagnosis: {sentence}" for sentence in found.diagnosis),
         *evidence_lines(found.report.evidence),

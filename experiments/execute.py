@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.selection import Chosen, Selection, choose, one_of
+from experiments.selection import Chosen, Selection, choose
 from experiments.simulate import title, writable, write_trace
 from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import InputError, RankError
 from sim.schedule.check import Checked
+from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
     from runtime.launch import Session
@@ -35,8 +37,6 @@ class Execution:
 
     repeats: int = 5
     """Steps to measure."""
-    device: str = "cpu"
-    """cpu (processes over gloo), or cuda (GPUs of this machine over NCCL; not verified yet, see the README)."""
     timeout: float = 120.0
     """Seconds that a rank may stand still before the run is ended."""
 
@@ -110,29 +110,58 @@ def _table(name: str, result: dict[str, Any]) -> Table:
 
 @contextmanager
 def open_session(chosen: Chosen, checked: Checked, execution: Execution) -> Iterator[Session]:
-    """Start the processes that a schedule runs on; raises InputError if this machine cannot."""
-    import torch
-
+    """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
+    machine cannot.
+    """
     from runtime.launch import Session
 
-    one_of("--device", execution.device, ("cpu", "cuda"))
     if execution.repeats < 1:
         raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
     if not 0 < execution.timeout < _LONGEST_S:
         raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks = checked.schedule.num_ranks
-    if execution.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise InputError(
-            f"--device cuda: {ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}; "
-            f"set --gpus, or --device cpu"
-        )
-    if execution.device == "cuda" and chosen.workload.dtype not in {"bf16", "fp16"}:
-        raise InputError(f"--dtype {chosen.workload.dtype}: attention on CUDA runs bf16 and fp16; set --dtype bf16")
-    if execution.device == "cpu" and chosen.spec.gpu.kind != "cpu":
-        raise InputError(f"cluster {chosen.spec.name!r} is not this machine: executing takes --cluster host")
-    backend = "gloo" if execution.device == "cpu" else "nccl"
-    with Session(ranks, backend=backend, timeout_s=execution.timeout) as session:
+    here(chosen.spec, ranks, [chosen.workload.dtype])
+    with Session(ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout) as session:
         yield session
+
+
+def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[str] = ()) -> None:
+    """Raise InputError if this machine is not what a cluster describes, has too few GPUs of it, or no attention for a
+    data type.
+    """
+    import torch
+
+    if spec.gpu.kind == "cpu":
+        return
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    if not found or not all(is_of(spec, device) for device in found[:gpus]):
+        has = ", ".join(sorted({f"{device.name} ({device.total_memory / 1e9:.0f} GB)" for device in found})) or "no GPU"
+        raise InputError(
+            f"cluster {spec.name!r} is not this machine, which has {has}: executing takes --cluster host, or a cluster "
+            f"of this machine's GPUs"
+        )
+    if len(found) < gpus:
+        raise InputError(
+            f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
+            f"ranks on one"
+        )
+    if "fp64" in dtypes:
+        raise InputError("--dtype fp64: attention on CUDA runs bf16, fp16 and fp32; set --dtype bf16")
+
+
+_ABOUT = 0.1
+"""Share of its memory that a GPU keeps to itself, or datasheets round."""
+
+
+def is_of(spec: ClusterSpec, device: Any) -> bool:
+    """Return whether a GPU, by the properties that torch sees, is of the kind that a cluster has."""
+    named = spec.gpu.name.partition("-")[0] in re.split("[ -]", device.name)
+    capacity = spec.hbm.capacity_bytes
+    return (
+        named
+        and device.multi_processor_count == spec.gpu.sms
+        and abs(device.total_memory - capacity) < _ABOUT * capacity
+    )
 
 
 def measured_steps(step: Any, repeats: int) -> list[Step]:

@@ -1,22 +1,33 @@
-"""Runs with a name: what ``make demo`` does, in Python. ``python -m experiments.recipes demo``."""
+"""Runs with a name: what ``make demo`` and ``make gpu`` do, in Python. ``python -m experiments.recipes demo``."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments.calibrate import Calibrate, calibrate
+from experiments.cells import Sweep
 from experiments.cli import guarded, open_console
 from experiments.compare import comparison
 from experiments.comparison import Comparison, comparison_table, drift_line
-from experiments.execute import Execution, open_session
+from experiments.execute import Execution, Run, is_of, open_session, run
 from experiments.selection import DATASHEET, Selection, choose
 from experiments.simulate import predict, title, write_trace
 from experiments.tables import evidence_lines, parts_line, percent, seconds, size
-from sim.errors import unknown
+from experiments.validate import Validate, validate
+from sim.errors import InputError, LongstepError, RankError, unknown
+from sim.presets import preset_names
+from sim.profile import make_folder
+from sim.schedule.catalog import SCHEDULES
+from topology.cluster import load_cluster
 
 TRACE_FILE = "demo-trace.json"
 LENGTHS = ("128K", "256K", "512K", "1M")
@@ -82,7 +93,81 @@ def predict_h100(console: Console) -> None:
         console.print(line, markup=False)
 
 
-RECIPES = {"demo": demo}
+class GpuPlan(NamedTuple):
+    """What ``make gpu`` covers."""
+
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    verified: str = "2K"
+    """Length at which schedules are held against the reference."""
+    model: str = "llama3-8b"
+    alone: str = "8K,16K,32K,64K,128K,256K"
+    """Lengths of layers on one rank."""
+    together: str = "16K"
+    """Length of layers on several."""
+    ranks: str = "2,4,8"
+
+
+def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
+    """Prove on one GPU of this machine: exact, calibrated, predicted; leave a folder that is small enough to commit.
+
+    Schedules play their ranks on it in turn, with copies for transfers; the profile is made before what it predicts.
+    """
+    cluster, name = gpu_here()
+    folder = Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
+    make_folder(folder)
+    profile = str(folder / "profile.json")
+    failed: list[str] = []
+
+    def attempt(part: Callable[[], None]) -> None:
+        """Do a part; what fails is told at the end, so that time on a GPU is not lost."""
+        try:
+            part()
+        except LongstepError as error:
+            failed.append(str(error))
+            console.print(f"failed: {error}", markup=False)
+
+    console.rule(f"1. {name}: every schedule on one device, held against one process in fp64")
+    for schedule in plan.schedules:
+        one = Selection(
+            cluster=cluster, schedule=schedule, gpus=1 if schedule == "single" else 4, seq=plan.verified, dtype="bf16",
+            scope="layer", one_device=True, profile=DATASHEET,
+        )  # fmt: skip
+        attempt(partial(run, Run(selection=one, verify=True, execution=Execution(repeats=1)), console))
+    console.rule(f"2. Calibrate: the kernels of {plan.model}")
+    calibrate(Calibrate(cluster=cluster, name=name, model=plan.model, out=profile), console)
+    console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule on one device")
+    alone = Sweep(
+        model=plan.model, cluster=cluster, profile=profile, scope="layer", target=0.05, seq=plan.alone, ranks="1",
+        schedule="single",
+    )  # fmt: skip
+    split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
+    together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
+    for what, sweep in (("layers", alone), ("schedules", together)):
+        record, html, figure = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg"))
+        attempt(partial(validate, Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure), console))
+    console.print(f"written to {folder}", markup=False)
+    if failed:
+        raise RankError(f"{len(failed)} parts failed: {'; '.join(failed)}")
+
+
+def gpu_here() -> tuple[str, str]:
+    """Return the cluster that this machine's GPU is of, and the GPU's name; raises InputError if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("make gpu needs a GPU: torch sees none; install a torch built for CUDA, see the README")
+    device = torch.cuda.get_device_properties(0)
+    for cluster in preset_names("topology/hardware", ".toml"):
+        spec = load_cluster(cluster)
+        if spec.gpu.kind == "cuda" and is_of(spec, device):
+            return cluster, spec.gpu.name.partition("-")[0].lower()
+    raise InputError(
+        f"no cluster preset has {device.name!r} with {device.multi_processor_count} SMs and "
+        f"{device.total_memory / 1e9:.0f} GB: write a TOML file, then longstep calibrate --cluster FILE.toml"
+    )
+
+
+RECIPES = {"demo": demo, "gpu": gpu}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from sim.profile import Profile, load_profile, profile_names
 from sim.schedule.catalog import SCHEDULES, Build, Entry
 from sim.schedule.check import Checked, check
 from sim.schedule.ir import Schedule
+from sim.schedule.one_device import on_one_device
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.host import device_name, host_facts
@@ -56,6 +57,8 @@ class Selection:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
+    one_device: bool = False
+    """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
     """causal or full."""
     window: str | None = None
@@ -94,12 +97,14 @@ class Chosen:
     spec: ClusterSpec
     profile: Profile | None
     jitter: Jitter = STEADY
+    one_device: bool = False
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
         schedule = _built(self.entry.build, self.workload, self.parallel)
         with _blaming_the_builder():
-            return check(schedule)
+            checked = check(schedule)
+        return check(on_one_device(checked)) if self.one_device else checked
 
     def cluster(self) -> Cluster:
         """Return the cluster, built."""
@@ -108,7 +113,9 @@ class Chosen:
 
 def command_line() -> str:
     """Return what was typed, as profiles and records keep it: they are for others, whose folders differ."""
-    return " ".join(["longstep", *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
+    name = Path(sys.argv[0]).stem
+    program = f"python -m experiments.{name}" if name == "recipes" else "longstep"
+    return " ".join([program, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
 def choose(selection: Selection) -> Chosen:
@@ -118,7 +125,7 @@ def choose(selection: Selection) -> Chosen:
     for path, value in overrides["model"]:
         model = override(model, path, value, "--set model.")
     profile = _profile(selection)
-    spec = measured_cluster(profile) if profile and selection.cluster == "host" else load_cluster(selection.cluster)
+    spec = _spec(selection, profile)
     for path, value in overrides["cluster"]:
         spec = override(spec, path, value, "--set cluster.")
     entry = _entry(selection.schedule)
@@ -126,11 +133,25 @@ def choose(selection: Selection) -> Chosen:
     for path, value in overrides["schedule"]:
         options = override(parallel.options, path, value, "--set schedule.")
         parallel = msgspec.structs.replace(parallel, options=options)
-    spec = _sized(selection, spec, parallel.num_ranks)
+    spec = _sized(selection, spec, 1 if selection.one_device else parallel.num_ranks)
     workload = _workload(selection, model)
     if selection.pad:
         workload = _padded(workload, parallel, entry.build)
-    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, _jitter(selection, profile))
+    jitter = _jitter(selection, profile)
+    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, jitter, selection.one_device)
+
+
+def _spec(selection: Selection, profile: Profile | None) -> ClusterSpec:
+    """Return the cluster: of a host as it was measured, of GPUs that somebody has calibrated with their host's time."""
+    if profile and selection.cluster == "host":
+        return measured_cluster(profile)
+    spec = load_cluster(selection.cluster)
+    if profile is None:
+        return spec
+    measured = measured_cluster(profile).gpu
+    if measured.name != spec.gpu.name:  # which the cost model refuses
+        return spec
+    return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, launch_s=measured.launch_s))
 
 
 def _overrides(selection: Selection) -> dict[str, list[tuple[str, str]]]:

@@ -60,13 +60,15 @@ def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
 
 def title(chosen: Chosen, checked: Checked) -> str:
     """Return one line that names what was played."""
-    w, ranks = chosen.workload, checked.schedule.num_ranks
+    w, ranks = chosen.workload, f"{checked.schedule.num_ranks} x"
+    if chosen.one_device:
+        ranks = f"{chosen.parallel.num_ranks} ranks on one"
     scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
     length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
     mask = w.mask + (f" with a window of {w.window}" if w.window else "")
     return (
         f"{_schedule_name(chosen)}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
-        f"{ranks} x {chosen.spec.gpu.name} ({chosen.spec.name})"
+        f"{ranks} {chosen.spec.gpu.name} ({chosen.spec.name})"
     )
 
 

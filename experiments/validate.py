@@ -108,14 +108,15 @@ def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
 
 def _begun(chosen: Chosen) -> Record:
     """Return the record of a sweep that has found nothing yet."""
-    from calibrate.host import software
+    from calibrate.plan import software
 
     w = chosen.workload
     passes = "forward and backward" if w.passes == "both" else w.passes
     batch = f", B {w.batch}" if w.batch > 1 else ""
+    where = ", all ranks on one device" if chosen.one_device else ""
     return Record(
         profile=calibrated(chosen),
-        title=f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}",
+        title=f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}",
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         software=software(),

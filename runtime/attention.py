@@ -1,10 +1,11 @@
-"""Attention kernels with a log-sum-exp, behind one interface: forward and backward of one block.
+"""Attention kernels with a log-sum-exp, behind one interface: forward and backward of one block. Here the CPU's, and
+what all need; in ``cuda_attention`` those of GPUs.
 
 Layouts as in the ops: q, out, dout, dq (B, S_q, H, D); k, v, dk, dv (B, S_k, H_kv, D); lse (B, H, S_q), natural
 logarithm, scaled scores. Traps that this file takes care of:
 
-* torch's causal mask with S_q != S_k is top-left on the CPU, but bottom-right in flash-attention on CUDA, as ours: on
-  the CPU a prefix that all queries see and a square make it up.
+* torch's causal mask with S_q != S_k is top-left, but bottom-right in flash-attention, as ours: elsewhere a prefix that
+  all queries see and a square make it up (``TopLeft``).
 * Backward kernels take out only to compute delta = sum(dout * out), so where delta is at hand instead, any out will do
   that has it: delta * dout / sum(dout * dout).
 * The CPU kernel knows only full and causal masks; others go through its float mask, where a row without any key comes
@@ -15,15 +16,17 @@ logarithm, scaled scores. Traps that this file takes care of:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
 
-from sim.errors import InputError
 from sim.schedule.kernels import mask_variant
 from sim.schedule.masks import CAUSAL, FULL, Band
 
 Tensor = torch.Tensor
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""(q, k, v, out, lse)"""
 
 
 class Forward(NamedTuple):
@@ -50,31 +53,61 @@ class AttentionKernel(Protocol):
         """Return output and log-sum-exp."""
         ...
 
-    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
-        """Return the gradients; ``saved`` is (q, k, v, out, lse) with out and lse over all keys."""
+    def backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
+        """Return the gradients; out and lse are over all keys."""
         ...
 
 
-def attention_kernel(device: torch.device) -> AttentionKernel:
-    """Return the best implementation for a device."""
-    return CpuFlash() if device.type == "cpu" else CudaFlash()
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """Return the best implementation for a device; raises InputError for a data type that none is for."""
+    if device.type == "cpu":
+        return CpuFlash()
+    from runtime.cuda_attention import cuda_kernel  # noqa: PLC0415 - GPUs only
+
+    return cuda_kernel(dtype)
 
 
-class CpuFlash:
-    """torch's flash attention for CPUs: fp64, fp32, bf16, fp16; lse in fp32, or fp64 for fp64."""
-
-    name = "aten flash for cpu"
+class TopLeft(ABC):
+    """Kernels whose causal mask begins at the first key: a block of more keys than queries is a prefix and a square."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
         """See AttentionKernel."""
         prefix = _prefix(band, q, k)
-        if prefix:
-            first, second = (
-                self.forward(q, k[:, :prefix], v[:, :prefix], FULL),
-                self.forward(q, k[:, prefix:], v[:, prefix:], CAUSAL),
-            )
-            merge(first.out, first.lse, second.out, second.lse)
-            return second
+        if not prefix:
+            return self._forward(q, k, v, band)
+        first, second = (
+            self._forward(q, k[:, :prefix], v[:, :prefix], FULL),
+            self._forward(q, k[:, prefix:], v[:, prefix:], CAUSAL),
+        )
+        merge(first.out, first.lse, second.out, second.lse)
+        return second
+
+    def backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
+        """See AttentionKernel."""
+        q, k, v, out, lse = saved
+        prefix = _prefix(band, q, k)
+        if not prefix:
+            return self._backward(saved, dout, band)
+        first = self._backward((q, k[:, :prefix], v[:, :prefix], out, lse), dout, FULL)
+        second = self._backward((q, k[:, prefix:], v[:, prefix:], out, lse), dout, CAUSAL)
+        dk, dv = (torch.cat(pair, dim=1) for pair in zip(first[1:], second[1:], strict=True))
+        return Backward(first.dq.add_(second.dq), dk, dv)
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
+        """Do a block whose mask is full, a causal square, or a band."""
+
+    @abstractmethod
+    def _backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
+        """Do its backward pass."""
+
+
+class CpuFlash(TopLeft):
+    """torch's flash attention for CPUs: fp64, fp32, bf16, fp16; lse in fp32, or fp64 for fp64."""
+
+    name = "aten flash for cpu"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
         causal, mask = _cpu_mask(band, q, k)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=mask
@@ -83,15 +116,8 @@ class CpuFlash:
             lse = lse.masked_fill((mask == -math.inf).all(dim=-1), -math.inf)
         return Forward(out.transpose(1, 2), lse)
 
-    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
-        """See AttentionKernel."""
+    def _backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
         q, k, v, out, lse = saved
-        prefix = _prefix(band, q, k)
-        if prefix:
-            first = self.backward((q, k[:, :prefix], v[:, :prefix], out, lse), dout, FULL)
-            second = self.backward((q, k[:, prefix:], v[:, prefix:], out, lse), dout, CAUSAL)
-            dk, dv = (torch.cat(pair, dim=1) for pair in zip(first[1:], second[1:], strict=True))
-            return Backward(first.dq.add_(second.dq), dk, dv)
         causal, mask = _cpu_mask(band, q, k)
         if mask is not None:  # exp(-inf - -inf) is not a number; any finite lse gives such rows probability 0
             lse = lse.masked_fill(lse == -math.inf, 0.0)
@@ -151,37 +177,3 @@ def _cpu_mask(band: Band, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
     if band.left is not None:
         drop |= columns < rows - band.left
     return False, torch.zeros(drop.shape, dtype=q.dtype).masked_fill_(drop, -math.inf)
-
-
-class CudaFlash:
-    """flash-attention as torch carries it (aten), on CUDA: bf16 and fp16. Reviewed, but not run yet: see README."""
-
-    name = "aten flash for cuda"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
-        """See AttentionKernel."""
-        causal = _cuda_causal(band, q, k)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False
-        )
-        return Forward(out, lse)
-
-    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
-        """See AttentionKernel."""
-        q, k, v, out, lse = saved
-        causal = _cuda_causal(band, q, k)
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # random state of dropout, which is 0
-        grads = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused
-        )
-        return Backward(*grads)
-
-
-def _cuda_causal(band: Band, q: Tensor, k: Tensor) -> bool:
-    """Return is_causal for flash-attention; raises InputError for what its minimal path does not do."""
-    variant = mask_variant(band, q.shape[1], k.shape[1])
-    if variant == "masked":
-        raise InputError(f"attention on CUDA runs full and causal blocks, not {band} on {q.shape[1]}x{k.shape[1]}")
-    if q.dtype not in {torch.bfloat16, torch.float16}:
-        raise InputError(f"attention on CUDA runs bf16 and fp16, not {q.dtype}; set --dtype bf16")
-    return variant == "causal"

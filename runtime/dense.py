@@ -67,7 +67,7 @@ def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
     return "eager rope (4 mul, add, sub, 2 copy)"
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _rotations(
     tokens: Tokens, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from runtime.groups import Groups, start_together
 from runtime.inputs import fill_inputs
 from runtime.kernels import run_kernel
 from runtime.streams import Event, Streams, open_streams
-from runtime.tensors import Storage, ends_at, reserve
+from runtime.tensors import TORCH_DTYPE, Storage, ends_at, most_allocated, reserve, watch_allocations
+from runtime.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.check import Checked
 from sim.schedule.ops import Collective, Exchange, HostSync, Kernel
@@ -29,6 +30,8 @@ class Executed(NamedTuple):
     """On the clock of the host, or 0 on CUDA, where ranks start together."""
     peak_bytes: int
     """Largest sum of the rank's buffers."""
+    allocated_bytes: int
+    """Most that a GPU's allocator had given at a time, workspaces of kernels included; 0 on a CPU."""
 
 
 class RankPlayer:
@@ -48,16 +51,17 @@ class RankPlayer:
         self._ends = ends_at(lifetimes(self._program, self._dependencies), len(self._program.ops))
         self._device = device
         self._groups = Groups(checked.schedule, rank)
-        self._attention = attention_kernel(device)
+        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
         self._streams = open_streams(device)
         self._progress = progress
         reserve(walk(self._program, self._dependencies).peak_bytes, self._ranks, device)
         self._storage = Storage(self._program, device)
-        fill_inputs(self._program, checked.schedule.header.workload, self._storage)
+        fill_inputs(self._program, checked.schedule.header.workload, self._storage, lambda: progress(-1, False))
 
     def play(self) -> Executed:
         """Carry out one step and return what happened; its outputs stay until the next one."""
         self._storage = storage = self._fresh()
+        watch_allocations(self._device)
         events: list[Event] = []
         start_together(self._ranks, self._device)
         start_s = self._streams.start()
@@ -70,7 +74,7 @@ class RankPlayer:
             times = (posted_s, posted_s, end_s)
             done = (ran.get(index, ""), sent.get(index, 0))
             rows.append(Row(self._rank, index, op.stream, kind, op.part, op.label, *times, *done))
-        return Executed(rows, start_s, storage.peak_bytes)
+        return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device))
 
     def _fresh(self) -> Storage:
         """Return a storage that holds the inputs and nothing else."""
@@ -79,9 +83,9 @@ class RankPlayer:
             fresh.put(port.view, self._storage.read(port.view))
         return fresh
 
-    def outputs(self) -> dict[str, torch.Tensor]:
+    def outputs(self) -> Outputs:
         """Return what the output ports hold after the last step."""
-        return {port.name: self._storage.read(port.view).cpu() for port in self._program.outputs}
+        return [self._storage.read(port.view).cpu() for port in self._program.outputs]
 
     def close(self) -> None:
         """End the streams and the process groups."""

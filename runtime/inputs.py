@@ -7,6 +7,7 @@ every layout sees the same global tensors.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,7 @@ from runtime.tensors import TORCH_DTYPE, Storage
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Program
 from sim.schedule.masks import Span, mask_of
+from sim.schedule.views import View
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -35,7 +37,7 @@ def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
     """Return a weight of a layer in fp64: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
     shape = weight_shapes(workload.model)[name]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(shape, generator=generator).double()
     return _rounded(drawn / shape[0] ** 0.5 if len(shape) == 2 else 1 + 0.1 * drawn, workload)
 
 
@@ -50,7 +52,7 @@ def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -
     for block in range(span.start // _BLOCK, (span.stop - 1) // _BLOCK + 1):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} {block}".encode()))
         shape = (workload.batch, _BLOCK, *width)
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(shape, generator=generator)  # in fp32, which is drawn several times as fast
         low, high = block * _BLOCK, (block + 1) * _BLOCK
         drawn[:, max(workload.real_seq - low, 0) :] = 0.0
         begin = max(span.start, low + (span.start - low) % span.step)
@@ -58,12 +60,22 @@ def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -
     return _rounded(torch.cat(blocks, dim=1), workload)
 
 
-def fill_inputs(program: Program, workload: Workload, storage: Storage) -> None:
-    """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64."""
+def fill_inputs(
+    program: Program, workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
+) -> None:
+    """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64. ``advance``
+    is called after every port.
+    """
     model, whole = workload.model, Span(0, workload.seq)
+    weights: dict[str, View] = {}
     for port in program.inputs:
+        advance()
         if port.tensor in weight_shapes(model):
-            storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
+            if port.name in weights:  # of another rank on this device
+                storage.write(port.view).copy_(storage.read(weights[port.name]))
+            else:
+                storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
+                weights[port.name] = port.view
             continue
         if port.tensor in {"x", "dx"}:
             tokens = [global_activations(port.tensor, span, workload) for span in port.tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import assert_never
 
 import torch
@@ -53,8 +54,7 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
         storage.write(op.target.view)
         source, target = parts(op.source, storage), parts(op.target, storage)
         if op.order:
-            index = torch.tensor(op.order, device=source.device)
-            target.copy_(source.index_select(0, index))
+            target.copy_(source.index_select(0, _index(op.order, source.device)))
             return "aten index_select, copy_"
         target.copy_(source)
         return "aten copy_"
@@ -64,6 +64,12 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
     return _run_token_kernel(op, storage)
+
+
+@lru_cache(maxsize=1024)
+def _index(order: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers of parts on a device; sending them there anew would make the host wait for it."""
+    return torch.tensor(order, device=device)
 
 
 def _attend(op: Attend, storage: Storage, attention: AttentionKernel) -> str:

@@ -28,6 +28,9 @@ import torch.multiprocessing as mp
 
 from sim.errors import LongstepError, RankError
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries communication, by the kind of device that ranks compute on."""
+
 TIMEOUT_S = 120.0
 """Longest time that a rank may take for one op, and at least allowed for joining, before the run is ended."""
 
@@ -63,7 +66,7 @@ class Session:
     """The processes of a run. A context manager: on leaving it no process stays."""
 
     def __init__(
-        self, ranks: int, *, backend: str = "gloo", timeout_s: float = TIMEOUT_S, threads_per_rank: int = 1
+        self, ranks: int, *, device: str = "cpu", timeout_s: float = TIMEOUT_S, threads_per_rank: int = 1
     ) -> None:
         self.ranks = ranks
         self._timeout_s = timeout_s
@@ -74,7 +77,7 @@ class Session:
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        place = _Place(os.getpid(), 0, ranks, backend, store, timeout_s, threads_per_rank)
+        place = _Place(os.getpid(), 0, ranks, device, store, timeout_s, threads_per_rank)
         try:
             for rank in range(ranks):
                 self._start(context, place._replace(rank=rank))
@@ -250,7 +253,7 @@ class _Place(NamedTuple):
     parent: int
     rank: int
     ranks: int
-    backend: str
+    device: str
     store: str
     timeout_s: float
     threads: int
@@ -263,12 +266,12 @@ def _serve(pipe: Connection, place: _Place, board: MutableSequence[float]) -> No
     torch.set_num_threads(place.threads)
     torch.set_num_interop_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cpu") if place.backend == "gloo" else torch.device("cuda", place.rank)
+    device = torch.device("cpu") if place.device == "cpu" else torch.device(place.device, place.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            place.backend,
+            BACKENDS[place.device],
             init_method=f"file://{place.store}",
             rank=place.rank,
             world_size=place.ranks,

@@ -23,6 +23,8 @@ class Step(NamedTuple):
     trace: Trace
     peak_bytes: list[int]
     """Per rank, the largest sum of its buffers."""
+    allocated_bytes: list[int]
+    """Per rank, the most that a GPU's allocator had given; 0 on a CPU."""
 
 
 class ScheduleRun:
@@ -58,14 +60,13 @@ class ScheduleRun:
             num_ranks=self._session.ranks,
             rows=_with_group_begins(rows, self._checked),
         )
-        return Step(trace, [executed.peak_bytes for executed in done])
+        return Step(trace, [executed.peak_bytes for executed in done], [executed.allocated_bytes for executed in done])
 
     def errors(self) -> dict[str, float]:
         """Return how far the outputs of the last step are from the reference, see ``output_errors``."""
         verifiable(self._checked.schedule.header.workload)
-        held: list[dict[str, Any]] = self._session.call(_outputs, self._key)
-        tensors = [{name: torch.from_numpy(value) for name, value in of_rank.items()} for of_rank in held]
-        return output_errors(self._checked, tensors)
+        held: list[list[_Array]] = self._session.call(_outputs, self._key)
+        return output_errors(self._checked, [list(map(torch.from_numpy, of_rank)) for of_rank in held])
 
     def close(self) -> None:
         """Free what the ranks hold for this schedule."""
@@ -101,9 +102,12 @@ def _step(context: RankContext, key: str) -> Executed:
     return player.play()
 
 
-def _outputs(context: RankContext, key: str) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+_Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def _outputs(context: RankContext, key: str) -> list[_Array]:
     player: RankPlayer = context.state[key]
-    return {tensor: value.double().numpy() for tensor, value in player.outputs().items()}
+    return [value.double().numpy() for value in player.outputs()]
 
 
 def _close(context: RankContext, key: str) -> None:

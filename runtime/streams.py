@@ -51,6 +51,10 @@ class Streams(Protocol):
         """Return the time at which a step starts, on the clock of the events."""
         ...
 
+    def get_ahead(self, seconds: float) -> None:
+        """Keep the device busy for about so long, so that the host gets ahead of it where it can."""
+        ...
+
     def close(self) -> None:
         """End the streams."""
         ...
@@ -100,6 +104,9 @@ class HostStreams:
         """See Streams."""
         return time.perf_counter()
 
+    def get_ahead(self, seconds: float) -> None:
+        """See Streams: here the host is the device."""
+
     def issue(self, stream: str, work: Work, after: list[Event]) -> Event:
         """See Streams."""
         event = _HostEvent()
@@ -145,6 +152,10 @@ class HostStreams:
                 event.run(work)
 
 
+_CYCLES_PER_S = 2e9
+"""About the clock of a GPU."""
+
+
 class _CudaEvent:
     """The end of an op on a CUDA stream."""
 
@@ -175,6 +186,10 @@ class CudaStreams:
         torch.cuda.synchronize(self._device)
         self._base.record(self._streams[COMPUTE])
         return 0.0
+
+    def get_ahead(self, seconds: float) -> None:
+        """See Streams."""
+        torch.cuda._sleep(round(seconds * _CYCLES_PER_S))
 
     def issue(self, stream: str, work: Work, after: list[Event]) -> _CudaEvent:
         """See Streams."""

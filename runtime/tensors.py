@@ -90,6 +90,17 @@ def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
         torch.empty(min(_HEAP * peak_bytes, free // (2 * ranks)), dtype=torch.uint8).fill_(0)
 
 
+def watch_allocations(device: torch.device) -> None:
+    """Begin to watch what the allocator of a GPU gives."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def most_allocated(device: torch.device) -> int:
+    """Return the most that it had given at a time since then, in bytes; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def ends_at(lifetimes: list[Lifetime], count: int) -> list[list[int]]:
     """Return, per op, the buffers to give back before it; buffers that live to the end are in none."""
     ends: list[list[int]] = [[] for _ in range(count)]

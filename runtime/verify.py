@@ -15,8 +15,8 @@ from sim.workload import Dtype, Scope, Workload
 MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048}
 """Longest sequence to verify: the reference writes out all scores of a head, or (autograd) of all heads and layers."""
 
-Outputs = dict[str, torch.Tensor]
-"""What one rank's output ports hold, by the name of the port."""
+Outputs = list[torch.Tensor]
+"""What one rank's output ports hold, in their order."""
 
 
 BOUNDS: dict[Dtype, float] = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 3e-2, "fp16": 5e-3}
@@ -38,9 +38,9 @@ def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
     exact = reference(workload)
     worst: dict[str, float] = {}
     for program, held in zip(checked.schedule.programs, outputs, strict=True):
-        for port in program.outputs:
+        for port, tensor in zip(program.outputs, held, strict=True):
             whole = exact[port.tensor, port.layer]
-            value, part = _real(held[port.name], port, workload), _part(whole, port, workload)
+            value, part = _real(tensor, port, workload), _part(whole, port, workload)
             error = relative_error(value, part, whole) if part.numel() else 0.0
             worst[port.name] = max(worst.get(port.name, 0.0), error)
     return worst

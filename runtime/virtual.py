@@ -14,7 +14,7 @@ import torch
 from runtime.attention import attention_kernel
 from runtime.inputs import fill_inputs
 from runtime.kernels import run_kernel
-from runtime.tensors import Storage
+from runtime.tensors import TORCH_DTYPE, Storage
 from runtime.verify import Outputs
 from sim.errors import ScheduleError
 from sim.schedule.check import Checked
@@ -47,7 +47,7 @@ class _VirtualCluster:
     def __init__(self, checked: Checked, device: torch.device, order_seed: int | None) -> None:
         self._checked = checked
         self._programs = checked.schedule.programs
-        self._attention = attention_kernel(device)
+        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
         self._storage = [Storage(program, device, poison=True) for program in self._programs]
         self._random = None if order_seed is None else random.Random(order_seed)
         self._left: dict[Key, int] = {}
@@ -77,7 +77,7 @@ class _VirtualCluster:
             self._begin(self._ready.pop())
         assert not any(self._left.values()), "a checked schedule came to a standstill"
         return [
-            {port.name: storage.read(port.view) for port in program.outputs}
+            [storage.read(port.view) for port in program.outputs]
             for program, storage in zip(self._programs, self._storage, strict=True)
         ]
 

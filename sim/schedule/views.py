@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -13,6 +14,8 @@ Category = Literal[
     "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
 ]  # fmt: skip
 
+
+Part = TypeVar("Part", bound=msgspec.Struct)
 
 TOKENS, HEADS = 1, 2
 """Dimensions of (B, S, H, D)."""
@@ -73,6 +76,17 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Extent of one part per dimension."""
         shape = self.view.shape
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
+
+
+def renumbered(part: Part, number: Mapping[int, int] | Sequence[int]) -> Part:
+    """Return an op or a port with other numbers for its buffers: ``number[old]``."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, View):
+            return View(number[value.buffer], value.slices)
+        return renumbered(value, number) if isinstance(value, msgspec.Struct) else value
+
+    return msgspec.structs.replace(part, **{name: moved(getattr(part, name)) for name in part.__struct_fields__})
 
 
 def is_contiguous(view: View, buffer: Buffer) -> bool:

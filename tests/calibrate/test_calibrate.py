@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.cases import kernel_cases
+from calibrate.cases import QUICK_CPU, kernel_cases
 from calibrate.fit import fitted_spec, together_of
-from calibrate.host import HostCalibration, Plan
+from calibrate.host import HostCalibration
 from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import leave_one_out
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from calibrate.plan import Plan
 from calibrate.residuals import repeat
 from runtime.launch import Session
 from sim.engine.cost import measured_cluster
@@ -44,7 +45,7 @@ def point(kernel: str, shape: tuple[int, ...], seconds: float, **fields: Any) ->
 
 def test_every_kernel_of_the_schedules_is_timed() -> None:
     """What ring and Ulysses run, in kernel and mask, is a subset of what a quick calibration covers."""
-    covered = {(case.use.kernel, case.use.variant) for case in kernel_cases(TINY, "bf16", quick=True)}
+    covered = {(case.use.kernel, case.use.variant) for case in kernel_cases(TINY, "bf16", QUICK_CPU)}
     for name in ("ring", "ulysses"):
         for mask in ("causal", "full"):
             for scope in ("attention", "layer"):
@@ -129,10 +130,10 @@ def test_points_that_follow_the_model_predict_each_other() -> None:
 def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
     """A few steps of a real calibration; the profile that they make simulates."""
     with Session(2, timeout_s=60) as session:
-        cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", quick=True))}
+        cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", QUICK_CPU))}
         assert len(cases) == 14
         for case in cases.values():
-            alone, together = (time_kernel(session, case, when, 0.01) for when in ("idle", "busy"))  # type: ignore[arg-type]
+            alone, together = (time_kernel(session, case, when, 0.01).point for when in ("idle", "busy"))  # type: ignore[arg-type]
             assert 0 < alone.low_s <= alone.median_s <= alone.high_s
             assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)
             assert together.runs >= 2 * 5
@@ -144,7 +145,7 @@ def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
                 assert found.point.median_s > 0
                 assert bool(found.lost_s) == (condition == "busy")
                 assert bool(found.handoff_s) == (condition == "idle")
-        assert 0 < time_launch(session, TINY, "fp32") < 1e-2
+        assert 0 < time_launch(session, TINY, "fp32", inline=True) < 1e-2
 
 
 @pytest.mark.gloo

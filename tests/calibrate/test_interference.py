@@ -10,8 +10,9 @@ import pytest
 
 from calibrate.beside import TRANSFERS, Transfer, beside_schedules
 from calibrate.fit import Together, fitted_spec, together_of, traffic_of
-from calibrate.host import HostCalibration, Plan
+from calibrate.host import HostCalibration
 from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_beside, time_crowded
+from calibrate.plan import Plan
 from calibrate.residuals import explained
 from runtime.launch import Session
 from sim.engine.cost import CostModel

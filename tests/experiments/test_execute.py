@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.host import HostCalibration, Plan
+from calibrate.host import HostCalibration
+from calibrate.plan import Plan
 from experiments.cli import main
 from experiments.record import read_record
 from runtime.verify import BOUNDS
@@ -93,3 +94,21 @@ def test_validate_compares_all_cells_in_turn(
     assert record.title == "tiny, forward and backward, fp32, causal"
     assert record.software.keys() == record.profile.machine.software.keys()
     assert "by: longstep" in html.read_text()
+
+
+def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points: None) -> None:
+    """Executed exactly, and compared: four ranks of a ring in one process, whose hops are copies."""
+    options = ["--gpus", "4", "--seq", "256", "--repeats", "1", "--one-device", "--json"]
+    main(["run", *options, "--schedule", "usp", "--scope", "layer", "--verify"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["errors"].keys() >= {"x 1", "dx", "dwq"}
+    assert max(found["errors"].values()) < 2e-5
+    main(["compare", *options])
+    found = json.loads(capsys.readouterr().out)
+    kinds = {(row["kind"], row["part"]): row["count"] for row in found["kinds"]}
+    assert kinds["Attend", "forward"] == 4 + 3 + 2 + 1
+    assert kinds["Copy", "forward"] == 2 * 4 * 3
+    assert not any(kind in {"Exchange", "AllToAll"} for kind, _ in kinds)
+    assert found["peak_bytes"]["simulated"] == found["peak_bytes"]["executed"]
+    main(["simulate", "--gpus", "4", "--seq", "256", "--one-device", "--cluster", "hgx-h100"])
+    assert "4 ranks on one H100-SXM-80GB" in capsys.readouterr().out

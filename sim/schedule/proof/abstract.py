@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import reduce
 from typing import assert_never
 
@@ -11,7 +10,7 @@ from sim.schedule.dependencies import Dependencies
 from sim.schedule.equations import heads_of, is_weight, is_weight_gradient
 from sim.schedule.ir import Port, Schedule
 from sim.schedule.masks import Span, Tokens, mask_of
-from sim.schedule.matching import Key, Matching, describe
+from sim.schedule.matching import Key, Matching, Transfer, describe
 from sim.schedule.ops import (
     Accumulate,
     AllGather,
@@ -23,9 +22,7 @@ from sim.schedule.ops import (
     Collective,
     Copy,
     Delta,
-    Exchange,
     Fold,
-    HostSync,
     Kernel,
     Merge,
     Op,
@@ -39,94 +36,30 @@ from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, uni
 from sim.schedule.proof.held import Held, port_pieces
 from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
 from sim.schedule.show import window
+from sim.schedule.turns import Turns
 
 
-class AbstractPlayer:
-    """Plays all ranks: each begins its ops in list order, as soon as what they wait for has ended."""
+class AbstractPlayer(Turns):
+    """Plays all ranks on contents."""
 
     def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
-        self._schedule = schedule
-        self._matching = matching
-        self._dependencies = dependencies
+        super().__init__(schedule, matching, dependencies)
         workload = schedule.header.workload
         model = workload.model
         group = model.num_heads // model.num_kv_heads
         self._rules = AttentionRules(mask_of(workload), workload.seq, workload.batch, group)
         self._token_rules = TokenRules(model, self._rules)
-        self._programs = schedule.programs
         self._memory = [Held(program, self._rules) for program in self._programs]
-        self._begun = [0] * schedule.num_ranks
-        self._ended = [bytearray(len(program.ops)) for program in self._programs]
-        self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
 
     def run(self) -> None:
         """Play to the end, then look at the outputs."""
-        ready = deque(range(len(self._programs)))
-        while ready:
-            rank = ready.popleft()
-            ready.extend(self._advance(rank))
-        if any(self._begun[p.rank] < len(p.ops) for p in self._programs):
-            stuck = {p.rank: self._begun[p.rank] for p in self._programs if self._begun[p.rank] < len(p.ops)}
-            raise ScheduleError(f"deadlock: {self._standstill()}", window(self._programs, stuck))
-        for program in self._programs:
-            if not all(self._ended[program.rank]):
-                index = self._ended[program.rank].index(0)
-                raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends")
+        self.play()
         self._check_outputs()
 
-    def _standstill(self) -> str:
-        """Return what the first few ranks that stand still wait for."""
-        parts = []
-        for program in self._programs:
-            index = self._begun[program.rank]
-            if index == len(program.ops):
-                continue
-            blockers = [i for i in self._blockers(program.rank, index) if not self._ended[program.rank][i]]
-            waits = " and ".join(describe(self._schedule, (program.rank, i)).split(" ", 2)[2] for i in blockers)
-            parts.append(f"{describe(self._schedule, (program.rank, index))} waits for {waits}")
-        return "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
-
-    def _blockers(self, rank: int, index: int) -> list[int]:
-        """Return what must have ended before an op begins: its waits and its predecessor on the stream."""
-        stream = self._programs[rank].ops[index].stream
-        return [
-            *self._dependencies[rank].waits[index],
-            *(
-                [self._dependencies[rank].known[index][stream]]
-                if stream in self._dependencies[rank].known[index]
-                else []
-            ),
-        ]
-
-    def _advance(self, rank: int) -> set[int]:
-        """Begin as many ops of a rank as can begin; return the ranks that may go on because of it."""
-        woken: set[int] = set()
-        ops, ended = self._programs[rank].ops, self._ended[rank]
-        dependencies = self._dependencies[rank]
-        while self._begun[rank] < len(ops):
-            index = self._begun[rank]
-            op = ops[index]
-            before = dependencies.known[index].get(op.stream)
-            if (before is not None and not ended[before]) or not all(ended[i] for i in dependencies.waits[index]):
-                break
-            self._begun[rank] += 1
-            if isinstance(op, Exchange):
-                woken |= self._exchange(rank, index)
-            elif isinstance(op, Kernel):
-                self._kernel(rank, index, op)
-                ended[index] = 1
-            elif isinstance(op, HostSync):
-                ended[index] = 1
-            elif isinstance(op, Collective):
-                woken |= self._collective(rank, index)
-            else:
-                assert_never(op)
-        return woken - {rank}
-
-    def _kernel(self, rank: int, index: int, op: Kernel) -> None:
-        """Play one kernel on contents."""
-        memory = self._memory[rank]
-        with self._naming((rank, index)):
+    def kernel(self, key: Key, op: Kernel) -> None:
+        """See Turns."""
+        memory = self._memory[key[0]]
+        with self._naming(key):
             if isinstance(op, Attend):
                 ratio = op.q.shape[2] // op.k.shape[2]
                 out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
@@ -178,33 +111,15 @@ class AbstractPlayer:
             else:
                 assert_never(op)
 
-    def _exchange(self, rank: int, index: int) -> set[int]:
-        """Begin an Exchange; carry out the transfers whose other side has begun too."""
-        key = (rank, index)
-        if not self._missing.get(key):
-            self._ended[rank][index] = 1
-        woken = set()
-        for number in self._matching.transfers_of.get(key, []):
-            transfer = self._matching.transfers[number]
-            peer, op = transfer.target if transfer.source == key else transfer.source
-            if self._begun[peer] <= op:
-                continue
-            with self._naming(transfer.source):
-                for view, target in transfer.pairs:
-                    self._memory[transfer.target[0]].write(target, self._memory[transfer.source[0]].read(view))
-            for side in (transfer.source, transfer.target):
-                self._missing[side] -= 1
-                if self._missing[side] == 0:
-                    self._ended[side[0]][side[1]] = 1
-                    woken.add(side[0])
-        return woken
+    def transfer(self, transfer: Transfer) -> None:
+        """See Turns."""
+        source, target = self._memory[transfer.source[0]], self._memory[transfer.target[0]]
+        with self._naming(transfer.source):
+            for sent, received in transfer.pairs:
+                target.write(received, source.read(sent))
 
-    def _collective(self, rank: int, index: int) -> set[int]:
-        """Begin a collective; carry it out if this is its last member."""
-        members = self._matching.groups[self._matching.group_of[rank, index]].members
-        if any(self._begun[member] <= op for member, op in members):
-            return set()
-        ops = [self._programs[member].ops[op] for member, op in members]
+    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+        """See Turns."""
         sent = [self._sent(key, op, len(ops)) for key, op in zip(members, ops, strict=True)]
         for number, (op, key) in enumerate(zip(ops, members, strict=True)):
             memory = self._memory[key[0]]
@@ -217,9 +132,6 @@ class AbstractPlayer:
                 memory.write(op.view, reduce(_sum, parts))
             else:
                 assert isinstance(op, Barrier)
-        for member, op_index in members:
-            self._ended[member][op_index] = 1
-        return {member for member, _ in members}
 
     def _sent(self, key: Key, op: Op, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""

@@ -65,7 +65,7 @@ class Held:
 
     def _axis(self, split: Split) -> int:
         """Return which of (batch, tokens, heads) a split cuts."""
-        return "bsh".index(self._buffers[split.view.buffer].dims[split.dim])
+        return {"b": 0, "s": 1, "i": 1, "h": 2}[self._buffers[split.view.buffer].dims[split.dim]]
 
     def zero(self, view: View) -> None:
         """Put zeros in place of what was there."""

@@ -1,0 +1,129 @@
+"""Calibrates one GPU: what to time, in which order, and its profile, with the tile model of its attention."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+from datetime import UTC, datetime
+from functools import partial
+from typing import Self
+
+import msgspec
+import torch
+
+from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
+from calibrate.kernels import Timed, time_kernel
+from calibrate.leave_one_out import spreads
+from calibrate.links import time_launch
+from calibrate.plan import Plan, Step, software
+from calibrate.tiles import tile_models
+from runtime.attention import attention_kernel
+from runtime.launch import Session
+from runtime.tensors import TORCH_DTYPE
+from sim.profile import Issue, Machine, Point, Profile
+from topology.specs import ClusterSpec
+
+_STREAMING = ("copy", "accumulate")
+"""Kernels that show what the memory gives."""
+
+
+class GpuCalibration:
+    """A calibration under way, of the first GPU of a machine; see ``plan.Calibration``."""
+
+    def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
+        self._plan = plan
+        self._spec = msgspec.structs.replace(spec, nodes=1)
+        self._session: Session | None = None
+        self._timed: list[Timed] = []
+        self._launch_s: float | None = None
+        self._budget_s = 0.05 if plan.quick else 0.2
+        self._before = _state()
+
+    def __enter__(self) -> Self:
+        self._session = Session(1, device=self._spec.gpu.kind)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._session:
+            self._session.__exit__(kind)
+
+    def steps(self) -> list[Step]:
+        """Return all measurements: what issuing costs, then kernels by size, so that an early end leaves the small."""
+        plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
+        cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
+        return [Step("launch", self._time_launch), *(Step(case.label, partial(self._time, case)) for case in cases)]
+
+    def profile(self, *, complete: bool) -> Profile:
+        """Return what has been measured."""
+        points = [timed.point for timed in self._timed]
+        gpu = self._spec.gpu
+        if self._launch_s is not None:
+            gpu = msgspec.structs.replace(gpu, launch_s=self._launch_s)
+        spec = msgspec.structs.replace(self._spec, gpu=gpu)
+        profile = Profile(
+            name=self._plan.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self._plan.command,
+            complete=complete,
+            machine=Machine(
+                gpu=gpu.name,
+                software=software() | self._implementations(),
+                state={"before": self._before, "after": _state()},
+            ),
+            cluster=msgspec.to_builtins(spec, str_keys=True),
+            points=tuple(points),
+            memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
+            issue=self._issue(),
+            tiles=tile_models(points, gpu.sms) if gpu.kind == "cuda" else (),
+        )
+        return msgspec.structs.replace(profile, residuals=spreads(profile))
+
+    def _implementations(self) -> dict[str, str]:
+        """Return which attention was timed, and with which CUDA."""
+        device, dtype = torch.device(self._spec.gpu.kind), TORCH_DTYPE[self._plan.dtypes[0]]
+        return {"attention": attention_kernel(device, dtype).name, "cuda": torch.version.cuda or ""}
+
+    def _time_launch(self) -> None:
+        assert self._session
+        self._launch_s = time_launch(
+            self._session, self._plan.model, self._plan.dtypes[0], inline=self._spec.gpu.kind == "cpu"
+        )
+
+    def _time(self, case: KernelCase) -> None:
+        assert self._session
+        self._timed.append(time_kernel(self._session, case, "idle", self._budget_s))
+
+    def _issue(self) -> dict[str, Issue]:
+        """Return what ops cost the host beyond a sum, with which the launch was timed."""
+        found: dict[str, list[float]] = {}
+        for timed in self._timed:
+            found.setdefault(timed.point.kernel, []).append(timed.cpu_s)
+        if self._spec.gpu.kind == "cpu" or "accumulate" not in found:
+            return {}
+        one = statistics.median(found["accumulate"])
+        more = {kernel: statistics.median(times) - one for kernel, times in found.items()}
+        return {kernel: Issue(host_s=max(more_s, 0.0)) for kernel, more_s in more.items()}
+
+
+def _memory_efficiency(points: list[Point], bytes_per_s: float) -> float:
+    """Return the share of the memory's bandwidth that the largest copies and sums get; 1 if there is none."""
+    shares = []
+    for kernel in _STREAMING:
+        of_kernel = [point for point in points if point.kernel == kernel]
+        if of_kernel:
+            largest = max(of_kernel, key=lambda point: point.nbytes)
+            shares.append(largest.nbytes / largest.median_s / bytes_per_s)
+    return min(statistics.mean(shares), 1.0) if shares else 1.0
+
+
+def _state() -> str:
+    """Return what the driver says of the GPU: name, clocks, temperature, power; empty where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or not torch.cuda.is_available():
+        return ""
+    fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit"
+    number = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # the driver counts them in another order
+    query = [tool, f"--query-gpu={fields}", "--format=csv,noheader", f"--id={number}"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    return answer.stdout.strip()

@@ -1,0 +1,108 @@
+"""A GPU's calibration, played on the CPU: its steps, and what becomes of what they find."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
+from calibrate.gpu import GpuCalibration
+from calibrate.kernels import Timed
+from calibrate.plan import Plan
+from calibrate.published.reading import kernel_point
+from sim.engine.cost import CostModel, measured_cluster
+from sim.profile import Profile
+from sim.schedule.kernels import KernelUse, attention_use
+from sim.schedule.masks import CAUSAL
+from sim.workload import load_model
+from tests.helpers import make_cluster_spec, make_model
+from topology.cluster import Cluster, load_cluster
+
+LAUNCH_S = 4e-6
+
+
+def by_hand(timed: list[Timed]) -> Profile:
+    """Return the profile that a GPU's calibration makes of some times."""
+    plan = Plan("toy", load_model("llama3-8b"), ("bf16",), quick=True, command="by hand")
+    calibration = GpuCalibration(plan, make_cluster_spec())
+    calibration._timed, calibration._launch_s = timed, LAUNCH_S
+    return calibration.profile(complete=True)
+
+
+def attention(tokens: int, seconds: float, cpu_s: float) -> Timed:
+    use = attention_use(False, "bf16", (1, tokens, 8, 128), tokens, 2, CAUSAL)
+    return Timed(kernel_point(use, seconds), cpu_s)
+
+
+def streaming(kernel: str, elements: int, seconds: float, cpu_s: float) -> Timed:
+    return Timed(kernel_point(KernelUse(kernel, "", "bf16", (elements,), 0, 6 * elements), seconds), cpu_s)
+
+
+@pytest.mark.gloo
+def test_its_steps_time_launches_and_kernels() -> None:
+    plan = Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")
+    with GpuCalibration(plan, load_cluster("host")) as calibration:
+        steps = calibration.steps()
+        assert steps[0].label == "launch"
+        for step in [steps[0], *(step for step in steps if "256x" in step.label)]:
+            step.run()
+        profile = calibration.profile(complete=False)
+    assert not profile.complete
+    assert 0 < profile.cluster["gpu"]["launch_s"] < 1
+    assert {"attention_forward", "attention_backward"} <= {point.kernel for point in profile.points}
+    assert all(point.condition == "idle" for point in profile.points)
+    assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
+
+
+def test_what_issuing_costs_is_told_from_the_kernel_itself() -> None:
+    """A sum is one launch; attention takes the host 30 us more, and nothing takes less than a launch."""
+    profile = by_hand(
+        [
+            streaming("accumulate", 2**20, 1e-5, 20e-6),
+            attention(1024, 1e-4, 50e-6),
+            streaming("copy", 2**20, 1e-5, 9e-6),
+        ]
+    )
+    host = {kernel: issue.host_s for kernel, issue in profile.issue.items()}
+    assert host == pytest.approx({"accumulate": 0.0, "attention_forward": 30e-6, "copy": 0.0})
+    assert all(issue.launches == 1 for issue in profile.issue.values())
+    assert profile.cluster["gpu"]["launch_s"] == LAUNCH_S
+
+
+def test_memory_is_what_the_largest_copies_and_sums_get() -> None:
+    spec = make_cluster_spec()
+    ideal_s = 6 * 2**24 / spec.hbm.bytes_per_s
+    found = [streaming("copy", 2**10, 1.0, 0.0), streaming("copy", 2**24, ideal_s / 0.8, 0.0)]
+    assert by_hand(found).memory_efficiency == pytest.approx(0.8)
+    assert by_hand([*found, streaming("accumulate", 2**24, ideal_s / 0.6, 0.0)]).memory_efficiency == pytest.approx(0.7)
+    assert by_hand([]).memory_efficiency == 1
+
+
+def test_its_attention_follows_a_tile_model() -> None:
+    """Between and beyond what was timed; a measured point comes back."""
+    profile = by_hand([attention(2**n, 5e-3 + 1e-3 * 4 ** (n - 9), 0.0) for n in range(9, 15)])
+    (model,) = profile.tiles
+    assert model.pair_s > 0
+    cost = CostModel(Cluster(measured_cluster(profile)), profile)
+
+    def predicted(tokens: int) -> float:
+        use = attention_use(False, "bf16", (1, tokens, 8, 128), tokens, 2, CAUSAL)
+        return sum(phase.seconds for phase in cost.kernel(0, use))
+
+    assert predicted(2**12) == pytest.approx(5e-3 + 1e-3 * 4**3)
+    assert predicted(2**16) == pytest.approx(4 * predicted(2**15), rel=0.05)
+
+
+def test_it_covers_what_layers_of_llama_run() -> None:
+    """Attention of all heads and of those of two, four and eight ranks; what fits into a GPU's memory."""
+    model = load_model("llama3-8b")
+    cases = kernel_cases(model, "bf16", FULL_GPU)
+    heads = {case.use.shape[3] for case in cases if case.use.fused_attention}
+    assert heads == {4, 8, 16, 32}
+    tokens = {"attention_forward": 1, "attention_backward": 1, "gemm": 0}  # where their shapes have them
+    longest = {
+        name: max(case.use.shape[at] for case in cases if case.use.kernel == name) for name, at in tokens.items()
+    }
+    assert longest == {"attention_forward": 2**18, "attention_backward": 2**18, "gemm": 2**17}
+    assert max(sum(buffer.nbytes for buffer in case.program.buffers) for case in cases) < 32e9
+    assert len(kernel_cases(model, "bf16", QUICK_GPU)) < len(cases) / 2

@@ -1,0 +1,103 @@
+"""What ``make gpu`` does, on the CPU: the same steps, fewer and smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from calibrate.host import HostCalibration
+from calibrate.plan import Plan
+from experiments import recipes
+from experiments.calibrate import Calibrate
+from experiments.cli import open_console
+from experiments.record import read_record
+from sim.errors import InputError, RankError
+from sim.profile import save_profile
+from sim.workload import load_model
+
+
+def few_points(command: Calibrate, _: object) -> None:
+    """Calibrate, but for a few kernels only."""
+    assert command.out
+    plan = Plan("toy", load_model("tiny"), ("fp32",), quick=True, command="test")
+    with HostCalibration(plan) as calibration:
+        for step in calibration.steps():
+            if "1x256x256x8x" in step.label:
+                step.run()
+        save_profile(calibration.profile(complete=False), Path(command.out))
+
+
+@pytest.mark.gloo
+def test_it_verifies_calibrates_and_compares(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
+    monkeypatch.setattr(recipes, "calibrate", few_points)
+    plan = recipes.GpuPlan(
+        schedules=("single", "ring", "ulysses"), verified="128", model="tiny", alone="256", together="256", ranks="2"
+    )
+    recipes.gpu(open_console(), plan)
+    printed = capsys.readouterr().out
+    assert printed.count("dwq: largest relative error") == 3
+    (folder,) = (tmp_path / "experiments" / "results").iterdir()
+    assert folder.name.endswith("-toy")
+    assert {path.name for path in folder.iterdir()} == {
+        "profile.json", *(f"{what}.{kind}" for what in ("layers", "schedules") for kind in ("json", "html", "svg"))
+    }  # fmt: skip
+    cells = {
+        what: [
+            (cell.gpus, cell.schedule, len(found))
+            for cell, found in read_record(str(folder / f"{what}.json")).comparisons
+        ]
+        for what in ("layers", "schedules")
+    }
+    assert cells == {"layers": [(1, "single", 1)], "schedules": [(2, "ring", 1), (2, "ulysses", 1)]}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, sms: int, memory: float) -> None:
+    """Let torch see a GPU."""
+    import torch
+
+    found = SimpleNamespace(name=name, multi_processor_count=sms, total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+
+
+@pytest.mark.gloo
+def test_a_part_that_fails_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
+    monkeypatch.setattr(recipes, "calibrate", few_points)
+    plan = recipes.GpuPlan(
+        schedules=("single", "ring"), verified="1Q", model="tiny", alone="256", together="256", ranks="2"
+    )
+    with pytest.raises(RankError, match="2 parts failed: .*1Q"):
+        recipes.gpu(open_console(), plan)
+    (folder,) = (tmp_path / "experiments" / "results").iterdir()
+    assert (folder / "schedules.json").is_file()
+    assert "failed: " in capsys.readouterr().out
+
+
+def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="needs a GPU: torch sees none"):
+        recipes.gpu_here()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    known = {"hgx-h200": ("NVIDIA H200", 132, 150.1e9), "dgx-a100": ("NVIDIA A100-SXM4-80GB", 108, 85.1e9)}
+    for cluster, properties in known.items():
+        pretend(monkeypatch, *properties)
+        assert recipes.gpu_here()[0] == cluster
+    for properties in (
+        ("NVIDIA H100 PCIe", 114, 85.1e9),
+        ("NVIDIA A100-SXM4-40GB", 108, 42.4e9),
+        ("NVIDIA T4", 40, 16e9),
+    ):
+        pretend(monkeypatch, *properties)
+        with pytest.raises(InputError, match=f"no cluster preset has '{properties[0]}'"):
+            recipes.gpu_here()

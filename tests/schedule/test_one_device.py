@@ -1,0 +1,60 @@
+"""Every schedule on one device: proved again, exact when executed, with the kernels and the memory of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.verify import output_errors
+from runtime.virtual import execute_virtual
+from sim.schedule.check import check
+from sim.schedule.ir import Schedule
+from sim.schedule.one_device import on_one_device
+from sim.schedule.ops import Copy, Kernel
+from sim.workload import Workload
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("scope", ["attention", "layer"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_schedule_is_exact_on_one_device(name: str, scope: str) -> None:
+    """Also with keys that fewer ranks have than split the heads, and in random orders of what does not depend."""
+    done = 0
+    for ranks, heads in ((4, (8, 4)), (8, (8, 2)), (1, (8, 4))):
+        workload = Workload(model=make_model(*heads), seq=48, batch=2, dtype="fp64", scope=scope, layers=1)  # type: ignore[arg-type]
+        checked = checked_or_refused(name, workload, ranks)
+        if checked is None:
+            continue
+        done += 1
+        folded = check(on_one_device(checked))
+        assert folded.schedule.num_ranks == 1
+        assert not folded.matching.transfers
+        assert not folded.matching.groups
+        kernels = [use for uses in checked.kernels for use in uses if use]
+        copied = len(folded.kernels[0]) - len(kernels)
+        assert (copied > 0) == bool(checked.matching.transfers or checked.matching.groups)
+        assert sum(use.flops for use in folded.kernels[0] if use and "attention" in use.kernel) == sum(
+            use.flops for use in kernels if "attention" in use.kernel
+        )
+        assert max(output_errors(folded, execute_virtual(folded, CPU, ranks)).values()) <= 1e-12
+    assert done
+
+
+def test_gathered_keys_and_scattered_gradients() -> None:
+    """All-gather and reduce-scatter, which attention of the catalog may not have both of."""
+    checked = check(make_gathered(Workload(model=make_model(8, 4), seq=32, dtype="fp64"), 4))
+    folded = check(on_one_device(checked))
+    assert max(output_errors(folded, execute_virtual(folded, CPU, 1)).values()) <= 1e-12
+
+
+def test_a_hop_of_a_ring_is_a_copy_of_its_keys_and_values() -> None:
+    """Forward on four ranks: three hops each, of keys and of values."""
+    workload = Workload(model=make_model(8, 4), seq=64, passes="forward")
+    folded = on_one_device(make_checked("ring", workload, 4))
+    ops = folded.program(0).ops
+    assert all(isinstance(op, Kernel) for op in ops)
+    assert sum(isinstance(op, Copy) for op in ops) == 4 * 3 * 2
+    assert folded.header.name == "ring, 4 ranks on one device"
+    assert Schedule.from_json(folded.to_json()).hash == folded.hash
