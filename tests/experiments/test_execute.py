@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from calibrate.cases import KernelCase, Sizes, kernel_cases
+from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
 from calibrate.plan import Plan
 from experiments.cli import main
 from experiments.record import read_record
 from runtime.verify import BOUNDS
-from sim.profile import save_profile
+from sim.profile import load_profile, save_profile
 from sim.trace import from_chrome
-from sim.workload import load_model
+from sim.workload import Dtype, ModelSpec, load_model
+from topology.specs import ClusterSpec
 
 pytestmark = pytest.mark.gloo
 
@@ -112,3 +115,33 @@ def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points
     assert found["peak_bytes"]["simulated"] == found["peak_bytes"]["executed"]
     main(["simulate", "--gpus", "4", "--seq", "256", "--one-device", "--cluster", "hgx-h100"])
     assert "4 ranks on one H100-SXM-80GB" in capsys.readouterr().out
+
+
+def test_a_calibration_of_a_gpu_from_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Played on the host: what it prints, what it keeps, and a comparison that rests on it."""
+    plans: list[Plan] = []
+
+    def on_the_host(plan: Plan, spec: ClusterSpec) -> GpuCalibration:
+        plans.append(plan)
+        return GpuCalibration(plan, spec)
+
+    def few(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> list[KernelCase]:
+        return [case for case in kernel_cases(model, dtype, sizes) if case.use.shape[0] == 1 or case.rough_s < 1e-4][
+            :12
+        ]
+
+    monkeypatch.setattr("experiments.calibrate._calibration", on_the_host)
+    monkeypatch.setattr("calibrate.gpu.kernel_cases", few)
+    profile = tmp_path / "profile.json"
+    main(["calibrate", "--quick", "--out", str(profile)])
+    printed = capsys.readouterr().out
+    assert "us to issue a small kernel" in printed
+    assert [plan.quick for plan in plans] == [True]
+    found = load_profile(str(profile))
+    assert found.complete
+    assert len(found.points) == 12
+    assert found.machine.software["attention"] == "aten flash for cpu"
+    main(["compare", "--one-device", "--gpus", "2", "--seq", "256", "--repeats", "1", "--profile", str(profile)])
+    assert "Attend forward" in capsys.readouterr().out

@@ -29,20 +29,24 @@ def few_points(command: Calibrate, _: object) -> None:
         save_profile(calibration.profile(complete=False), Path(command.out))
 
 
-@pytest.mark.gloo
-def test_it_verifies_calibrates_and_compares(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The host in place of a GPU, in a folder of its own; where results go."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
     monkeypatch.setattr(recipes, "calibrate", few_points)
+    return tmp_path / "experiments" / "results"
+
+
+@pytest.mark.gloo
+def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = recipes.GpuPlan(
         schedules=("single", "ring", "ulysses"), verified="128", model="tiny", alone="256", together="256", ranks="2"
     )
     recipes.gpu(open_console(), plan)
     printed = capsys.readouterr().out
     assert printed.count("dwq: largest relative error") == 3
-    (folder,) = (tmp_path / "experiments" / "results").iterdir()
+    (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
         "profile.json", *(f"{what}.{kind}" for what in ("layers", "schedules") for kind in ("json", "html", "svg"))
@@ -66,18 +70,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, sms: int, memory: float)
 
 
 @pytest.mark.gloo
-def test_a_part_that_fails_does_not_end_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
-    monkeypatch.setattr(recipes, "calibrate", few_points)
+def test_a_part_that_fails_does_not_end_it(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = recipes.GpuPlan(
         schedules=("single", "ring"), verified="1Q", model="tiny", alone="256", together="256", ranks="2"
     )
     with pytest.raises(RankError, match="2 parts failed: .*1Q"):
         recipes.gpu(open_console(), plan)
-    (folder,) = (tmp_path / "experiments" / "results").iterdir()
+    (folder,) = toy.iterdir()
     assert (folder / "schedules.json").is_file()
     assert "failed: " in capsys.readouterr().out
 
