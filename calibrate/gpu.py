@@ -75,7 +75,7 @@ class GpuCalibration:
             points=tuple(points),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
             issue=self._issue(),
-            tiles=tile_models(points, gpu.sms) if gpu.kind == "cuda" else (),
+            tiles=tile_models(points, gpu.sms),
         )
         return msgspec.structs.replace(profile, residuals=spreads(profile))
 
@@ -86,9 +86,7 @@ class GpuCalibration:
 
     def _time_launch(self) -> None:
         assert self._session
-        self._launch_s = time_launch(
-            self._session, self._plan.model, self._plan.dtypes[0], inline=self._spec.gpu.kind == "cpu"
-        )
+        self._launch_s = time_launch(self._session, self._plan.model, self._plan.dtypes[0], inline=False)
 
     def _time(self, case: KernelCase) -> None:
         assert self._session
@@ -99,7 +97,7 @@ class GpuCalibration:
         found: dict[str, list[float]] = {}
         for timed in self._timed:
             found.setdefault(timed.point.kernel, []).append(timed.cpu_s)
-        if self._spec.gpu.kind == "cpu" or "accumulate" not in found:
+        if "accumulate" not in found:
             return {}
         one = statistics.median(found["accumulate"])
         more = {kernel: statistics.median(times) - one for kernel, times in found.items()}

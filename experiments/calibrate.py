@@ -70,7 +70,7 @@ def calibrate(command: Calibrate, console: Console) -> None:
         _check(load_profile(command.out or name), console)
         return
     if command.published:
-        if command.quick or command.dtype:
+        if command.quick or command.dtype or command.model or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)
         return

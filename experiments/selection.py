@@ -33,6 +33,9 @@ SCOPES = ("attention", "layer")
 PASSES = ("forward", "backward", "both")
 MASK_NAMES = ("causal", "full")
 DATASHEET = "datasheet"
+_CALIBRATED = "longstep"
+"""Among the software of profiles that ``longstep calibrate`` has measured; those made from tables have the cluster's
+own figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,11 +145,11 @@ def choose(selection: Selection) -> Chosen:
 
 
 def _spec(selection: Selection, profile: Profile | None) -> ClusterSpec:
-    """Return the cluster: of a host as it was measured, of GPUs that somebody has calibrated with their host's time."""
+    """Return the cluster: of a host as it was measured, of GPUs that were calibrated here with what issuing took."""
     if profile and selection.cluster == "host":
         return measured_cluster(profile)
     spec = load_cluster(selection.cluster)
-    if profile is None:
+    if profile is None or _CALIBRATED not in profile.machine.software:
         return spec
     measured = measured_cluster(profile).gpu
     if measured.name != spec.gpu.name:  # which the cost model refuses

@@ -1,4 +1,5 @@
-"""Attention kernels of GPUs: flash-attention 3 or 2 where their packages are installed, else what torch carries.
+"""Attention kernels of GPUs: flash-attention 3 or 2 where their packages are installed, else what torch carries. Tested
+by their signatures, but not run on a GPU yet: see README.
 
 Signatures: flash_attn 2.8 flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py of the same repository,
 and torch 2.13 aten/src/ATen/native/native_functions.yaml. Their traps:

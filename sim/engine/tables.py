@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import NamedTuple, TypeVar
 
 from sim.engine.tiles import TiledAttention
@@ -242,13 +243,10 @@ class TransferTable:
         kinds = {kernel: by_ranks for (kernel, of), by_ranks in self._series.items() if of in {link, ""}}
         if not kinds:
             return 1.0, "datasheet rate"
-        shares = [_mean([series.efficiency(nbytes) for series in by_ranks.values()]) for by_ranks in kinds.values()]
-        return min(_mean(shares), 1.0), f"efficiency of {' and '.join(sorted(kinds))}"
-
-
-def _mean(values: list[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+        shares = [
+            geometric_mean(series.efficiency(nbytes) for series in by_ranks.values()) for by_ranks in kinds.values()
+        ]
+        return min(geometric_mean(shares), 1.0), f"efficiency of {' and '.join(sorted(kinds))}"
 
 
 def _between(measured: list[Count], wanted: float) -> tuple[Count, Count, float]:

@@ -15,7 +15,7 @@ Category = Literal[
 ]  # fmt: skip
 
 
-Part = TypeVar("Part", bound=msgspec.Struct)
+Described = TypeVar("Described", bound=msgspec.Struct)
 
 TOKENS, HEADS = 1, 2
 """Dimensions of (B, S, H, D)."""
@@ -78,7 +78,7 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
 
 
-def renumbered(part: Part, number: Mapping[int, int] | Sequence[int]) -> Part:
+def renumbered(part: Described, number: Mapping[int, int] | Sequence[int]) -> Described:
     """Return an op or a port with other numbers for its buffers: ``number[old]``."""
 
     def moved(value: object) -> object:

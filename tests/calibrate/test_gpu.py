@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from importlib import resources
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -10,8 +14,9 @@ from calibrate.gpu import GpuCalibration
 from calibrate.kernels import Timed
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point
+from experiments.selection import Selection, choose
 from sim.engine.cost import CostModel, measured_cluster
-from sim.profile import Profile
+from sim.profile import Profile, save_profile
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL
 from sim.workload import load_model
@@ -106,3 +111,21 @@ def test_it_covers_what_layers_of_llama_run() -> None:
     assert longest == {"attention_forward": 2**18, "attention_backward": 2**18, "gemm": 2**17}
     assert max(sum(buffer.nbytes for buffer in case.program.buffers) for case in cases) < 32e9
     assert len(kernel_cases(model, "bf16", QUICK_GPU)) < len(cases) / 2
+
+
+def test_what_issuing_took_goes_with_a_profile_that_was_measured(tmp_path: Path) -> None:
+    """Not with one out of tables, whose launches are the preset's: a cluster file's own figure stands."""
+    cluster, made = tmp_path / "ours.toml", tmp_path / "made.json"
+    preset = resources.files("topology").joinpath("hardware", "hgx-h100.toml").read_text()
+    cluster.write_text(re.sub(r"(?m)^launch_s = .*$", "launch_s = 5e-6", preset))
+    common = {"model": "llama3-8b", "seq": "64K", "cluster": str(cluster), "gpus": 8}
+    assert choose(Selection(profile="h100-sxm", **common)).spec.gpu.launch_s == 5e-6  # type: ignore[arg-type]
+    calibration = GpuCalibration(
+        Plan("made", load_model("llama3-8b"), ("bf16",), quick=True, command=""), load_cluster("hgx-h100")
+    )
+    calibration._launch_s = LAUNCH_S
+    save_profile(calibration.profile(complete=True), made)
+    chosen = choose(Selection(profile=str(made), **common))  # type: ignore[arg-type]
+    assert chosen.spec.gpu.launch_s == LAUNCH_S
+    twice = choose(Selection(profile=str(made), set=("cluster.gpu.launch_s=*2",), **common))  # type: ignore[arg-type]
+    assert twice.spec.gpu.launch_s == 2 * LAUNCH_S

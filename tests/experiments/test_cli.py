@@ -315,6 +315,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("validate", "--record", "none.json"), "cannot be read"),
         (("validate", "--profile", "datasheet", "--seq", "1K", "--ranks", "2"), "run longstep calibrate --quick"),
         (("run", "--cluster", "hgx-h100"), "which has no GPU: executing takes --cluster host"),
+        (("calibrate", "--published", "h100-sxm", "--cluster", "hgx-h100"), "goes with --out only"),
         (("calibrate", "--cluster", "hgx-h200"), "which has no GPU"),
         (("run", "--repeats", "0"), "1 or more"),
         (("run", "--timeout", "0"), "above 0"),
