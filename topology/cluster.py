@@ -10,19 +10,9 @@ import networkx as nx
 
 from sim.errors import InputError
 from sim.presets import load_toml
-from topology.fabrics import Edge, wire
+from topology.fabrics import FABRIC, Edge, Resource, socket_of, wire
 from topology.host import host_facts, with_facts
 from topology.specs import ClusterSpec
-
-
-class Resource(NamedTuple):
-    """Something that activities share: SMs, cores, memory bandwidth, one direction of a link."""
-
-    name: str
-    group: str
-    """Class of the resource: compute, hbm, nvlink, pcie, nic, loopback."""
-    capacity: float
-    """SMs or cores; bytes per second for memory and links."""
 
 
 class Device(NamedTuple):
@@ -39,9 +29,10 @@ class Device(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The way from one device to another."""
+    """The way from one device to another, or between a device and its host's memory."""
 
     resources: tuple[int, ...]
+    """One of them twice where data passes it twice."""
     bytes_per_s: float
     """Rate of the slowest link on the way."""
     latency_s: float
@@ -55,16 +46,40 @@ class Cluster:
         self._graph = wire(spec)
         self.resources: list[Resource] = []
         self.devices = [self._device(index) for index in range(spec.nodes * spec.gpus_per_node)]
-        self._link_index: dict[str, int] = {}
+        self._index: dict[str, int] = {}
         for _, _, edge in self._graph.edges(data="edge"):
-            if edge.resource:
-                self._link_index[edge.resource] = self._add(edge.resource, edge.group, edge.bytes_per_s)
-        self._paths_from = cache(lambda source: nx.single_source_shortest_path(self._graph, f"gpu[{source}]"))
+            for resource in edge.resources:
+                if resource.name not in self._index:
+                    self._index[resource.name] = self._add(*resource)
+        self._dram = (
+            [
+                self._add(f"socket[{number}].dram", "dram", spec.socket.dram.bytes_per_s)
+                for number in range(spec.nodes * spec.socket.per_node)
+            ]
+            if spec.socket
+            else []
+        )
+        inside = nx.restricted_view(self._graph, [FABRIC] if FABRIC in self._graph else [], [])
+        self._paths_inside = cache(lambda source: nx.single_source_shortest_path(inside, f"gpu[{source}]"))
+        self._paths_across = cache(lambda source: nx.single_source_shortest_path(self._graph, f"gpu[{source}]"))
         self._route = cache(self._find_route)
 
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
         return self._route(source, target)
+
+    def host_route(self, device: int, *, to_host: bool) -> Route:
+        """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
+        has no such memory.
+        """
+        if not self._dram:
+            raise InputError(
+                f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
+                f"buffers on the GPUs"
+            )
+        socket = socket_of(self.spec, device)
+        path = nx.shortest_path(self._graph, f"gpu[{device}]", f"socket[{socket}]")
+        return self._along(path if to_host else path[::-1], [self._dram[socket]])
 
     def peak_flops_per_s(self, device: int, dtype: str) -> float:
         """Return the peak rate of one device; raises InputError for a data type that it has no peak for."""
@@ -99,14 +114,23 @@ class Cluster:
         return len(self.resources) - 1
 
     def _find_route(self, source: int, target: int) -> Route:
-        path = self._paths_from(source).get(f"gpu[{target}]")
+        near = self.devices[source].node == self.devices[target].node  # and so not over the NICs, however short that is
+        path = (self._paths_inside if near else self._paths_across)(source).get(f"gpu[{target}]")
         if path is None or source == target:
             raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")
+        through_host = any(hop.startswith("socket[") for hop in path)
+        pcie = self.spec.pcie
+        staged = through_host and pcie is not None and pcie.peers == "switch"
+        # NCCL's shared-memory transport keeps its buffers on the receiving side: written there once, read there once
+        return self._along(path, [self._dram[socket_of(self.spec, target)]] * 2 if staged else [])
+
+    def _along(self, path: list[str], memory: list[int]) -> Route:
+        """Return the route along a path that also passes some memory."""
         edges: list[Edge] = [self._graph.edges[a, b]["edge"] for a, b in pairwise(path)]
-        links = [edge for edge in edges if edge.resource]
+        passed = [*(self._index[resource.name] for edge in edges for resource in edge.resources), *memory]
         return Route(
-            tuple(self._link_index[edge.resource] for edge in links),
-            min(edge.bytes_per_s for edge in links),
+            tuple(passed),
+            min(self.resources[index].capacity / passed.count(index) for index in passed),
             sum(edge.latency_s for edge in edges),
         )
 

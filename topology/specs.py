@@ -52,6 +52,34 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
     """Share of the rate that data gets; the rest are headers and flow control."""
     reduces: bool = False
     """Whether its switch sums what passes through it (NVLink SHARP)."""
+    both_ways_bytes_per_s: Positive | None = None
+    """Data that both directions get together, where that is less than each gets alone."""
+
+
+class PcieSpec(LinkSpec, frozen=True, kw_only=True):
+    """The link of every GPU to its PCIe switch, and what lies behind that."""
+
+    gpus_per_switch: Count = 1
+    uplink: LinkSpec | None = None
+    """From a switch to its socket, shared by the GPUs behind it; without one only their own links limit them."""
+    peers: Literal["node", "switch"] = "node"
+    """Which GPUs write into each other's memory; data of others passes through that of the host."""
+
+
+class DramSpec(_Spec, frozen=True, kw_only=True):
+    """Host memory of one socket; reads and writes share its bandwidth."""
+
+    capacity_bytes: Count
+    bytes_per_s: Positive
+
+
+class SocketSpec(_Spec, frozen=True, kw_only=True):
+    """The CPUs of a node of GPUs: each has the memory and the PCIe switches of an equal share of the GPUs."""
+
+    per_node: Count = 1
+    dram: DramSpec
+    link: LinkSpec | None = None
+    """Between any two of them; without one data does not pass from one to another."""
 
 
 class HostSpec(_Spec, frozen=True, kw_only=True):
@@ -75,7 +103,9 @@ class PerGpu(_Spec, frozen=True, kw_only=True):
 
 
 class ClusterSpec(_Spec, frozen=True, kw_only=True):
-    """A whole machine. ``nvlink``, ``pcie``, ``nic`` and ``loopback`` say which links there are; see ``fabrics``."""
+    """A whole machine. ``nvlink``, ``pcie``, ``socket``, ``nic`` and ``loopback`` say which links there are; see
+    ``fabrics``.
+    """
 
     name: str
     nodes: Count = 1
@@ -83,7 +113,8 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     gpu: GpuSpec
     hbm: HbmSpec
     nvlink: LinkSpec | None = None
-    pcie: LinkSpec | None = None
+    pcie: PcieSpec | None = None
+    socket: SocketSpec | None = None
     nic: LinkSpec | None = None
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
@@ -110,3 +141,10 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
             )
         if self.nodes > 1 and self.nic is None:
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
+        if self.socket and self.pcie is None:
+            raise InputError(f"cluster {self.name!r}: [socket] is reached by PCIe, and there is no table [pcie]")
+        if self.pcie and self.pcie.peers == "switch" and self.socket is None:
+            raise InputError(
+                f'cluster {self.name!r}: pcie.peers = "switch" sends data through host memory, and there is no table '
+                f"[socket]"
+            )

@@ -134,7 +134,7 @@ class CostModel:
         key = (source, target, nbytes, group)
         if key not in self._transfer_cache:
             route = self._cluster.route(source, target)
-            load = dict.fromkeys(route.resources, float(nbytes))
+            load = {index: float(nbytes * route.resources.count(index)) for index in route.resources}
             moving = _Moving("exchange", (source, target), group, load, route.latency_s, 1, nbytes)
             self._transfer_cache[key] = self._moving(moving)
         return self._transfer_cache[key]
@@ -181,7 +181,7 @@ class CostModel:
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         if self._transfers:
             groups = {resources[index].group for index in what.load}
-            link = "nic" if "nic" in groups else resources[slowest].group
+            link = next(kind for kind in ("nic", "nvlink", "pcie", "loopback") if kind in groups)
             latency_s = link_figures(self._cluster)(link).latency_s  # a measured time has all of its steps in it
             now = Figures(1.0, resources[slowest].capacity, latency_s)
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 from sim.engine.clock import Clock, Then, Timer
-from topology.cluster import Resource
+from topology.fabrics import Resource
 
 Demands: TypeAlias = tuple[tuple[int, float], ...]
 """(resource, amount per second at x = 1, or amount held)."""

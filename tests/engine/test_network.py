@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sim.engine.clock import Clock
 from sim.engine.network import Activity, Flow, Latency, Network, Wait
-from topology.cluster import Resource
+from topology.fabrics import Resource
 
 
 class Machine:

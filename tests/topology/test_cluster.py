@@ -33,6 +33,9 @@ def test_every_figure_of_a_preset_has_its_source(name: str) -> None:
     data = {key: value for key, value in msgspec.to_builtins(spec).items() if key not in {"sources", "per_gpu"}}
     defaults = {"gpu.communication_sms", "host.wakeup_s", "host.handoff_s", "host.transfer_cores"}
     links = [(name, data[name]) for name in ("nvlink", "pcie", "nic", "loopback") if data[name]]
+    links += [("pcie.uplink", data["pcie"]["uplink"])] if data["pcie"] and data["pcie"]["uplink"] else []
+    links += [("socket.link", data["socket"]["link"])] if data["socket"] and data["socket"]["link"] else []
+    defaults |= {"pcie.gpus_per_switch"} if data["pcie"] and data["pcie"]["gpus_per_switch"] == 1 else set()
     defaults |= {f"{name}.payload" for name, link in links if link["payload"] == 1}
     defaults |= {f"{name}.reduces" for name, link in links if not link["reduces"]}
     without = [path for path in figures(data) if path not in spec.sources]
@@ -53,14 +56,65 @@ def test_hgx_h100_is_what_the_datasheet_says() -> None:
 def test_routes_inside_a_node_and_across() -> None:
     cluster = Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2))
     inside, across = cluster.route(0, 5), cluster.route(3, 12)
-    names = [cluster.resources[i].name for i in inside.resources]
-    assert names == ["gpu[0].nvlink.out", "gpu[5].nvlink.in"]
+    assert names(cluster, inside.resources) == ["gpu[0].nvlink.out", "gpu[5].nvlink.in"]
     assert inside.bytes_per_s == 0.835 * 450e9
     assert inside.latency_s == pytest.approx(3.4e-6)
-    names = [cluster.resources[i].name for i in across.resources]
-    assert names == ["gpu[3].pcie.out", "nic[3].nic.out", "nic[12].nic.in", "gpu[12].pcie.in"]
+    assert names(cluster, across.resources) == [
+        "gpu[3].pcie.out", "nic[3].nic.out", "nic[12].nic.in", "gpu[12].pcie.in",
+    ]  # fmt: skip
     assert across.bytes_per_s == 50e9
     assert across.latency_s == pytest.approx(14e-6)
+
+
+def names(cluster: Cluster, resources: tuple[int, ...]) -> list[str]:
+    return [cluster.resources[index].name for index in resources]
+
+
+def test_gpus_behind_one_pcie_switch_share_its_way_to_the_host() -> None:
+    cluster = Cluster(load_cluster("a100-pcie"))
+    assert names(cluster, cluster.route(0, 3).resources) == ["gpu[0].pcie.out", "gpu[3].pcie.in"]
+    across = cluster.route(1, 6)
+    assert names(cluster, across.resources) == [
+        "gpu[1].pcie.out", "switch[0].uplink.out", "switch[0].uplink.both", "socket[0].to[1].out",
+        "switch[1].uplink.in", "switch[1].uplink.both", "gpu[6].pcie.in", "socket[1].dram", "socket[1].dram",
+    ]  # fmt: skip
+    assert across.bytes_per_s == 16e9
+    assert cluster.route(6, 1).resources != across.resources[::-1]
+    shared = [names(cluster, cluster.host_route(gpu, to_host=True).resources) for gpu in (0, 3, 4)]
+    assert shared[0][1:] == shared[1][1:] == ["switch[0].uplink.out", "switch[0].uplink.both", "socket[0].dram"]
+    assert shared[2][1:] == ["switch[1].uplink.out", "switch[1].uplink.both", "socket[1].dram"]
+
+
+def test_data_that_is_staged_passes_a_slow_host_memory_twice() -> None:
+    spec = load_cluster("a100-pcie")
+    assert spec.pcie is not None
+    assert spec.socket is not None
+    slow = msgspec.structs.replace(spec.socket, dram=msgspec.structs.replace(spec.socket.dram, bytes_per_s=20e9))
+    assert Cluster(msgspec.structs.replace(spec, socket=slow)).route(0, 7).bytes_per_s == 10e9
+    direct = msgspec.structs.replace(spec, socket=slow, pcie=msgspec.structs.replace(spec.pcie, peers="node"))
+    assert Cluster(direct).route(0, 7).bytes_per_s == 16e9
+
+
+def test_a_route_inside_a_node_does_not_leave_it_though_the_nics_are_fewer_hops_away() -> None:
+    spec = msgspec.structs.replace(load_cluster("a100-pcie"), nodes=2, nic=LinkSpec(bytes_per_s=25e9, latency_s=0.0))
+    cluster = Cluster(spec)
+    assert "socket[0].to[1].out" in names(cluster, cluster.route(0, 7).resources)
+    assert names(cluster, cluster.route(0, 8).resources) == [
+        "gpu[0].pcie.out", "nic[0].nic.out", "nic[8].nic.in", "gpu[8].pcie.in",
+    ]  # fmt: skip
+
+
+def test_every_preset_of_gpus_reaches_its_host_memory() -> None:
+    for name in PRESETS:
+        spec = load_cluster(name)
+        if spec.gpu.kind == "cpu":
+            with pytest.raises(InputError, match=r"has no host memory: give it a table \[socket\]"):
+                Cluster(spec).host_route(0, to_host=True)
+        else:
+            cluster = Cluster(spec)
+            ways = [cluster.host_route(gpu, to_host=False) for gpu in range(spec.gpus_per_node)]
+            assert all(names(cluster, way.resources)[-1].endswith("dram") for way in ways)
+            assert len({way.resources[-1] for way in ways}) == (spec.socket.per_node if spec.socket else 0)
 
 
 def test_routes_are_the_same_on_every_build() -> None:
@@ -90,6 +144,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         make_cluster_spec(2, per_gpu={2: PerGpu()})
     with pytest.raises(InputError, match=r"2 nodes need a table \[nic\]"):
         make_cluster_spec(2, nodes=2)
+    with pytest.raises(InputError, match=r"\[socket\] is reached by PCIe"):
+        make_cluster_spec(2, socket=load_cluster("a100-pcie").socket)
+    with pytest.raises(InputError, match=r"through host memory, and there is no table \[socket\]"):
+        make_cluster_spec(2, pcie=load_cluster("a100-pcie").pcie)
     with pytest.raises(InputError, match=r"need \[nvlink\]"):
         make_cluster_spec(2, nvlink=None)
     with pytest.raises(InputError, match="leaves none of 100 SMs"):
