@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
@@ -209,15 +209,15 @@ class Session:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Let a child ignore Ctrl-C from its first moment: that is the parent's to handle. Threads may not change that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Let a child not hear Ctrl-C from its first moment, since that is the parent's to handle; which, if it comes
+    meanwhile, hears it afterwards.
+    """
+    resource_tracker.ensure_running()  # which multiprocessing would start now, and then let signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -262,7 +262,8 @@ class _Place(NamedTuple):
 def _serve(pipe: Connection, place: _Place, board: MutableSequence[float]) -> None:
     """Be one rank: join the others, then run what the parent sends until it sends None."""
     _die_with_parent(place.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where a thread started this one, see _deaf
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _deaf
     torch.set_num_threads(place.threads)
     torch.set_num_interop_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -184,12 +184,17 @@ def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     )
     assert process.stderr is not None
     progress = ""
-    while not re.search(r"\b5/\d+", progress):
-        arrived = os.read(process.stderr.fileno(), 4096).decode(errors="replace")
-        assert arrived, progress
-        progress += arrived
-    process.send_signal(signal.SIGINT)
-    printed, complained = process.communicate(timeout=60)
+    try:
+        while not re.search(r"\b5/\d+", progress):
+            arrived = os.read(process.stderr.fileno(), 4096).decode(errors="replace")
+            assert arrived, progress
+            progress += arrived
+        process.send_signal(signal.SIGINT)
+        printed, complained = process.communicate(timeout=60)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
     assert process.returncode == 130, progress + complained
     assert "interrupted" in printed
     profile = msgspec.json.decode(out.read_bytes(), type=Profile)

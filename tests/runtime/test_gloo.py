@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.launch import RankContext, Session
+from runtime.launch import RankContext, Session, _deaf
 from runtime.run import ScheduleRun
 from runtime.tensors import reserve
 from runtime.verify import BOUNDS
@@ -184,6 +184,20 @@ def test_a_rank_that_raises_is_named() -> None:
         with pytest.raises(RankError, match=r"^rank 1 op 3 \(a test\) failed: ValueError: something is wrong$"):
             session.call(fail, 1)
         assert not any(process.is_alive() for process in session.processes)
+
+
+def their_rank(context: RankContext) -> int:
+    return context.rank
+
+
+def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> None:
+    with Session(2, timeout_s=30) as session:
+        for process in session.processes:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
+        assert session.call(their_rank) == [0, 1]
+    with pytest.raises(KeyboardInterrupt), _deaf():
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_no_orphan_stays_when_the_parent_is_killed() -> None:
