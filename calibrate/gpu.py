@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
+from calibrate.host_copies import SIZES, HostCopyTimes, time_host_copies
 from calibrate.kernels import Timed, time_kernel
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch
@@ -22,7 +23,7 @@ from runtime.attention import attention_kernel
 from runtime.launch import Session
 from runtime.tensors import TORCH_DTYPE
 from sim.profile import Issue, Machine, Point, Profile
-from topology.specs import ClusterSpec
+from topology.specs import ClusterSpec, PcieSpec
 
 _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
@@ -36,6 +37,7 @@ class GpuCalibration:
         self._spec = msgspec.structs.replace(spec, nodes=1)
         self._session: Session | None = None
         self._timed: list[Timed] = []
+        self._copied: list[HostCopyTimes] = []
         self._launch_s: float | None = None
         self._budget_s = 0.05 if plan.quick else 0.2
         self._before = _state()
@@ -49,18 +51,27 @@ class GpuCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: what issuing costs, then kernels by size, so that an early end leaves the small."""
+        """Return all measurements: what issuing costs, copies to the host and back, then kernels by size, so that an
+        early end leaves the small.
+        """
         plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
-        return [Step("launch", self._time_launch), *(Step(case.label, partial(self._time, case)) for case in cases)]
+        copies = [
+            Step(f"host copies of {nbytes} bytes", partial(self._time_host_copies, nbytes))
+            for nbytes in (SIZES[::3] if plan.quick else SIZES)
+            if self._spec.socket
+        ]
+        kernels = [Step(case.label, partial(self._time, case)) for case in cases]
+        return [Step("launch", self._time_launch), *copies, *kernels]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
         points = [timed.point for timed in self._timed]
+        copied = [point for times in self._copied for point in times.points]
         gpu = self._spec.gpu
         if self._launch_s is not None:
             gpu = msgspec.structs.replace(gpu, launch_s=self._launch_s)
-        spec = msgspec.structs.replace(self._spec, gpu=gpu)
+        spec = msgspec.structs.replace(self._spec, gpu=gpu, pcie=self._pcie())
         profile = Profile(
             name=self._plan.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -72,7 +83,7 @@ class GpuCalibration:
                 state={"before": self._before, "after": _state()},
             ),
             cluster=msgspec.to_builtins(spec, str_keys=True),
-            points=tuple(points),
+            points=(*points, *copied),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
             issue=self._issue(),
             tiles=tile_models(points, gpu.sms),
@@ -91,6 +102,18 @@ class GpuCalibration:
     def _time(self, case: KernelCase) -> None:
         assert self._session
         self._timed.append(time_kernel(self._session, case, "idle", self._budget_s))
+
+    def _time_host_copies(self, nbytes: int) -> None:
+        assert self._session
+        self._copied.append(time_host_copies(self._session, nbytes, self._plan.model, self._plan.dtypes[0]))
+
+    def _pcie(self) -> PcieSpec | None:
+        """Return the GPU's link, with what large copies both ways get together where that is less than twice one."""
+        if self._spec.pcie is None or not self._copied:
+            return self._spec.pcie
+        both = max(times.both_bytes_per_s for times in self._copied)
+        twice = 2 * self._spec.pcie.bytes_per_s * self._spec.pcie.payload
+        return msgspec.structs.replace(self._spec.pcie, both_ways_bytes_per_s=both if both < twice else None)
 
     def _issue(self) -> dict[str, Issue]:
         """Return what ops cost the host beyond a sum, with which the launch was timed."""

@@ -23,7 +23,7 @@ _FAMILIES = {
     "matrix product": ("green", ("Gemm",)),
     "norm, rope, SwiGLU": ("sky", ("RmsNorm", "RmsNormBackward", "Rope", "SwiGlu", "SwiGluBackward")),
     "merge, accumulate": ("purple", ("Merge", "Accumulate")),
-    "copy": ("orange", ("Copy",)),
+    "copy": ("orange", ("Copy", "HostCopy")),
     "transfer": ("vermilion", ("Exchange", "AllToAll", "AllGather", "ReduceScatter", "AllReduce")),
     "synchronisation": ("grey", ("HostSync", "Barrier")),
     "other": ("yellow", ()),

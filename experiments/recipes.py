@@ -93,6 +93,9 @@ def predict_h100(console: Console) -> None:
         console.print(line, markup=False)
 
 
+_OFFLOADED = "schedule.activations=host"
+
+
 class GpuPlan(NamedTuple):
     """What ``make gpu`` covers."""
 
@@ -105,6 +108,8 @@ class GpuPlan(NamedTuple):
     together: str = "16K"
     """Length of layers on several."""
     ranks: str = "2,4,8"
+    offloaded: str = "16K,64K"
+    """Lengths of four layers whose activations lie in the host's memory."""
 
 
 def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
@@ -132,7 +137,9 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
             cluster=cluster, schedule=schedule, gpus=1 if schedule == "single" else 4, seq=plan.verified, dtype="bf16",
             scope="layer", one_device=True, profile=DATASHEET,
         )  # fmt: skip
-        attempt(partial(run, Run(selection=one, verify=True, execution=Execution(repeats=1)), console))
+        copied = dataclasses.replace(one, layers=3, set=(_OFFLOADED,))
+        for selection in (one, copied) if schedule == "single" else (one,):
+            attempt(partial(run, Run(selection=selection, verify=True, execution=Execution(repeats=1)), console))
     console.rule(f"2. Calibrate: the kernels of {plan.model}")
     calibrate(Calibrate(cluster=cluster, name=name, model=plan.model, out=profile), console)
     console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule on one device")
@@ -142,7 +149,8 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
     )  # fmt: skip
     split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
     together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
-    for what, sweep in (("layers", alone), ("schedules", together)):
+    offloaded = dataclasses.replace(alone, seq=plan.offloaded, layers=4, set=(_OFFLOADED,))
+    for what, sweep in (("layers", alone), ("schedules", together), ("offloaded", offloaded)):
         record, html, figure = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg"))
         attempt(partial(validate, Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure), console))
     console.print(f"written to {folder}", markup=False)

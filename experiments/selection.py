@@ -145,16 +145,22 @@ def choose(selection: Selection) -> Chosen:
 
 
 def _spec(selection: Selection, profile: Profile | None) -> ClusterSpec:
-    """Return the cluster: of a host as it was measured, of GPUs that were calibrated here with what issuing took."""
+    """Return the cluster: of a host as it was measured, of GPUs that were calibrated here with what issuing took, and
+    what copies to the host and back got together.
+    """
     if profile and selection.cluster == "host":
         return measured_cluster(profile)
     spec = load_cluster(selection.cluster)
     if profile is None or _CALIBRATED not in profile.machine.software:
         return spec
-    measured = measured_cluster(profile).gpu
-    if measured.name != spec.gpu.name:  # which the cost model refuses
+    measured = measured_cluster(profile)
+    if measured.gpu.name != spec.gpu.name:  # which the cost model refuses
         return spec
-    return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, launch_s=measured.launch_s))
+    pcie = spec.pcie
+    if pcie and measured.pcie:
+        pcie = msgspec.structs.replace(pcie, both_ways_bytes_per_s=measured.pcie.both_ways_bytes_per_s)
+    gpu = msgspec.structs.replace(spec.gpu, launch_s=measured.gpu.launch_s)
+    return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
 
 
 def _overrides(selection: Selection) -> dict[str, list[tuple[str, str]]]:

@@ -48,6 +48,8 @@ def report_table(title: str, report: Report) -> Table:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")
     table.add_row("peak memory of its buffers", size(report.peak_hbm_bytes))
     table.add_row("  of it", ", ".join(f"{name} {size(n)}" for name, n in report.memory.items()))
+    if report.peak_host_bytes:
+        table.add_row("  and of its host's", size(report.peak_host_bytes))
     table.add_row(f"rank {report.critical_rank}, the least waiting", parts_line(report.breakdown))
     table.add_row("bound by", report.bound_by)
     table.add_row("floors", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))

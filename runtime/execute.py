@@ -11,13 +11,13 @@ import torch
 from runtime.attention import attention_kernel
 from runtime.groups import Groups, start_together
 from runtime.inputs import fill_inputs
-from runtime.kernels import run_kernel
+from runtime.kernels import host_copy, run_kernel
 from runtime.streams import Event, Streams, open_streams
 from runtime.tensors import TORCH_DTYPE, Storage, ends_at, most_allocated, reserve, watch_allocations
 from runtime.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.check import Checked
-from sim.schedule.ops import Collective, Exchange, HostSync, Kernel
+from sim.schedule.ops import Collective, Exchange, HostCopy, HostSync, Kernel
 from sim.trace import Row
 
 
@@ -118,6 +118,8 @@ class RankPlayer:
                     self._wait(index, after)
                     after = []
                 events.append(streams.issue(op.stream, partial(kernel, index, op), after))
+            elif isinstance(op, HostCopy):
+                events.append(streams.issue(op.stream, host_copy(op, storage), after))
             elif isinstance(op, Exchange | Collective):
                 sent[index] = sum(storage.read(view).nbytes for view in op.reads)
                 events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))

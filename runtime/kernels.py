@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import assert_never
 
@@ -19,6 +20,7 @@ from sim.schedule.ops import (
     Delta,
     Fold,
     Gemm,
+    HostCopy,
     Kernel,
     Merge,
     RmsNorm,
@@ -64,6 +66,17 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
     return _run_token_kernel(op, storage)
+
+
+def host_copy(op: HostCopy, storage: Storage) -> Callable[[], list[torch.distributed.Work]]:
+    """Return what copies to the host's memory or back; the host does not wait for it where that memory is pinned."""
+    target, source = storage.write(op.target), storage.read(op.source)
+
+    def copy() -> list[torch.distributed.Work]:
+        target.copy_(source, non_blocking=True)
+        return []
+
+    return copy
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import torch
 
 from sim.memory import Lifetime
 from sim.schedule.ir import Program
-from sim.schedule.views import View
+from sim.schedule.views import Buffer, View
 from sim.workload import Dtype
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
@@ -47,9 +47,15 @@ class Storage:
         """Return a view to be written to; takes the buffer if this is its first use."""
         if view.buffer not in self._tensors:
             buffer = self._buffers[view.buffer]
-            new = torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=self._device)
+            new = self._new(buffer)
             self._take(view.buffer, new.fill_(float("nan")) if self._poison else new)
         return self._slice(self._tensors[view.buffer], view)
+
+    def _new(self, buffer: Buffer) -> torch.Tensor:
+        """Return memory for a buffer; that of a GPU's host is pinned, so that a copy engine can reach it."""
+        pinned = buffer.place == "host" and self._device.type == "cuda"
+        device = torch.device("cpu") if buffer.place == "host" else self._device
+        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device, pin_memory=pinned)
 
     def put(self, view: View, value: torch.Tensor) -> None:
         """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
@@ -65,12 +71,16 @@ class Storage:
         """Give buffers back."""
         for buffer in buffers:
             if self._tensors.pop(buffer, None) is not None:
-                self.in_use_bytes -= self._buffers[buffer].nbytes
+                self._count(buffer, -1)
 
     def _take(self, buffer: int, tensor: torch.Tensor) -> None:
         self._tensors[buffer] = tensor
-        self.in_use_bytes += self._buffers[buffer].nbytes
-        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+        self._count(buffer, 1)
+
+    def _count(self, buffer: int, sign: int) -> None:
+        if self._buffers[buffer].place == "hbm":
+            self.in_use_bytes += sign * self._buffers[buffer].nbytes
+            self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
 
     def _slice(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
         if view.slices == self._whole[view.buffer]:

@@ -13,7 +13,7 @@ import torch
 
 from runtime.attention import attention_kernel
 from runtime.inputs import fill_inputs
-from runtime.kernels import run_kernel
+from runtime.kernels import host_copy, run_kernel
 from runtime.tensors import TORCH_DTYPE, Storage
 from runtime.verify import Outputs
 from sim.errors import ScheduleError
@@ -26,6 +26,7 @@ from sim.schedule.ops import (
     Barrier,
     Collective,
     Exchange,
+    HostCopy,
     HostSync,
     Kernel,
     Op,
@@ -87,6 +88,9 @@ class _VirtualCluster:
         self._begun.add(key)
         if isinstance(op, Kernel):
             self._kernel(key, op)
+            self._end(key)
+        elif isinstance(op, HostCopy):
+            host_copy(op, self._storage[rank])()
             self._end(key)
         elif isinstance(op, HostSync):
             self._end(key)

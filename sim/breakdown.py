@@ -12,6 +12,7 @@ PARTS: tuple[PartName, ...] = get_args(PartName)
 
 _KIND: dict[str, PartName] = {
     "Copy": "copy",
+    "HostCopy": "copy",
     "Exchange": "communication",
     "AllToAll": "communication",
     "AllGather": "communication",

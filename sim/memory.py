@@ -15,7 +15,7 @@ from sim.schedule.dependencies import Dependencies
 from sim.schedule.ir import Program
 from sim.schedule.kernels import kernel_uses
 from sim.schedule.ops import COMPUTE
-from sim.schedule.views import Category
+from sim.schedule.views import Buffer, Category, Place
 
 
 class Lifetime(NamedTuple):
@@ -35,6 +35,8 @@ class MemoryWalk(NamedTuple):
     """The peak without any workspace: what the runtime counts of its tensors."""
     by_category: dict[Category, int]
     """At the peak; a kernel's workspace counts as attention."""
+    host_peak_bytes: int
+    """Most that buffers take of the host's memory."""
 
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
@@ -68,22 +70,26 @@ def _first_behind(program: Program, dependencies: Dependencies, index: int) -> i
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     """Return the HBM in use while each op of one rank runs, and its peak by category."""
-    alive = [
-        (buffer, span)
-        for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True)
-        if span.first < span.end and buffer.place == "hbm"
-    ]
-    change = [0] * (len(program.ops) + 1)
-    for buffer, span in alive:
-        change[span.first] += buffer.nbytes
-        change[span.end] -= buffer.nbytes
+    alive: dict[Place, list[tuple[Buffer, Lifetime]]] = {"hbm": [], "host": []}
+    for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True):
+        if span.first < span.end:
+            alive[buffer.place].append((buffer, span))
     workspace = [use.workspace_bytes if use else 0 for use in kernel_uses(program)]
-    buffers = list(accumulate(change[:-1]))
+    buffers, on_host = (_held(of_place, len(program.ops)) for of_place in alive.values())
     in_use = [held + own for held, own in zip(buffers, workspace, strict=True)]
     peak = max(in_use, default=0)
     at_peak = in_use.index(peak) if in_use else 0
     by_category: dict[Category, int] = {"attention": workspace[at_peak]} if workspace else {}
-    for buffer, span in alive:
+    for buffer, span in alive["hbm"]:
         if span.first <= at_peak < span.end:
             by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
-    return MemoryWalk(in_use, peak, max(buffers, default=0), by_category)
+    return MemoryWalk(in_use, peak, max(buffers, default=0), by_category, max(on_host, default=0))
+
+
+def _held(alive: list[tuple[Buffer, Lifetime]], count: int) -> list[int]:
+    """Return the bytes of buffers that are alive at each of so many ops."""
+    change = [0] * (count + 1)
+    for buffer, span in alive:
+        change[span.first] += buffer.nbytes
+        change[span.end] -= buffer.nbytes
+    return list(accumulate(change[:-1]))

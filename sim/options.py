@@ -39,6 +39,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether all-to-alls copy only where parts have gaps, or before and after each, as published code does."""
     recompute: bool = True
     """Whether UPipe's backward pass sends q, k and v again, or keeps them."""
+    activations: Literal["hbm", "host"] = "hbm"
+    """Where layers but the last keep what their backward pass needs: in the GPU's memory, or copied to its host's and
+    fetched again one layer ahead."""
     kernel: AttentionName = "flash"
     """How one device attends: fused; in chunks of keys, unfused (arXiv:2112.05682); or with all scores written out."""
 
@@ -46,10 +49,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 DEFAULTS = Options()
 
 
+OF_LAYERS = ("activations",)
+"""What layers take, whatever the schedule of their attention."""
+
+
 def only(options: Options, schedule: str, *taken: str) -> None:
     """Raise InputError where an option was set that the schedule has no use for."""
     for name in options.__struct_fields__:
-        if name not in taken and getattr(options, name) != getattr(DEFAULTS, name):
+        if name not in (*taken, *OF_LAYERS) and getattr(options, name) != getattr(DEFAULTS, name):
             takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
             raise InputError(
                 f"schedule {schedule!r} has no option {name}: {takes}; leave out --set schedule.{name}, "

@@ -20,7 +20,8 @@ from sim.workload import Dtype
 Condition = Literal["idle", "busy"]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
-TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+HOST_COPIES = ("offload", "fetch")
+TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", *HOST_COPIES)
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +32,7 @@ class Point(_Data, frozen=True, kw_only=True):
     """One measured time."""
 
     kernel: str
-    """As in ``KernelUse``; or exchange, all_to_all, all_gather, reduce_scatter, all_reduce."""
+    """As in ``KernelUse``; or one of ``TRANSFERS``: communication, and copies to the host's memory and back."""
     variant: str = ""
     """As in ``KernelUse``; of a transfer the kind of link that limits it (nvlink, nic, …), empty: any."""
     dtype: Dtype

@@ -78,13 +78,20 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
 }
 """All that is tested: every schedule of the catalog, and what its options make of it."""
 
+OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activations": "host"}) for name in SCHEDULES} | {
+    "ring from the KV at hand, offloaded": Variant("ring", {"ring_backward": "kv-at-hand", "activations": "host"}),
+    "upipe, kept and offloaded": Variant("upipe", {"recompute": False, "activations": "host"}, ulysses=4),
+    "standard attention, offloaded": Variant("single", {"kernel": "standard", "activations": "host"}),
+}
+"""What only layers have: activations in the host's memory."""
+
 REFUSED = ("allowed are", "the nearest are", "set --gpus 1", "set --pass both")
 """What a refusal says: the values that are allowed."""
 
 
 def is_refused(name: str, workload: Workload, ranks: int) -> bool:
     """Return whether a schedule cannot do a cell: all that any of them refuses but lengths, by rule."""
-    variant = VARIANTS[name]
+    variant = (VARIANTS | OFFLOADED)[name]
     if variant.schedule == "single" and ranks > 1:
         return True
     if variant.schedule == "balanced-ring" and (workload.mask == "full" or workload.window):
@@ -98,7 +105,7 @@ def is_refused(name: str, workload: Workload, ranks: int) -> bool:
 
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
     """Return a proved schedule of the catalog, or a variant."""
-    variant = VARIANTS[name]
+    variant = (VARIANTS | OFFLOADED)[name]
     return check(SCHEDULES[variant.schedule].build(workload, variant.parallel(ranks, workload.model)))
 
 

@@ -37,6 +37,10 @@ class Route(NamedTuple):
     """Rate of the slowest link on the way."""
     latency_s: float
 
+    def load(self, nbytes: float) -> dict[int, float]:
+        """Return the bytes that a message puts on each resource."""
+        return {index: float(nbytes) * self.resources.count(index) for index in self.resources}
+
 
 class Cluster:
     """The machine that a schedule is simulated on. Built once from a spec, never changed."""
@@ -67,6 +71,11 @@ class Cluster:
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
         return self._route(source, target)
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether the sockets of its nodes are described."""
+        return bool(self._dram)
 
     def host_route(self, device: int, *, to_host: bool) -> Route:
         """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster

@@ -12,9 +12,10 @@ from sim.engine.collectives import kind_of, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
-from sim.profile import TRANSFERS, Profile
+from sim.profile import HOST_COPIES, TRANSFERS, Profile
+from sim.schedule.ir import Program
 from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import Barrier, Collective, Op
+from sim.schedule.ops import OFFLOAD, Barrier, Collective, HostCopy, Op
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
@@ -124,6 +125,18 @@ class CostModel:
         full = Flow(grid * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
         return (*delta, full) if waves == math.inf else (*delta, full, Flow(grid / waves, (work,)))
 
+    def host_copy(self, rank: int, program: Program, op: HostCopy) -> Activity:
+        """Return a copy between a device and its host: a flow over the way between them and both memories, without SMs.
+
+        Ranks of a CPU host have one memory: there it is the copy of a thread, which waits for a core.
+        """
+        nbytes, host = program.nbytes(op.source), self._cluster.spec.host
+        if host is not None and self._cluster.spec.gpu.kind == "cpu":
+            use = KernelUse("copy", "", program.dtype(op.source), (math.prod(op.source.shape),), 0, 2 * nbytes)
+            return (Wait(self._cluster.devices[rank].compute, host.wakeup_s), *self.kernel(rank, use))
+        route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
+        return self._moving(_Moving(op.stream, (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes))
+
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
@@ -134,8 +147,7 @@ class CostModel:
         key = (source, target, nbytes, group)
         if key not in self._transfer_cache:
             route = self._cluster.route(source, target)
-            load = {index: float(nbytes * route.resources.count(index)) for index in route.resources}
-            moving = _Moving("exchange", (source, target), group, load, route.latency_s, 1, nbytes)
+            moving = _Moving("exchange", (source, target), group, route.load(nbytes), route.latency_s, 1, nbytes)
             self._transfer_cache[key] = self._moving(moving)
         return self._transfer_cache[key]
 
@@ -154,7 +166,10 @@ class CostModel:
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
         """Return what issuing an op costs the host thread."""
         launch_s = self._cluster.spec.gpu.launch_s
-        name = use.kernel if use else kind_of(op) if isinstance(op, Collective) else "exchange"
+        if isinstance(op, HostCopy):
+            name = op.stream
+        else:
+            name = use.kernel if use else kind_of(op) if isinstance(op, Collective) else "exchange"
         issue = self._profile.issue.get(name) if self._profile else None
         return issue.host_s + issue.launches * launch_s if issue else launch_s
 
@@ -181,7 +196,8 @@ class CostModel:
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         if self._transfers:
             groups = {resources[index].group for index in what.load}
-            link = next(kind for kind in ("nic", "nvlink", "pcie", "loopback") if kind in groups)
+            kinds = ("dram",) if what.kernel in HOST_COPIES else ("nic", "nvlink", "pcie", "loopback")
+            link = next(kind for kind in kinds if kind in groups)
             latency_s = link_figures(self._cluster)(link).latency_s  # a measured time has all of its steps in it
             now = Figures(1.0, resources[slowest].capacity, latency_s)
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
@@ -223,6 +239,8 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
     targets = [rank for rank in (1, cluster.spec.gpus_per_node) if rank < len(cluster.devices)]
     routes = [cluster.route(0, target) for target in targets]
+    if cluster.has_host_memory:
+        routes.append(cluster.host_route(0, to_host=True))
 
     def figures(link: str) -> Figures:
         for route in routes:

@@ -12,7 +12,7 @@ from sim.profile import Profile
 from sim.schedule.attention import attention_flops
 from sim.schedule.check import Checked
 from sim.schedule.layer import gemm_flops
-from sim.schedule.ops import Collective
+from sim.schedule.ops import OFFLOAD, Collective, HostCopy
 from topology.cluster import Cluster
 
 
@@ -35,6 +35,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
     peak_hbm_bytes: int
+    peak_host_bytes: int
+    """Of the rank that needs most of its host's memory."""
     fits: bool | None
     """None below the scope "step": parameters and optimiser are not part of it."""
     memory: dict[str, int]
@@ -65,6 +67,7 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None) ->
         tokens_per_s_per_gpu=workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=_model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
+        peak_host_bytes=max(found.host_peak_bytes for found in walks),
         fits=None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
@@ -100,8 +103,8 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
     lower = {"compute": max([*own, *shared.values()], default=0.0)}
     load: dict[int, float] = {}
     for transfer in checked.matching.transfers:
-        for link in cluster.route(transfer.source[0], transfer.target[0]).resources:
-            load[link] = load.get(link, 0.0) + transfer.nbytes
+        for link, nbytes in cluster.route(transfer.source[0], transfer.target[0]).load(transfer.nbytes).items():
+            load[link] = load.get(link, 0.0) + nbytes
     for group in checked.matching.groups:
         rank, index = group.members[0]
         op = schedule.program(rank).ops[index]
@@ -110,6 +113,12 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
         traffic = link_traffic(kind_of(op), ranks, part_bytes(schedule.program(rank), op), cluster)
         for link, nbytes in traffic.nbytes.items():
             load[link] = load.get(link, 0.0) + nbytes
+    for program in schedule.programs:
+        for op in program.ops:
+            if isinstance(op, HostCopy) and cluster.spec.gpu.kind == "cuda":
+                route = cluster.host_route(program.rank, to_host=op.stream == OFFLOAD)
+                for link, nbytes in route.load(program.nbytes(op.source)).items():
+                    load[link] = load.get(link, 0.0) + nbytes
     for link, nbytes in load.items():
         resource = cluster.resources[link]
         lower[resource.group] = max(lower.get(resource.group, 0.0), nbytes / resource.capacity)

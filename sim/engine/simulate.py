@@ -32,6 +32,7 @@ from sim.schedule.ops import (
     Collective,
     Communication,
     Exchange,
+    HostCopy,
     HostSync,
     Kernel,
     Op,
@@ -100,8 +101,12 @@ class _Rank:
         self.number = rank
         self.ops, self.nbytes = program.ops, program.nbytes
         self.activities = [
-            None if use is None else _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
-            for index, use in enumerate(checked.kernels[rank])
+            _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
+            if use is not None
+            else cost.host_copy(rank, program, op)
+            if isinstance(op, HostCopy)
+            else None
+            for index, (op, use) in enumerate(zip(program.ops, checked.kernels[rank], strict=True))
         ]
         issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
@@ -220,7 +225,7 @@ class _Player:
             return self._exchange(key, op, resume)
         if isinstance(op, Collective):
             return self._collective(key, op, resume)
-        if isinstance(op, Kernel | HostSync):
+        if isinstance(op, Kernel | HostCopy | HostSync):
             raise AssertionError(f"no communication: {op}")
         assert_never(op)
 
@@ -298,13 +303,14 @@ def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iter
 
 
 def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:
-    """Yield per op the kernel that communication waits for beyond its data: on CUDA the last one issued before it.
+    """Yield per op the kernel that what runs beside kernels waits for beyond its data: on CUDA the last one issued
+    before it.
 
     torch's process groups do so, since a receive buffer may take memory that such a kernel still reads under another
     name (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, syncStream); the memory walk relies on it.
     """
     last: tuple[int, ...] = ()
     for index, op in enumerate(program.ops):
-        yield last if cuda and isinstance(op, Exchange | Collective) else ()
+        yield last if cuda and isinstance(op, Exchange | Collective | HostCopy) else ()
         if op.stream == COMPUTE:
             last = (index,)

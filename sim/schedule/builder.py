@@ -11,7 +11,9 @@ from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Band, Span, Tokens
 from sim.schedule.ops import (
     COMPUTE,
+    FETCH,
     HOST,
+    OFFLOAD,
     Accumulate,
     AllGather,
     AllReduce,
@@ -25,6 +27,7 @@ from sim.schedule.ops import (
     Fold,
     Gemm,
     GemmForm,
+    HostCopy,
     HostSync,
     Merge,
     Message,
@@ -38,7 +41,7 @@ from sim.schedule.ops import (
     SwiGluBackward,
     Zero,
 )
-from sim.schedule.views import Buffer, Category, Split, View, parts_are_contiguous
+from sim.schedule.views import Buffer, Category, Place, Split, View, parts_are_contiguous
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
@@ -69,9 +72,13 @@ class ProgramBuilder:
 
     # Buffers
 
-    def buffer(self, name: str, dims: str, shape: Sequence[int], dtype: Dtype, category: Category) -> View:
+    def buffer(
+        self, name: str, dims: str, shape: Sequence[int], dtype: Dtype, category: Category, place: Place = "hbm"
+    ) -> View:
         """Return the whole of a new buffer."""
-        self._buffers.append(Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category))
+        self._buffers.append(
+            Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category, place=place)
+        )
         return View(len(self._buffers) - 1, tuple((0, extent) for extent in shape))
 
     def tensor(self, name: str, tokens: int, heads: int, category: Category, dtype: Dtype | None = None) -> View:
@@ -88,6 +95,19 @@ class ProgramBuilder:
         """Return a new buffer with the shape and dims of a view, by default with its data type too."""
         buffer = self._buffers[view.buffer]
         return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
+
+    def elsewhere(self, view: View, place: Place) -> View:
+        """Return a new buffer like a whole one, in the GPU's memory or its host's."""
+        buffer = self._buffers[view.buffer]
+        return self.buffer(buffer.name, buffer.dims, buffer.shape, buffer.dtype, buffer.category, place)
+
+    def whole(self, view: View) -> View:
+        """Return the whole of a view's buffer."""
+        return View(view.buffer, tuple((0, extent) for extent in self._buffers[view.buffer].shape))
+
+    def is_input(self, view: View) -> bool:
+        """Return whether a view's buffer is the caller's, and so stays where it is."""
+        return any(port.view.buffer == view.buffer for port in self._inputs)
 
     def gradient(self, name: str, like: View, options: Options) -> View:
         """Return a new buffer in which partial gradients of a tensor are summed."""
@@ -297,6 +317,11 @@ class ProgramBuilder:
     def barrier(self, over: Communicator, label: str = "barrier") -> None:
         """Append a barrier of the communicator's group."""
         self._ops.append(Barrier(stream=over.name, part=self.part, label=label, communicator=over.name))
+
+    def host_copy(self, source: View, target: View, label: str) -> None:
+        """Append a copy between the GPU's memory and its host's."""
+        stream = OFFLOAD if self._buffers[target.buffer].place == "host" else FETCH
+        self._ops.append(HostCopy(stream=stream, part=self.part, label=label, source=source, target=target))
 
     def host_sync(self, *streams: str, label: str = "host sync") -> None:
         """Append a wait of the host for all that it issued to these streams."""

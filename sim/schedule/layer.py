@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sim.options import AttentionName
+from sim.errors import InputError
+from sim.options import AttentionName, Options
 from sim.schedule.attention import DistributedAttention, Saved, Shard, attention_flops, attention_program
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Span
+from sim.schedule.offload import fetch, offload
 from sim.schedule.views import Category, View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
 
@@ -43,6 +45,11 @@ def build_around(plan: AttentionPlan, workload: Workload, parallel: Parallel) ->
     """Return the schedule of the workload's scope: attention alone, or layers around it."""
     ranks = tuple(range(parallel.num_ranks))
     layers = workload.scope == "layer"
+    if parallel.options.activations == "host" and not layers:
+        raise InputError(
+            "activations of scope 'attention' stay where they are: leave out --set schedule.activations, or choose "
+            "--scope layer"
+        )
     reduces = layers and workload.backward and len(ranks) > 1
     gradients = (Communicator(name=GRADIENTS, groups=(ranks,)),) if reduces else ()
     header = Header(
@@ -56,7 +63,7 @@ def build_around(plan: AttentionPlan, workload: Workload, parallel: Parallel) ->
     def program(rank: int) -> Program:
         if not layers:
             return attention_program(rank, workload, plan.shard(rank), plan.attention)
-        return _Layers(ProgramBuilder(rank, workload), plan, gradients).program()
+        return _Layers(ProgramBuilder(rank, workload), plan, gradients, parallel.options).program()
 
     return Schedule(header, program)
 
@@ -80,8 +87,13 @@ class _SavedLayer(NamedTuple):
 class _Layers:
     """Writes the layers of one rank."""
 
-    def __init__(self, builder: ProgramBuilder, plan: AttentionPlan, gradients: tuple[Communicator, ...]) -> None:
+    def __init__(
+        self, builder: ProgramBuilder, plan: AttentionPlan, gradients: tuple[Communicator, ...], options: Options
+    ) -> None:
         self._b = builder
+        copied = options.activations == "host" and builder.workload.backward
+        self._elsewhere = range(builder.workload.layers - 1) if copied else range(0)
+        """Layers whose activations lie in the host's memory meanwhile."""
         self._shard = plan.shard(builder.rank)
         self._tokens = num_tokens(self._shard.tokens)
         self._attention = plan.attention(builder)
@@ -95,15 +107,17 @@ class _Layers:
         weights = [{name: b.input_weight(name, n) for name in weight_shapes(b.workload.model)} for n in range(count)]
         x = b.input_activation("x", 0, tokens, "saved")
         saved = []
-        for self._weights in weights:
+        for layer, self._weights in enumerate(weights):
             x, kept = self._forward(x)
-            saved.append(kept)
+            saved.append(offload(b, kept, layer) if layer in self._elsewhere else kept)
         b.output("x", x, tokens, ONE, count)
         if b.workload.backward:
             b.part = "backward"
             dx = b.input_activation("dx", count, tokens, "other")
             for self._layer in reversed(range(count)):
                 self._weights = weights[self._layer]
+                if self._layer - 1 in self._elsewhere:
+                    saved[self._layer - 1] = fetch(b, saved[self._layer - 1], self._layer - 1)
                 dx = self._backward(saved[self._layer], dx)
             b.output("dx", dx, tokens, ONE)
         return b.build()

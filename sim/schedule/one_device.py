@@ -24,6 +24,7 @@ from sim.schedule.ops import (
     Barrier,
     Collective,
     Copy,
+    HostCopy,
     Kernel,
     Op,
     Part,
@@ -88,6 +89,14 @@ class _Recorder(Turns):
 
     def kernel(self, key: Key, op: Kernel) -> None:
         """See Turns."""
+        self._own(key, op)
+
+    def host_copy(self, key: Key, op: HostCopy) -> None:
+        """See Turns."""
+        self._own(key, op)
+
+    def _own(self, key: Key, op: Kernel | HostCopy) -> None:
+        """Write down what concerns one rank alone."""
         own = renumbered(op, self._numbers[key[0]])
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))
 

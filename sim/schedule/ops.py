@@ -16,6 +16,8 @@ COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""
 HOST = "host"
 """Where the host's own waiting shows."""
+OFFLOAD, FETCH = "offload", "fetch"
+"""The streams of copies to the host's memory, and back: GPUs have a copy engine for each."""
 
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]
@@ -390,6 +392,21 @@ class AllReduce(_Op, frozen=True, kw_only=True):
         return (self.view,)
 
 
+class HostCopy(_Op, frozen=True, kw_only=True):
+    """target = source, one of which lies in the host's memory: carried out by a copy engine, which needs no SMs."""
+
+    source: View
+    target: View
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return (self.target,)
+
+
 class HostSync(_Op, frozen=True, kw_only=True):
     """The host issues nothing more before all that it issued to ``streams`` has ended."""
 
@@ -424,4 +441,4 @@ AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
 """What a layer does to each token by itself."""
 Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
-Op: TypeAlias = Kernel | Communication | HostSync
+Op: TypeAlias = Kernel | Communication | HostCopy | HostSync

@@ -19,6 +19,7 @@ from sim.schedule.ops import (
     Exchange,
     Fold,
     Gemm,
+    HostCopy,
     HostSync,
     Merge,
     Op,
@@ -52,12 +53,13 @@ CODES: dict[type, str] = {
     ReduceScatter: "R",
     AllReduce: "S",
     Barrier: "|",
+    HostCopy: "V",
     HostSync: "H",
 }
 LEGEND = (
     "A attend, B backward, M merge, + accumulate, C copy, F fold, D delta, 0 zero, L linear, n N norm and backward, "
     "o rope, g W swiglu and backward, X exchange, T all-to-all, G all-gather, R reduce-scatter, S all-reduce, "
-    "| barrier, H host sync; what stands in one row can happen at once"
+    "| barrier, V copy to the host or back, H host sync; what stands in one row can happen at once"
 )
 
 

@@ -13,7 +13,7 @@ from sim.errors import ScheduleError
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.ir import Schedule
 from sim.schedule.matching import Key, Matching, Transfer, describe
-from sim.schedule.ops import Collective, Exchange, HostSync, Kernel
+from sim.schedule.ops import Collective, Exchange, HostCopy, HostSync, Kernel
 from sim.schedule.show import window
 
 
@@ -32,6 +32,10 @@ class Turns(ABC):
     @abstractmethod
     def kernel(self, key: Key, op: Kernel) -> None:
         """Carry out a kernel."""
+
+    @abstractmethod
+    def host_copy(self, key: Key, op: HostCopy) -> None:
+        """Carry out a copy to the host's memory or back."""
 
     @abstractmethod
     def transfer(self, transfer: Transfer) -> None:
@@ -95,6 +99,9 @@ class Turns(ABC):
                 woken |= self._exchange(rank, index)
             elif isinstance(op, Kernel):
                 self.kernel((rank, index), op)
+                ended[index] = 1
+            elif isinstance(op, HostCopy):
+                self.host_copy((rank, index), op)
                 ended[index] = 1
             elif isinstance(op, HostSync):
                 ended[index] = 1

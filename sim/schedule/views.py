@@ -10,6 +10,7 @@ import msgspec
 
 from sim.workload import DTYPE_BYTES, Dtype
 
+Place = Literal["hbm", "host"]
 Category = Literal[
     "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
 ]  # fmt: skip
@@ -35,7 +36,7 @@ class Buffer(Data, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: Dtype
     category: Category
-    place: Literal["hbm", "host"] = "hbm"
+    place: Place = "hbm"
 
     @property
     def nbytes(self) -> int:

@@ -11,15 +11,19 @@ import pytest
 
 from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
 from calibrate.gpu import GpuCalibration
+from calibrate.host_copies import HostCopyTimes, time_host_copies
 from calibrate.kernels import Timed
 from calibrate.plan import Plan
-from calibrate.published.reading import kernel_point
+from calibrate.published.reading import kernel_point, transfer_point
 from experiments.selection import Selection, choose
+from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.profile import Profile, save_profile
+from sim.schedule.builder import ProgramBuilder
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL
-from sim.workload import load_model
+from sim.schedule.ops import HostCopy
+from sim.workload import Workload, load_model
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 
@@ -57,6 +61,44 @@ def test_its_steps_time_launches_and_kernels() -> None:
     assert {"attention_forward", "attention_backward"} <= {point.kernel for point in profile.points}
     assert all(point.condition == "idle" for point in profile.points)
     assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
+
+
+@pytest.mark.gloo
+def test_host_copies_are_timed_alone_and_together() -> None:
+    """On a CPU both are copies of threads."""
+    with Session(1) as session:
+        times = time_host_copies(session, 2**20, make_model(8, 4), "fp32")
+    assert [(point.kernel, point.shape) for point in times.points] == [("offload", (1, 2**20)), ("fetch", (1, 2**20))]
+    assert all(point.runs == 12 and 0 < point.low_s <= point.median_s <= point.high_s for point in times.points)
+    assert 0 < times.both_bytes_per_s < 1e13
+
+
+def test_measured_host_copies_are_what_copies_take() -> None:
+    """Two sizes: 1 GiB at 50 GB/s, and both ways together 80 GB/s, where the preset has no such limit."""
+    plan = Plan("toy", load_model("llama3-8b"), ("bf16",), quick=True, command="by hand")
+    calibration = GpuCalibration(plan, load_cluster("hgx-h200"))
+    assert [step.label for step in calibration.steps()][1:3] == [
+        "host copies of 65536 bytes", "host copies of 4194304 bytes",
+    ]  # fmt: skip
+    for nbytes, seconds in ((2**20, 30e-6), (2**30, 2**30 / 50e9)):
+        points = [
+            transfer_point(kind, "dram", 1, nbytes, seconds * factor) for kind, factor in (("offload", 1), ("fetch", 2))
+        ]
+        calibration._copied.append(HostCopyTimes(tuple(points), 80e9 if nbytes == 2**30 else 1e9))
+    profile = calibration.profile(complete=True)
+    assert profile.cluster["pcie"]["both_ways_bytes_per_s"] == 80e9
+    cluster = Cluster(measured_cluster(profile))
+    b = ProgramBuilder(0, Workload(model=load_model("llama3-8b"), seq=2**17, dtype="bf16"))
+    here = b.tensor("here", 2**17, 32, "saved")
+    there = b.elsewhere(here, "host")
+    b.host_copy(here, there, "out")
+    b.host_copy(there, here, "back")
+    program = b.build()
+    cost = CostModel(cluster, profile)
+    for op, factor in zip(program.ops, (1, 2), strict=True):
+        assert isinstance(op, HostCopy)
+        activity = cost.host_copy(0, program, op)
+        assert sum(phase.seconds for phase in activity) == pytest.approx(factor * 2**30 / 50e9)
 
 
 def test_what_issuing_costs_is_told_from_the_kernel_itself() -> None:

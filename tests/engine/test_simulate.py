@@ -21,7 +21,7 @@ from sim.trace import Trace
 from sim.workload import Parallel, Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
-from topology.specs import ClusterSpec, LinkSpec, PerGpu
+from topology.specs import ClusterSpec, DramSpec, LinkSpec, PcieSpec, PerGpu, SocketSpec
 
 # A block of full attention forward: 4 * 16 * 16 * 16 tokens^2 * heads. With 1000 tokens a rank and 4 heads of 16:
 TOKENS, HEADS, DIM = 1000, 4, 16
@@ -182,6 +182,51 @@ def test_ring_collectives_use_every_nic() -> None:
     spec = make_cluster_spec(2, nodes=2, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=0.0), nic=nic)
     part = 4 * DIM * 4
     assert step_s(check(Schedule(header, build)), spec) == pytest.approx(3 * part / 2 / 1e3, rel=1e-3)
+
+
+def host_copies(ranks: int, *, both_ways: bool = False) -> Checked:
+    """Every rank copies q to its host, and with ``both_ways`` at the same time k, which the host had before, back."""
+    workload = Workload(model=make_model(4, 4, DIM), seq=1024 * ranks, passes="forward")
+
+    def build(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        q, k = (b.input(name, (Span(1024 * rank, 1024 * (rank + 1)),), Span(0, 4)) for name in "qk")
+        k_there = b.elsewhere(k, "host")
+        if both_ways:
+            b.host_copy(k, k_there, "k out")
+            b.host_sync("offload")
+        b.host_copy(q, b.elsewhere(q, "host"), "q out")
+        if both_ways:
+            b.host_copy(k_there, b.elsewhere(k, "hbm"), "k back")
+        return b.build()
+
+    return check(Schedule(Header(name="copies", workload=workload, parallel=Parallel(ring_degree=ranks)), build))
+
+
+def test_copies_to_the_host_share_the_way_there() -> None:
+    """A tensor takes 1 s over a GPU's own link. Two GPUs behind one switch with an uplink as wide take 2 s; behind two
+    1 s, if not the memory of their socket is slower than both together, with 1.6 of them: 1.25 s. Both ways at once
+    take 1 s, and 2 / 1.6 s where the link gets no more than 1.6 times one way. One way before that takes 1 s.
+    """
+    part = 1024 * 4 * DIM * 4.0
+    plain = LinkSpec(bytes_per_s=part, latency_s=0.0)
+    duplex = LinkSpec(bytes_per_s=part, latency_s=0.0, both_ways_bytes_per_s=1.6 * part)
+
+    def seconds(checked: Checked, per_switch: int, uplink: LinkSpec | None, dram: float) -> float:
+        pcie = PcieSpec(bytes_per_s=part, latency_s=0.0, gpus_per_switch=per_switch, uplink=uplink)
+        socket = SocketSpec(dram=DramSpec(capacity_bytes=2**40, bytes_per_s=dram * part))
+        return step_s(checked, make_cluster_spec(2, pcie=pcie, socket=socket))
+
+    assert seconds(host_copies(2), 2, plain, 9) == pytest.approx(2)
+    assert seconds(host_copies(2), 1, plain, 9) == pytest.approx(1)
+    assert seconds(host_copies(2), 2, None, 1.6) == pytest.approx(1.25)
+    assert seconds(host_copies(1, both_ways=True), 1, plain, 9) == pytest.approx(1 + 1)
+    assert seconds(host_copies(1, both_ways=True), 1, duplex, 9) == pytest.approx(1 + 1.25)
+
+
+def test_a_cluster_without_host_memory_says_so() -> None:
+    with pytest.raises(InputError, match=r"no host memory: give it a table \[socket\]"):
+        step_s(host_copies(1), make_cluster_spec(1))
 
 
 def test_simulating_twice_gives_the_same_bits() -> None:

@@ -123,7 +123,7 @@ def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture
                 "--cluster",
                 cluster,
                 "--gpus",
-                "16",
+                "16" if spec.nic else str(spec.gpus_per_node),
                 "--dtype",
                 "bf16",
                 "--schedule",

@@ -31,6 +31,9 @@ def few_points(command: Calibrate, _: object) -> None:
         save_profile(calibration.profile(complete=False), Path(command.out))
 
 
+SWEEPS = ("layers", "schedules", "offloaded")
+
+
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The host in place of a GPU, in a folder of its own; where results go."""
@@ -43,24 +46,27 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.gloo
 def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = recipes.GpuPlan(
-        schedules=("single", "ring"), verified="128", model="tiny", alone="256", together="256", ranks="2"
-    )
+        schedules=("single", "ring"), verified="128", model="tiny", alone="256", together="256", ranks="2",
+        offloaded="128",
+    )  # fmt: skip
     recipes.gpu(open_console(), plan)
     printed = capsys.readouterr().out
-    assert printed.count("dwq: largest relative error") == 2
+    assert printed.count("dwq: largest relative error") == 3
     (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
-        "profile.json", *(f"{what}.{kind}" for what in ("layers", "schedules") for kind in ("json", "html", "svg"))
+        "profile.json", *(f"{what}.{kind}" for what in SWEEPS for kind in ("json", "html", "svg"))
     }  # fmt: skip
     cells = {
         what: [
-            (cell.gpus, cell.schedule, len(found))
+            (cell.gpus, cell.schedule, cell.layers, len(found))
             for cell, found in read_record(str(folder / f"{what}.json")).comparisons
         ]
-        for what in ("layers", "schedules")
+        for what in SWEEPS
     }
-    assert cells == {"layers": [(1, "single", 1)], "schedules": [(2, "ring", 1)]}
+    assert cells == {
+        "layers": [(1, "single", 1, 1)], "schedules": [(2, "ring", 1, 1)], "offloaded": [(1, "single", 4, 1)],
+    }  # fmt: skip
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, sms: int, memory: float) -> None:
@@ -85,7 +91,7 @@ def test_a_part_that_fails_does_not_end_it(
     monkeypatch.setattr(recipes, "validate", lambda command, _: swept.append(command))
     with pytest.raises(RankError, match="1 parts failed: out of memory"):
         recipes.gpu(open_console())
-    assert [command.sweep.one_device for command in swept] == [False, True]
+    assert [command.sweep.one_device for command in swept] == [False, True, False]
     assert "failed: out of memory" in capsys.readouterr().out
 
 
@@ -96,7 +102,12 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="needs a GPU: torch sees none"):
         recipes.gpu_here()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    known = {"hgx-h200": ("NVIDIA H200", 132, 150.1e9), "dgx-a100": ("NVIDIA A100-SXM4-80GB", 108, 85.1e9)}
+    known = {
+        "hgx-h200": ("NVIDIA H200", 132, 150.1e9),
+        "dgx-a100": ("NVIDIA A100-SXM4-80GB", 108, 85.1e9),
+        "a100-pcie": ("NVIDIA A100 80GB PCIe", 108, 85.1e9),
+        "l20-pcie": ("NVIDIA L20", 92, 47.7e9),
+    }
     for cluster, properties in known.items():
         pretend(monkeypatch, *properties)
         assert recipes.gpu_here()[0] == cluster

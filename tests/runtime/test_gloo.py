@@ -78,6 +78,13 @@ def test_two_layers_equal_the_reference(session: Session, name: str) -> None:
         assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("name", ["single, offloaded", "zigzag, offloaded", "ulysses, offloaded"])
+def test_activations_on_the_host(session: Session, name: str) -> None:
+    """Copied by threads of their own; the GPU's share of the memory is as the walk says."""
+    workload = Workload(model=make_model(8, 4), dtype="fp64", seq=32, scope="layer", layers=3)
+    assert all(error <= BOUNDS["fp64"] for error in run_or_refused(session, name, workload).values())
+
+
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])
 def test_one_pass_alone_and_other_masks(session: Session, fields: dict[str, Any]) -> None:
     for name in ("ring", "zigzag", "ulysses"):

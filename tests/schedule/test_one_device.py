@@ -42,6 +42,16 @@ def test_every_schedule_is_exact_on_one_device(name: str, scope: str) -> None:
     assert done
 
 
+def test_activations_on_the_host_of_one_device() -> None:
+    """Copies of all ranks on the same two streams."""
+    workload = Workload(model=make_model(8, 4), seq=48, dtype="fp64", scope="layer", layers=3)
+    checked = make_checked("zigzag, offloaded", workload, 4)
+    folded = check(on_one_device(checked))
+    copies = [type(op).__name__ for op in folded.schedule.program(0).ops].count("HostCopy")
+    assert copies == 4 * [type(op).__name__ for op in checked.schedule.program(0).ops].count("HostCopy") > 0
+    assert max(output_errors(folded, execute_virtual(folded, CPU, 1)).values()) <= 1e-12
+
+
 def test_gathered_keys_and_scattered_gradients() -> None:
     """All-gather and reduce-scatter, which attention of the catalog may not have both of."""
     checked = check(make_gathered(Workload(model=make_model(8, 4), seq=32, dtype="fp64"), 4))

@@ -23,6 +23,7 @@ from sim.schedule.ops import (
     Copy,
     Delta,
     Fold,
+    HostCopy,
     Kernel,
     Merge,
     Op,
@@ -110,6 +111,12 @@ class AbstractPlayer(Turns):
                     memory.write(view, pieces)
             else:
                 assert_never(op)
+
+    def host_copy(self, key: Key, op: HostCopy) -> None:
+        """See Turns."""
+        memory = self._memory[key[0]]
+        with self._naming(key):
+            memory.write(op.target, memory.read(op.source))
 
     def transfer(self, transfer: Transfer) -> None:
         """See Turns."""

@@ -24,6 +24,7 @@ from sim.schedule.ops import (
     Exchange,
     Fold,
     Gemm,
+    HostCopy,
     HostSync,
     Kernel,
     Merge,
@@ -46,10 +47,30 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     for view in writes:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
-    problem = _collision(op, reads, writes, program)
+    if isinstance(op, HostCopy):
+        return _host_copy_problem(op, program)
+    problem = _place_problem((*reads, *writes), program) or _collision(op, reads, writes, program)
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op) or _dims_problem(op, program)
+
+
+def _place_problem(views: tuple[View, ...], program: Program) -> str:
+    """Return where an op that runs on the GPU uses memory of its host."""
+    on_host = [program.buffers[view.buffer].name for view in views if program.buffers[view.buffer].place == "host"]
+    return f"uses buffer {on_host[0]!r}, which lies in the host's memory; copy it first" if on_host else ""
+
+
+def _host_copy_problem(op: HostCopy, program: Program) -> str:
+    """Return where a copy engine would have to do more than to move bytes between a GPU and its host."""
+    source, target = (program.buffers[view.buffer] for view in (op.source, op.target))
+    if source.place == target.place:
+        return f"copies inside one memory, {source.place}; use a Copy"
+    if (source.dims, source.dtype) != (target.dims, target.dtype):
+        return f"takes {source.dims} of {source.dtype} for {target.dims} of {target.dtype}"
+    if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
+        return "copies a view with gaps; copy it into a buffer first"
+    return _differ(op.source.shape, [op.target])
 
 
 def _shape_problem(op: Kernel | HostSync) -> str:

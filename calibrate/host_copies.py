@@ -1,0 +1,81 @@
+"""Times copies between a GPU and its host's memory: each way alone, and both at the same time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from calibrate.kernels import sample
+from runtime.launch import Session
+from runtime.run import ScheduleRun
+from sim.profile import HOST_COPIES, Point
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.check import check
+from sim.schedule.ir import Header, Program, Schedule
+from sim.schedule.masks import Span
+from sim.schedule.ops import FETCH, OFFLOAD
+from sim.trace import Row
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+
+SIZES = tuple(2**n for n in range(16, 31, 2))
+"""Bytes; from sizes that latency bounds to those of a layer's activations."""
+_PER_STEP = 4
+_STEPS, _WARM = 3, 1
+_ALONE, _TOGETHER = "alone", "together"
+
+
+class HostCopyTimes(NamedTuple):
+    """What copies of one size take."""
+
+    points: tuple[Point, ...]
+    """Out and back, each alone."""
+    both_bytes_per_s: float
+    """What both ways get together."""
+
+
+def time_host_copies(session: Session, nbytes: int, model: ModelSpec, dtype: Dtype) -> HostCopyTimes:
+    """Return the times of copies of about so many bytes on rank 0's GPU, the host's side pinned."""
+    tokens = max(nbytes // (model.num_heads * model.head_dim * DTYPE_BYTES[dtype]), 1)
+    checked = check(_copies(tokens, model, dtype))
+    run = ScheduleRun(session, checked)
+    rows: list[Row] = []
+    for step in range(_WARM + _STEPS):
+        trace = run.step().trace
+        rows += trace.of_rank(0) if step >= _WARM else []
+    run.close()
+    program = checked.schedule.program(0)
+    moved = program.nbytes(program.inputs[0].view)
+    points = tuple(
+        Point(
+            kernel=kind, variant="dram", dtype=dtype, shape=(1, moved), condition="idle", nbytes=moved,
+            **sample(_busy_s(rows, kind, _ALONE))._asdict(),
+        )
+        for kind in HOST_COPIES
+    )  # fmt: skip
+    slower_s = max(sample(_busy_s(rows, kind, _TOGETHER)).median_s for kind in HOST_COPIES)
+    return HostCopyTimes(points, 2 * moved / slower_s)
+
+
+def _busy_s(rows: list[Row], stream: str, label: str) -> list[float]:
+    return [row.busy_s for row in rows if (row.stream, row.label) == (stream, label)]
+
+
+def _copies(tokens: int, model: ModelSpec, dtype: Dtype) -> Schedule:
+    """Return a schedule that copies a tensor out and back several times, then one out while another comes back."""
+    workload = Workload(model=model, seq=tokens, dtype=dtype, passes="forward")
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        here = b.input("dq", (Span(0, tokens),), Span(0, model.num_heads))
+        there, back = b.elsewhere(here, "host"), b.elsewhere(here, "hbm")
+        also_there = b.elsewhere(here, "host")
+        for _ in range(_PER_STEP):
+            for source, target in ((here, there), (there, back)):
+                b.host_copy(source, target, _ALONE)
+                b.host_sync(OFFLOAD, FETCH)
+        for _ in range(_PER_STEP):
+            b.host_copy(here, also_there, _TOGETHER)
+            b.host_copy(there, back, _TOGETHER)
+            b.host_sync(OFFLOAD, FETCH)
+        return b.build()
+
+    return Schedule(Header(name="host copies", workload=workload, parallel=Parallel()), program)

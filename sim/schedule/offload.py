@@ -1,0 +1,47 @@
+"""What layers save for their backward pass, in the host's memory meanwhile: copied out behind the layer, and back one
+layer ahead of its backward pass.
+
+The last layer's stays, since it is needed at once. The host issues no copies of a layer before those of the layer
+before have ended, so that the GPU holds what two layers save, forward as backward.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from sim.schedule.builder import ProgramBuilder
+from sim.schedule.ops import OFFLOAD
+from sim.schedule.views import Place, View
+
+Kept = TypeVar("Kept")
+
+
+def offload(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:
+    """Append copies of everything in ``kept``, a nest of tuples, to the host; return where it lies there."""
+    b.host_sync(OFFLOAD, label="wait for the layer before")
+    return _copied(b, kept, "host", f"offload layer {layer}")
+
+
+def fetch(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:
+    """Append copies back from the host; return where all lies then. Before, what has been copied out is given back."""
+    b.host_sync(OFFLOAD, label="wait for what is on its way out")
+    return _copied(b, kept, "hbm", f"fetch layer {layer}")
+
+
+def _copied(b: ProgramBuilder, kept: Kept, place: Place, label: str) -> Kept:
+    """Append a copy of every buffer in ``kept`` but inputs, which stay; return the same views of the copies."""
+    copies: dict[int, View] = {}
+
+    def moved(part: object) -> object:
+        if isinstance(part, View) and not b.is_input(part):
+            if part.buffer not in copies:
+                whole = b.whole(part)
+                copies[part.buffer] = b.elsewhere(whole, place)
+                b.host_copy(whole, copies[part.buffer], label)
+            return View(copies[part.buffer].buffer, part.slices)
+        if isinstance(part, tuple):
+            make = getattr(part, "_make", tuple)  # of named tuples
+            return make(map(moved, part))
+        return part
+
+    return moved(kept)  # type: ignore[return-value]

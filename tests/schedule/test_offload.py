@@ -1,0 +1,124 @@
+"""Activations in the host's memory: every schedule proved, the bytes and the memory by hand, and what check refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim.errors import InputError
+from sim.memory import walk
+from sim.schedule.check import check
+from sim.schedule.ir import Schedule
+from sim.schedule.ops import FETCH, OFFLOAD, Gemm, HostCopy, Op
+from sim.schedule.views import View
+from sim.workload import Workload
+from tests.helpers import OFFLOADED, checked_or_refused, make_checked, make_model
+from tests.schedule.test_check_catches import changed, drop, refuses
+
+LAYERS = 3
+
+
+def layers(**fields: Any) -> Workload:
+    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "scope": "layer", "layers": LAYERS} | fields
+    return Workload(**options)
+
+
+def copies(schedule: Schedule, stream: str) -> list[HostCopy]:
+    return [op for op in schedule.program(0).ops if isinstance(op, HostCopy) and op.stream == stream]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_every_schedule_is_proved_and_keeps_the_activations_of_two_layers_on_the_gpu(name: str) -> None:
+    proved = 0
+    for ranks in (1, 2, 4):
+        checked = checked_or_refused(name, layers(layers=8), ranks)
+        if checked is None:
+            continue
+        proved += 1
+        assert check(Schedule.from_json(checked.schedule.to_json())).schedule.hash == checked.schedule.hash
+        program, dependencies = checked.schedule.program(0), checked.dependencies[0]
+        out, back = copies(checked.schedule, OFFLOAD), copies(checked.schedule, FETCH)
+        assert len(out) == len(back) > 0
+        assert sum(program.nbytes(op.source) for op in out) == walk(program, dependencies).host_peak_bytes
+        saved = [
+            sum(program.nbytes(op.source) for op in out if op.label == f"offload layer {layer}") for layer in range(7)
+        ]
+        inputs = sum(program.nbytes(port.view) for port in program.inputs if port.tensor == "x")
+        at_peak = walk(program, dependencies).by_category["saved"]
+        assert at_peak <= 2 * max(saved) + inputs + program.nbytes(program.outputs[0].view)
+    assert proved
+
+
+def test_bytes_by_hand() -> None:
+    """A layer keeps per token, of E = 128 and F = 64 and 8 and 4 heads of 16: the norms' outputs, what lies between
+    attention and MLP and attention's output (E each), q, k and v (E, E/2, E/2), gate, up and act (F each), from the
+    second layer on its input (E); in fp32 as the rest, a log-sum-exp per head and two numbers of the norms.
+    """
+    checked = make_checked("single, offloaded", layers(), 1)
+    program = checked.schedule.program(0)
+    model = make_model(8, 4)
+    assert (model.embed_dim, model.ffn_dim) == (128, 64)
+    first = 32 * 4 * (4 * 128 + 2 * 128 + 3 * 64 + 8 + 2)
+    sizes = {
+        layer: sum(program.nbytes(op.source) for op in copies(checked.schedule, OFFLOAD) if op.label.endswith(layer))
+        for layer in ("0", "1", "2")
+    }
+    assert sizes == {"0": first, "1": first + 32 * 4 * 128, "2": 0}
+
+
+def test_nothing_is_copied_without_a_backward_pass_or_with_one_layer() -> None:
+    for workload in (layers(passes="forward"), layers(layers=1)):
+        checked = make_checked("ring, offloaded", workload, 2)
+        assert not copies(checked.schedule, OFFLOAD)
+
+
+def test_attention_alone_has_no_activations_to_copy() -> None:
+    with pytest.raises(InputError, match="--scope layer"):
+        make_checked("ring, offloaded", Workload(model=make_model(8, 4), seq=32), 2)
+
+
+def wrong(kind: type, change: Any, number: int = 0) -> Schedule:
+    return changed("ring, offloaded", 2, kind, change, rank=0, number=number, scope="layer", layers=LAYERS)
+
+
+def test_a_copy_left_out_is_found() -> None:
+    refuses(wrong(HostCopy, drop), "before all of it is written")
+
+
+def test_the_activations_of_another_layer_are_found() -> None:
+    schedule = make_checked("ring, offloaded", layers(), 2).schedule
+    one, other = (
+        next(op for op in copies(schedule, FETCH) if op.label == f"fetch layer {layer}" and op.source.shape == shape)
+        for layer, shape in ((1, (1, 16, 64)), (0, (1, 16, 64)))
+    )
+    number = [op for op in schedule.program(0).ops if isinstance(op, HostCopy)].index(one)
+
+    def from_other(op: Op) -> Op:
+        return msgspec.structs.replace(op, source=other.source)
+
+    refuses(wrong(HostCopy, from_other, number), "layer|equation")
+
+
+def test_a_kernel_does_not_reach_the_hosts_memory() -> None:
+    schedule = make_checked("ring, offloaded", layers(), 2).schedule
+    on_host = copies(schedule, OFFLOAD)[0].target
+
+    def reads_it(op: Op) -> Op:
+        return msgspec.structs.replace(op, a=View(on_host.buffer, on_host.slices))
+
+    refuses(wrong(Gemm, reads_it, 30), "lies in the host's memory; copy it first")
+
+
+def test_a_copy_engine_only_moves_bytes_between_two_memories() -> None:
+    def into_itself(op: Op) -> Op:
+        assert isinstance(op, HostCopy)
+        return msgspec.structs.replace(op, target=op.source)
+
+    def transposed(op: Op) -> Op:
+        assert isinstance(op, HostCopy)
+        return msgspec.structs.replace(op, source=View(op.source.buffer, (*op.source.slices[:-1], (0, 1))))
+
+    refuses(wrong(HostCopy, into_itself), "copies inside one memory, hbm; use a Copy")
+    refuses(wrong(HostCopy, transposed, 2), "a view with gaps")
