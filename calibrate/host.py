@@ -14,6 +14,7 @@ from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
 from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
 from calibrate.kernels import time_kernel
+from calibrate.leave_one_out import spreads
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
 from runtime.launch import Session
@@ -99,7 +100,7 @@ class HostCalibration:
         together = together_of(self._kernels, interference, self._cores)
         spec = fitted_spec(nominal, self._kernels, self._links, together, launch_s, self._cores, now)
         facts = host_facts()
-        return Profile(
+        profile = Profile(
             name=self._plan.name,
             created=now,
             command=self._plan.command,
@@ -116,6 +117,7 @@ class HostCalibration:
             traffic=traffic_of(together, spec.hbm.bytes_per_s),
             jitter=jitter_of(self._crowds),
         )
+        return msgspec.structs.replace(profile, residuals=spreads(profile))
 
     def _conditions(self, case: KernelCase) -> tuple[Condition, ...]:
         """Return in which conditions to time a kernel; quick has few of them with all cores busy."""

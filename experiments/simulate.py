@@ -55,7 +55,7 @@ def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
     """Return the checked schedule, its simulation, and the figures."""
     checked = chosen.checked()
     simulation = play(checked, chosen.cluster(), chosen.profile, chosen.jitter)
-    return checked, simulation, report(checked, simulation, chosen.profile)
+    return checked, simulation, report(checked, simulation, chosen.profile, chosen.jitter)
 
 
 def title(chosen: Chosen, checked: Checked) -> str:

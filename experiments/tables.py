@@ -43,6 +43,8 @@ def report_table(title: str, report: Report) -> Table:
     """Return the figures of one simulated step."""
     table = Table("figure", "value", title=title, title_justify="left")
     table.add_row("step time", seconds(report.step_time_s))
+    if report.interval_s:
+        table.add_row("  nine of ten in", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")
     table.add_row("tokens per second and GPU", f"{report.tokens_per_s_per_gpu:.4g}")
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from sim.trace import Row, Trace
@@ -26,6 +27,19 @@ _KIND: dict[str, PartName] = {
 
 def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
     """Return the seconds of each part for one rank; they sum to the step time of the trace."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for duration_s, going in _moments(trace, rank):
+        seconds[next((part for part in PARTS if part in going), "idle")] += duration_s
+    return seconds
+
+
+def overlapped_s(trace: Trace, rank: int) -> float:
+    """Return the seconds in which one rank both computes and communicates."""
+    return sum(duration_s for duration_s, going in _moments(trace, rank) if {"compute", "communication"} <= going)
+
+
+def _moments(trace: Trace, rank: int) -> Iterator[tuple[float, set[PartName]]]:
+    """Yield how long what is going on, from the beginning of a trace to its end."""
     edges: list[tuple[float, int, int]] = []
     for row in trace.of_rank(rank):
         for begin, end, part in _intervals(row):
@@ -33,15 +47,14 @@ def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
                 edges.append((begin, PARTS.index(part), 1))
                 edges.append((end, PARTS.index(part), -1))
     edges.sort()
-    seconds = dict.fromkeys(PARTS, 0.0)
     active = [0] * len(PARTS)
     at = 0.0
     for time, number, change in edges:
-        seconds[_first(active)] += time - at
+        if time > at:
+            yield time - at, {part for part, count in zip(PARTS, active, strict=True) if count}
         at = time
         active[number] += change
-    seconds["idle"] += trace.step_time_s - at
-    return seconds
+    yield trace.step_time_s - at, set()
 
 
 def waiting_s(parts: dict[PartName, float]) -> float:
@@ -60,8 +73,3 @@ def _intervals(row: Row) -> list[tuple[float, float, PartName]]:
     if part == "synchronisation":
         return [(row.posted_s, row.end_s, part)]
     return [(row.begin_s, row.end_s, part), (row.posted_s, row.begin_s, "synchronisation")]
-
-
-def _first(active: list[int]) -> PartName:
-    """Return the part of highest priority that is going on."""
-    return next((part for part, count in zip(PARTS, active, strict=True) if count > 0), "idle")

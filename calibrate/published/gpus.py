@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published import ultraattn
+from calibrate.published import curves, ultraattn
+from calibrate.published.host import EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
 from calibrate.published.reading import (
-    EAGER_SOURCES,
-    EAGER_TRAFFIC,
+    Averaged,
     Row,
-    eager_issue,
     geometric_mean,
     kernel_point,
     rows,
+    square_attention,
     transfer_point,
 )
 from calibrate.published.streaming import streaming
 from calibrate.tiles import tile_models
 from sim.engine.collectives import CollectiveKind, link_traffic, slowest_link
 from sim.profile import Machine, Point, Profile
-from sim.schedule.kernels import KernelUse, attention_use
-from sim.schedule.masks import CAUSAL, FULL, Band
+from sim.schedule.kernels import KernelUse
+from sim.schedule.masks import CAUSAL
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -49,9 +49,6 @@ _COLLECTIVES: dict[str, CollectiveKind] = {
 """Names in the tables, and here."""
 _LEAST_PART = 16
 """Bytes per rank of the smallest collectives across nodes that are kept: below, time does not grow with size."""
-_PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048
-"""Tokens in all, and heads times head dimension, of the figures of the FlashAttention papers (arXiv:2307.08691 §4.1,
-arXiv:2407.08608 §4.1)."""
 
 
 class Gpu(NamedTuple):
@@ -62,7 +59,7 @@ class Gpu(NamedTuple):
     """In the tables of aiconfigurator."""
     attention: tuple[str, ...]
     """Kernels of the same algorithm in its table of attention."""
-    more: Callable[[], Iterable[Point]]
+    more: Callable[[], Averaged]
     """Full masks and backward passes."""
     more_source: str
     memory_efficiency: float
@@ -80,9 +77,10 @@ class Gpu(NamedTuple):
 def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
+    more = gpu.more()
     around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s)
     points = [
-        *_gemms(gpu.system), *_forward(gpu), *gpu.more(),
+        *_gemms(gpu.system), *_forward(gpu), *more.points,
         *around.points,
         *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *_transfers(gpu.send_recv),
     ]  # fmt: skip
@@ -96,9 +94,10 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         points=tuple(points),
         traffic=EAGER_TRAFFIC,
         memory_efficiency=gpu.memory_efficiency,
-        issue=eager_issue(),
+        issue=eager_issue(spec),
+        beside_communication=OVERLAP_SLOWDOWN,
         tiles=tile_models(points, spec.gpu.sms),
-        disagreement=around.disagreement,
+        disagreement=more.disagreement | around.disagreement,
         sources={
             "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.more_source}",
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
@@ -135,11 +134,9 @@ def _forward(gpu: Gpu) -> Iterator[Point]:
         ):
             found[int(row["seqlen"]), heads, head_dim].append(float(row["latency_us"]) / 1e6)
     for (tokens, heads, head_dim), times in sorted(found.items()):
-        yield kernel_point(_use(False, (1, tokens, heads, head_dim), CAUSAL), geometric_mean(times), len(times))
-
-
-def _use(backward: bool, q_shape: tuple[int, int, int, int], band: Band) -> KernelUse:
-    return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
+        yield kernel_point(
+            square_attention(False, (1, tokens, heads, head_dim), CAUSAL), geometric_mean(times), len(times)
+        )
 
 
 def _in_a_node(system: str, cluster: Cluster) -> Iterator[Point]:
@@ -208,37 +205,25 @@ def _farness(exponent: float) -> Callable[[int], float]:
     return lambda size: abs(math.log2(size) - exponent)
 
 
-def a800_kernels() -> Iterator[Point]:
-    """Yield what UltraAttn's table of flash-attn 2.5.7 on A800, the same silicon, has beyond causal forward passes."""
+def a800_kernels() -> Averaged:
+    """Return what UltraAttn's table of flash-attn 2.5.7 on A800, the same silicon, has beyond causal forward passes."""
+    points = []
     for point in ultraattn.kernels("A800"):
         square = point.shape[1] == point.shape[2]
         if square and (point.kernel, point.variant) != ("attention_forward", "causal"):
-            yield point
+            points.append(point)
+    return Averaged(points, {})
 
 
-def flash_attention_3() -> Iterator[Point]:
-    """Yield full forward and backward passes of arXiv:2407.08608 Fig. 5 and 6, causal backward ones of tritonbench."""
-    for row in rows("attention_curves_papers"):
-        gpu, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
-        if kernel != "fa3" or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
-            continue
-        tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
-        if (gpu, mask) == ("H100-SXM-80GB", "full"):
-            batch, heads = _PAPER_TOKENS // tokens, _PAPER_WIDTH // head_dim
-        elif (gpu, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
-            batch, heads = 4, 48
-        else:
-            continue
-        if head_dim in _HEAD_DIMS:
-            use = _use(passes == "bwd", (batch, tokens, heads, head_dim), CAUSAL if mask == "causal" else FULL)
-            scores = batch * heads * tokens**2 / (2 if mask == "causal" else 1)
-            yield kernel_point(use, (10 if passes == "bwd" else 4) * scores * head_dim / (float(row["tflops"]) * 1e12))
-
-
+_CHARTS_SOURCE = (
+    "bar charts of SandAI-org/MagiAttention@2c64135, digitised (one sequence, 64 heads of dimension 128: from memory "
+    "of what its authors write, not in the table; the rate of sequences so long hardly depends on the number of heads)"
+)
 _FA3_SOURCE = (
     "full forward: bar labels of arXiv:2407.08608 Fig. 5; backward: a machine transcription of its Fig. 6 (secondary), "
-    "causal ones of meta-pytorch/tritonbench PR 1267; all on H100"
+    f"causal ones of meta-pytorch/tritonbench PR 1267; fa3 of both, 4K to 32K tokens: {_CHARTS_SOURCE}; all on H100"
 )
+_FA4_SOURCE = f"full forward, and backward: geometric mean of fa4 and cudnn, 8K to 32K tokens: {_CHARTS_SOURCE}"
 
 
 _STREAMING_SOURCE = "microsoft/vidur@7d47513, Llama-2-70b, and on A100 linkedin/Liger-Kernel 0.2.1"
@@ -262,7 +247,7 @@ GPUS = {
         cluster="hgx-h100",
         system="h100_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        more=flash_attention_3,
+        more=curves.on_h100,
         more_source=_FA3_SOURCE,
         memory_efficiency=0.75,
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
@@ -274,7 +259,7 @@ GPUS = {
         cluster="hgx-h200",
         system="h200_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        more=flash_attention_3,
+        more=curves.on_h100,
         more_source=_FA3_SOURCE,
         memory_efficiency=0.81,
         memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
@@ -283,8 +268,8 @@ GPUS = {
         cluster="hgx-b200",
         system="b200_sxm",
         attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
-        more=tuple,
-        more_source="full forward as causal, backward at the datasheet's rate",
+        more=curves.on_b200,
+        more_source=_FA4_SOURCE,
         memory_efficiency=0.72,
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     ),

@@ -8,9 +8,11 @@ import io
 import math
 from collections.abc import Iterator
 from importlib import resources
+from typing import NamedTuple
 
-from sim.profile import Issue, Point
-from sim.schedule.kernels import KernelUse
+from sim.profile import Point
+from sim.schedule.kernels import KernelUse, attention_use
+from sim.schedule.masks import Band
 
 Row = dict[str, str]
 
@@ -19,6 +21,19 @@ def rows(table: str) -> Iterator[Row]:
     """Yield the rows of a table."""
     data = resources.files("calibrate.published").joinpath("tables", f"{table}.csv.gz").read_bytes()
     yield from csv.DictReader(io.StringIO(gzip.decompress(data).decode()))
+
+
+class Averaged(NamedTuple):
+    """What one or more sources say of kernels."""
+
+    points: list[Point]
+    disagreement: dict[str, float]
+    """By kernel, the factor by which two sources lie above and below their mean."""
+
+
+def square_attention(backward: bool, q_shape: tuple[int, int, int, int], band: Band) -> KernelUse:
+    """Return attention in bf16 with as many keys as queries, and as many key/value heads."""
+    return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
 
 
 def transfer_point(kernel: str, link: str, ranks: int, nbytes: int, seconds: float, runs: int = 1) -> Point:
@@ -42,20 +57,6 @@ def kernel_point(use: KernelUse, seconds: float, runs: int = 1) -> Point:
         flops=use.flops,
         nbytes=use.hbm_bytes,
     )
-
-
-EAGER_TRAFFIC = {"merge": 3.8}
-"""Partial results are merged by eager kernels in fp32 that move 38 bytes an element, not the 10 of a fused one."""
-EAGER_SOURCES = {
-    "traffic.merge": "counted in zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
-    "issue": "calibrate/eager.py: the host's part alone, on a CPU of this project",
-}
-
-
-def eager_issue() -> dict[str, Issue]:
-    """Return what ops cost the host in eager PyTorch, as ``calibrate.eager`` has measured it."""
-    table = rows("eager_host")
-    return {row["op"]: Issue(host_s=float(row["host_us"]) / 1e6, launches=int(row["launches"])) for row in table}
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from calibrate.cases import cases_of
-from calibrate.published.reading import geometric_mean, kernel_point, rows
+from calibrate.published.reading import Averaged, geometric_mean, kernel_point, rows
 from sim.profile import Point
 from sim.schedule import single
 from sim.schedule.kernels import KernelUse
@@ -48,15 +48,7 @@ class _Timed(NamedTuple):
         return self.use.hbm_bytes / self.seconds
 
 
-class Streaming(NamedTuple):
-    """What tables say of one GPU's kernels that memory bounds."""
-
-    points: list[Point]
-    disagreement: dict[str, float]
-    """By kernel, the factor by which two sources lie above and below their mean."""
-
-
-def streaming(vidur: str, liger: str, bytes_per_s: float) -> Streaming:
+def streaming(vidur: str, liger: str, bytes_per_s: float) -> Averaged:
     """Return the points of a GPU, as it is called in either table; none where it is in neither. What is faster than its
     memory, of so many bytes per second, has been in the cache.
     """
@@ -73,7 +65,7 @@ def streaming(vidur: str, liger: str, bytes_per_s: float) -> Streaming:
             disagreement[kernel] = round(max(half, 1 / half), 4)
         runs = 2 if half != 1 else 1
         points += [kernel_point(timed.use, timed.seconds * half, runs) for timed in ours or theirs]
-    return Streaming(points, disagreement)
+    return Averaged(points, disagreement)
 
 
 def _nearest(candidates: list[_Timed], to: _Timed) -> _Timed:

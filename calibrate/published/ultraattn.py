@@ -10,11 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from calibrate.published.host import EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
 from calibrate.published.reading import (
-    EAGER_SOURCES,
-    EAGER_TRAFFIC,
     Row,
-    eager_issue,
     kernel_point,
     rows,
     transfer_point,
@@ -66,7 +64,8 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
-        issue=eager_issue(),
+        issue=eager_issue(spec),
+        beside_communication=OVERLAP_SLOWDOWN,
         sources={
             **EAGER_SOURCES,
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",

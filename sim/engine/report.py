@@ -6,7 +6,8 @@ import msgspec
 
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import kind_of, link_traffic
-from sim.engine.simulate import Simulation, part_bytes
+from sim.engine.interval import Interval, interval
+from sim.engine.simulate import STEADY, Jitter, Simulation, part_bytes
 from sim.memory import walk
 from sim.profile import Profile
 from sim.schedule.attention import attention_flops
@@ -31,6 +32,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated step. Times in seconds, sizes in bytes."""
 
     step_time_s: float
+    interval_s: Interval | None
+    """Where nine of ten measurements should lie; None where nothing is known of how far costs may be off."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
@@ -51,8 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence
 
 
-def report(checked: Checked, simulation: Simulation, profile: Profile | None) -> Report:
-    """Return the figures of a simulated schedule."""
+def report(checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY) -> Report:
+    """Return the figures of a simulated schedule; ``jitter`` is what it was simulated with."""
     schedule, trace, cluster = checked.schedule, simulation.trace, simulation.cluster
     workload, ranks = schedule.header.workload, schedule.num_ranks
     step_s = trace.step_time_s
@@ -64,6 +67,7 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None) ->
     peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
         step_time_s=step_s,
+        interval_s=interval(checked, simulation, profile, jitter),
         tokens_per_s_per_gpu=workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=_model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,

@@ -92,7 +92,8 @@ class TiledAttention:
     def _share(self, model: TileModel, use: KernelUse) -> float:
         """Return measured over modelled time, between the points of this kernel that are nearest.
 
-        Beyond the longest sequence measured that is the share of as many tiles at that length: the same waves.
+        Beyond the longest sequence measured that is the share of as many tiles at that length: the same waves. Numbers
+        of heads that were only measured with shorter sequences say nothing of it.
         """
         variants = self._shares[model]
         if not variants:
@@ -101,7 +102,11 @@ class TiledAttention:
         longest = max(max(found) for found in by_heads.values())
         position, heads = _position(use), math.log(use.shape[0] * use.shape[3])
         beyond = max(0.0, position - longest)
-        shares = {math.log(heads): _between(found, position - beyond) for heads, found in by_heads.items()}
+        shares = {
+            math.log(heads): _between(found, position - beyond)
+            for heads, found in by_heads.items()
+            if max(found) >= position - beyond
+        }
         return _between(shares, heads + beyond)
 
 

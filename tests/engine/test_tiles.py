@@ -84,6 +84,17 @@ def test_measured_points_come_back_and_long_sequences_do_not_depend_on_heads() -
     assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(1.1 * tiled_s(MODEL, long, SMS)), "")
 
 
+def test_heads_that_were_measured_with_short_sequences_only_say_nothing_of_long_ones() -> None:
+    """Two heads at 1024 tokens took twice their tiles' time, one head there and at 4096 just that."""
+    short = point(attention(1024, 1024, 2), 2 * tiled_s(MODEL, attention(1024, 1024, 2), SMS))
+    rest = [point(use, tiled_s(MODEL, use, SMS)) for use in (attention(1024, 1024, 1), attention(4096, 4096, 1))]
+    tiled = TiledAttention([MODEL], [short, *rest], SMS)
+    assert tiled.seconds(attention(1024, 1024, 2), SMS, 1.0) == (pytest.approx(short.median_s), "")
+    for tokens in (4096, 32768):
+        long = attention(tokens, tokens, 2)
+        assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(tiled_s(MODEL, long, SMS)), "")
+
+
 def test_faster_sms_other_head_dims_and_types() -> None:
     tiled = TiledAttention([MODEL], [], SMS)
     use = attention(4096, 4096, 8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.breakdown import PARTS, breakdown, critical_rank, waiting_s
+from sim.breakdown import PARTS, breakdown, critical_rank, overlapped_s, waiting_s
 from sim.errors import InputError
 from sim.trace import Counter, Row, Trace, from_chrome, to_chrome
 
@@ -52,6 +52,7 @@ def test_a_breakdown_by_hand() -> None:
     assert breakdown(found, 0) == {"compute": 4, "copy": 1, "communication": 2, "synchronisation": 0, "idle": 3}
     assert breakdown(found, 1) == {"compute": 0, "copy": 0, "communication": 5, "synchronisation": 5, "idle": 0}
     assert waiting_s(breakdown(found, 1)) == 5
+    assert [overlapped_s(found, rank) for rank in (0, 1)] == [1, 0]
     assert critical_rank(found) == 0
 
 

@@ -1,0 +1,100 @@
+"""Points of full masks and backward passes, from curves of attention in papers, pull requests and charts.
+
+Where two kernels or two sources are timed at the same work, the point is their geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from calibrate.published.reading import Averaged, Row, geometric_mean, kernel_point, rows, square_attention
+from sim.schedule.kernels import KernelUse
+from sim.schedule.masks import CAUSAL, FULL
+
+_HEAD_DIMS = (64, 128)
+_PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048
+"""Tokens in all, and heads times head dimension, of the figures of the FlashAttention papers (arXiv:2307.08691 §4.1,
+arXiv:2407.08608 §4.1)."""
+_CHART_HEADS, _CHART_HEAD_DIM = 64, 128
+"""Of MagiAttention's charts of one sequence: from memory of what its authors write, since the charts state neither."""
+_CLEAR_OF_LAUNCH = 4
+"""A time counts if it is so many times the shortest of its kernel and pass: twice the tokens are four times the work,
+but forward passes of 1K and 2K tokens, causal and full, take the same on B200: what the host takes to launch them."""
+
+
+def on_h100() -> Averaged:
+    """Return full forward and backward passes of FlashAttention-3."""
+    return _averaged([*_flash_attention_3(), *_charts("H100", ("fa3",))])
+
+
+def on_b200() -> Averaged:
+    """Return full forward and backward passes of FlashAttention-4 and cuDNN."""
+    return _averaged(_charts("B200", ("fa4", "cudnn")))
+
+
+def _averaged(timed: Iterable[tuple[KernelUse, float]]) -> Averaged:
+    """Return the points of kernels and their seconds, of which the same work is there twice at most."""
+    found: dict[tuple[object, ...], list[tuple[KernelUse, float]]] = defaultdict(list)
+    for use, seconds in timed:
+        found[_work(use)].append((use, seconds))
+    points, ratios = [], defaultdict(list)
+    for same in found.values():
+        use, times = same[0][0], [seconds for _, seconds in same]
+        points.append(kernel_point(use, geometric_mean(times), len(times)))
+        if len(times) > 1:
+            ratios[use.kernel].append(times[0] / times[1])
+    halves = {kernel: math.sqrt(geometric_mean(found)) for kernel, found in ratios.items()}
+    return Averaged(points, {kernel: round(max(half, 1 / half), 4) for kernel, half in halves.items()})
+
+
+def _work(use: KernelUse) -> tuple[object, ...]:
+    """Return what kernels have in common that do the same: to a tile model, other sequences are more heads."""
+    batch, queries, _, heads, _, head_dim = use.shape
+    return use.kernel, use.variant, batch * heads, queries, head_dim
+
+
+def _flash_attention_3() -> Iterator[tuple[KernelUse, float]]:
+    """Yield what arXiv:2407.08608 Fig. 5 and 6 show with full masks, and causal backward passes of tritonbench."""
+    for row in rows("attention_curves_papers"):
+        gpu, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
+        if kernel != "fa3" or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
+            continue
+        tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
+        if (gpu, mask) == ("H100-SXM-80GB", "full"):
+            batch, heads = _PAPER_TOKENS // tokens, _PAPER_WIDTH // head_dim
+        elif (gpu, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
+            batch, heads = 4, 48
+        else:
+            continue
+        if head_dim in _HEAD_DIMS:
+            yield _timed(row, (batch, tokens, heads, head_dim), float(row["tflops"]))
+
+
+def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[tuple[KernelUse, float]]:
+    """Yield the work that MagiAttention's charts show of each of some kernels, once for each of them."""
+    times: dict[tuple[str, str], dict[KernelUse, float]] = defaultdict(dict)
+    for row in rows("attention_curves_1k_32k"):
+        if row["gpu"] == gpu and row["impl"] in kernels:
+            shape = (1, int(row["x"]), _CHART_HEADS, _CHART_HEAD_DIM)
+            use, seconds = _timed(row, shape, float(row["tflops_per_gpu"]))
+            times[row["impl"], row["pass"]][use] = seconds
+    clear: dict[KernelUse, list[float]] = defaultdict(list)
+    for of_kernel in times.values():
+        for use, seconds in of_kernel.items():
+            if seconds >= _CLEAR_OF_LAUNCH * min(of_kernel.values()):
+                clear[use].append(seconds)
+    for use, found in clear.items():
+        if len(found) == len(kernels) and (use.kernel, use.variant) != ("attention_forward", "causal"):
+            yield from ((use, seconds) for seconds in found)
+
+
+def _timed(row: Row, q_shape: tuple[int, int, int, int], tflops: float) -> tuple[KernelUse, float]:
+    """Return the kernel of a row, and how long it took: 4 operations a score and dimension, 10 backward."""
+    batch, tokens, heads, head_dim = q_shape
+    passes, mask = row["pass"], row["mask"]
+    backward, causal = passes == "bwd", mask == "causal"
+    scores = batch * heads * tokens**2 / (2 if causal else 1)
+    seconds = (10 if backward else 4) * scores * head_dim / (tflops * 1e12)
+    return square_attention(backward, q_shape, CAUSAL if causal else FULL), seconds

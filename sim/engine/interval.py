@@ -1,0 +1,67 @@
+"""Where nine of ten measurements of a step should lie: the step simulated again with all costs at their bounds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from sim.breakdown import critical_rank, overlapped_s
+from sim.engine.simulate import STEADY, Jitter, Simulation, simulate
+from sim.profile import Bound, Profile
+from sim.schedule.check import Checked
+from sim.trace import Trace
+
+_BOUNDS: tuple[Bound, Bound] = ("low", "high")
+
+
+class Interval(NamedTuple):
+    """Of a step time, in seconds."""
+
+    low_s: float
+    high_s: float
+
+
+def interval(
+    checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY
+) -> Interval | None:
+    """Return the interval of a simulated step; None where nothing is known of how far its costs may be off.
+
+    Its ends are those of ``bounds``; at the upper one kernels beside communication take as much longer as
+    ``profile.beside_communication`` says.
+    """
+    traces = bounds(checked, simulation, profile, jitter)
+    if profile is None or traces is None:
+        return None
+    low, high = traces
+    longer_s = (profile.beside_communication - 1) * overlapped_s(high, critical_rank(high))
+    step_s = simulation.trace.step_time_s
+    return Interval(min(low.step_time_s, step_s), max(high.step_time_s + longer_s, step_s))
+
+
+def bounds(
+    checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY
+) -> tuple[Trace, Trace] | None:
+    """Return the step with all points at their lower, and at their upper bounds; None as ``interval``.
+
+    All points of a kernel move together, as they do where a table was made at another clock or by another version: to
+    where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree.
+    """
+    if profile is None or not profile.residuals:
+        return None
+    cluster = simulation.cluster
+    low, high = (simulate(checked, cluster, _scaled(profile, bound), jitter).trace for bound in _BOUNDS)
+    return low, high
+
+
+def _scaled(profile: Profile, bound: Bound) -> Profile:
+    """Return a profile whose points are at one of their bounds; kernels without points are not scaled."""
+    factors = {kernel: getattr(spread, bound) for kernel, spread in profile.residuals.items()}
+    return msgspec.structs.replace(
+        profile,
+        points=tuple(
+            msgspec.structs.replace(point, median_s=point.median_s * factor, mean_s=point.mean_s * factor)
+            for point in profile.points
+            for factor in (factors.get(point.kernel, 1.0),)
+        ),
+    )

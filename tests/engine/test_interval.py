@@ -1,0 +1,69 @@
+"""Intervals of a step, by hand: all points of a kernel at their bounds, and what overlap may cost above that."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sim.breakdown import critical_rank, overlapped_s
+from sim.engine.interval import interval
+from sim.engine.simulate import simulate
+from sim.profile import Machine, Point, Profile, Spread
+from sim.schedule.check import Checked
+from sim.schedule.kernels import kernel_uses
+from sim.workload import Workload
+from tests.helpers import make_checked, make_cluster_spec, make_model
+from topology.cluster import Cluster
+
+CLUSTER = Cluster(make_cluster_spec(2))
+WORK = Workload(model=make_model(8, 8), seq=256, dtype="fp32", mask="full", passes="forward")
+
+
+def make_profile(checked: Checked, **changes: object) -> Profile:
+    """Every attention block takes 1 s; nine of ten 0.9 to 1.2 s. Of nothing else there are points."""
+    (use,) = {use for use in kernel_uses(checked.schedule.program(0)) if use and use.kernel == "attention_forward"}
+    point = Point(
+        kernel=use.kernel, variant=use.variant, dtype=use.dtype, shape=use.shape, condition="idle",
+        median_s=1.0, mean_s=1.0, low_s=1.0, high_s=1.0, runs=1, flops=use.flops, nbytes=use.hbm_bytes,
+    )  # fmt: skip
+    profile = Profile(
+        name="by hand",
+        created="",
+        command="",
+        complete=True,
+        machine=Machine(gpu="toy GPU", software={}),
+        cluster=msgspec.to_builtins(CLUSTER.spec, str_keys=True),
+        points=(point,),
+        residuals={"attention_forward": Spread(low=0.9, high=1.2)},
+    )
+    return msgspec.structs.replace(profile, **changes)
+
+
+def test_one_kernel_moves_by_its_own_spread() -> None:
+    checked = make_checked("single", WORK, 1)
+    profile = make_profile(checked, beside_communication=1.5)
+    found = interval(checked, simulate(checked, CLUSTER, profile), profile)
+    assert found is not None
+    assert found == pytest.approx((0.9, 1.2))  # nothing communicates beside it
+
+
+def test_kernels_beside_communication_may_take_longer_still() -> None:
+    """Two blocks of a ring; the keys of the second travel beside the first, in far less than its time."""
+    checked = make_checked("ring", WORK, 2)
+    plain, wider = make_profile(checked), make_profile(checked, beside_communication=1.5)
+    simulation = simulate(checked, CLUSTER, plain)
+    without, found = interval(checked, simulation, plain), interval(checked, simulation, wider)
+    assert without is not None
+    assert found is not None
+    assert without == pytest.approx((1.8, 2.4), rel=1e-3)
+    beside_s = overlapped_s(simulation.trace, critical_rank(simulation.trace))
+    assert beside_s > 0
+    assert found.low_s == without.low_s
+    assert found.high_s - without.high_s == pytest.approx(0.5 * beside_s)
+
+
+def test_there_is_none_without_residuals() -> None:
+    checked = make_checked("single", WORK, 1)
+    profile = make_profile(checked, residuals={})
+    assert interval(checked, simulate(checked, CLUSTER, profile), profile) is None
+    assert interval(checked, simulate(checked, CLUSTER, None), None) is None
