@@ -9,17 +9,24 @@ from calibrate.kernels import sample
 from runtime.launch import Session
 from runtime.run import ScheduleRun
 from sim.profile import Condition, Point
+from sim.schedule.alone import communicate
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
 from sim.schedule.ir import Communicator, Header, Program, Schedule
 from sim.schedule.masks import FULL, Span
-from sim.schedule.ops import Message
-from sim.schedule.views import Split
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 LinkKernel = Literal["exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
+_KINDS: dict[LinkKernel, str] = {
+    "exchange": "Exchange",
+    "all_to_all": "AllToAll",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+}
+"""What ops of each are called."""
 _STEPS = 3
 _PER_STEP = 4
 _WARM = 2
@@ -160,18 +167,7 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
         out, lse = b.like("out", q, "attention"), b.lse("lse", _BESIDE_TOKENS, model.num_heads, "attention")
         awaited = b.like("awaited", taken[:, :1], "attention")
         for _ in range(_PER_STEP):
-            if case.kernel == "exchange":
-                sends = [Message((rank + 1) % ranks, given)]
-                b.exchange(link, sends, [Message((rank - 1) % ranks, taken)], case.label)
-            elif case.kernel == "all_to_all":
-                b.all_to_all(link, Split(given, 1, ranks), Split(taken, 1, ranks), case.label)
-            elif case.kernel == "all_gather":
-                b.all_gather(link, given[:, : tokens // ranks], Split(taken, 1, ranks), case.label)
-            elif case.kernel == "reduce_scatter":
-                b.reduce_scatter(link, Split(given, 1, ranks), taken[:, : tokens // ranks], case.label)
-            else:
-                b.copy(given, taken, "copy")
-                b.all_reduce(link, taken, case.label)
+            communicate(b, _KINDS[case.kernel], link, given, taken, case.label)
             if case.condition == "busy":
                 b.attend(q, k, v, out, lse, FULL, _BESIDE)
                 b.copy(taken[:, :1], awaited, "await")

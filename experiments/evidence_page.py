@@ -10,7 +10,6 @@ from experiments.looks import BANDS, Kind, Looks
 from experiments.plots import Plot, Point, parity_plot
 from experiments.render import render
 from experiments.tables import percent, seconds
-from sim.workload import parse_length
 
 _SIZE = (560, 520)
 """Width and height of a plot in pixels."""
@@ -27,7 +26,7 @@ def page(evidence: Sequence[Evidence]) -> str:
                 "groups": judged(one),
                 "key": looks.key(_SIZE[0]),
                 "parity": _parity(one.found, looks, first),
-                "cases": [(found, parse_length(found.case.selection.seq, "--seq")) for found in one.found],
+                "cases": one.found,
                 "first": first,
             }
         )
@@ -36,7 +35,7 @@ def page(evidence: Sequence[Evidence]) -> str:
 
 
 def _kind(found: Prediction) -> Kind:
-    return Kind(found.case.selection.schedule, found.ranks, found.case.selection.scope)
+    return Kind(found.case.name, found.ranks, found.case.selection.scope)
 
 
 def _parity(found: Sequence[Prediction], looks: Looks, first: int) -> Plot:
@@ -44,27 +43,26 @@ def _parity(found: Sequence[Prediction], looks: Looks, first: int) -> Plot:
         Point(
             times=_times(one),
             shape=looks.shape(one.ranks),
-            look=looks.look(one.case.selection.schedule, one.case.selection.scope),
+            look=looks.look(one.case.name, one.case.selection.scope),
             row=first + number,
             tip=_tip(one),
         )
         for number, one in enumerate(found)
     ]
-    return parity_plot(
-        points, BANDS, *_SIZE, "Predicted against published step time of every case, on logarithmic axes"
-    )
+    return parity_plot(points, BANDS, *_SIZE, "Predicted against published time of every case, on logarithmic axes")
 
 
 def _times(one: Prediction) -> Measured:
     measured_s = one.case.measured_s
-    return Measured(simulated_s=one.step_s, median_s=measured_s, low_s=measured_s, high_s=measured_s, error=one.error)
+    return Measured(
+        simulated_s=one.predicted_s, median_s=measured_s, low_s=measured_s, high_s=measured_s, error=one.error
+    )
 
 
 def _tip(one: Prediction) -> str:
-    s = one.case.selection
-    what = f"{s.schedule}, {one.ranks} GPUs, {s.seq}, {s.mask} {s.passes}"
+    options = f"{one.case.options}\n" if one.case.options else ""
     return (
-        f"{one.case.group}\n{what}{', ' + one.case.options if one.case.options else ''}\n"
-        f"predicted {seconds(one.step_s)} [{seconds(one.low_s)} to {seconds(one.high_s)}], "
-        f"measured {seconds(one.case.measured_s)}: {percent(one.error)}\nbound by {one.bound_by}"
+        f"{one.case.group}\n{one.what}\n{options}"
+        f"predicted {seconds(one.predicted_s)} [{seconds(one.low_s)} to {seconds(one.high_s)}], "
+        f"measured {seconds(one.case.measured_s)}: {percent(one.error)}"
     )
