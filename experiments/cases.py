@@ -49,6 +49,15 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     set: tuple[str, ...] = ()
 
 
+class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Groups that are judged once more, as one."""
+
+    name: str
+    of: list[str]
+    """Names of the groups."""
+    target: float | None = None
+
+
 class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurements of others, or of one's own cluster."""
 
@@ -59,6 +68,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str
     """Of the machine, as ``--profile`` takes it; at datasheet rates there are no intervals."""
     group: list[Group]
+    together: list[Together] = []
     select: dict[str, Any] = {}
     """What all cases have in common."""
 
@@ -139,6 +149,12 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
     if not file.group or not all(group.cases for group in file.group):
         raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
+    for together in file.together:
+        for group in together.of:
+            if group not in {one.name for one in file.group}:
+                raise unknown(
+                    "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
+                )
     if file.profile != DATASHEET:
         load_profile(file.profile)
     cases = [_case(file, group, case) for group in file.group for case in group.cases]

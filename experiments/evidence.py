@@ -119,12 +119,11 @@ HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 9
 
 
 def judged(evidence: Evidence) -> list[list[str]]:
-    """Return the rows of a file's table: every group, and all together."""
+    """Return the rows of a file's table: every group, groups together, and all together."""
     file, found = evidence
-    rows = [
-        [group.name, *_judged([one for one in found if one.case.group == group.name], group.target)]
-        for group in file.group
-    ]
+    judged = [(group.name, {group.name}, group.target) for group in file.group]
+    judged += [(together.name, set(together.of), together.target) for together in file.together]
+    rows = [[name, *_judged([one for one in found if one.case.group in of], target)] for name, of, target in judged]
     return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
 
 

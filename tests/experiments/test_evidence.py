@@ -178,6 +178,23 @@ def test_what_goes_wrong_comes_back_from_workers() -> None:
     assert error.above == 8004
 
 
+def test_groups_are_judged_once_more_together(tmp_path: Path) -> None:
+    text = OWN.format(more="") + OWN.format(more="").partition("[[group]]")[2].replace("two schedules", "again").join(
+        ["\n[[group]]", '\n[[together]]\nname = "both"\nof = ["two schedules", "again"]\ntarget = 0.01\n']
+    )
+    path = tmp_path / "ours.toml"
+    path.write_text(text)
+    file, cases = read_cases(str(path))
+    rows = judged(Evidence(file, [prediction(0.011, one.measured_s)._replace(case=one) for one in cases]))
+    assert [(row[0], row[1], row[8]) for row in rows] == [
+        ("two schedules", "2", "50 %: missed"), ("again", "2", "50 %: missed"), ("both", "4", "1 %: missed"),
+        ("all", "4", ""),
+    ]  # fmt: skip
+    path.write_text(text.replace('"again"]', '"agan"]'))
+    with pytest.raises(InputError, match="did you mean 'again'"):
+        read_cases(str(path))
+
+
 def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(OWN.format(more="").replace("a800-ultraattn", DATASHEET))
