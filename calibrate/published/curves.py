@@ -9,7 +9,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from calibrate.published import ultraattn
 from calibrate.published.reading import Averaged, Row, geometric_mean, kernel_point, rows, square_attention
+from sim.engine.tiles import use_of
+from sim.profile import Point
 from sim.schedule.kernels import KernelUse
 from sim.schedule.masks import CAUSAL, FULL
 
@@ -24,19 +27,45 @@ _CLEAR_OF_LAUNCH = 4
 but forward passes of 1K and 2K tokens, causal and full, take the same on B200: what the host takes to launch them."""
 
 
-def on_h100() -> Averaged:
-    """Return full forward and backward passes of FlashAttention-3."""
-    return _averaged([*_flash_attention_3(), *_charts("H100", ("fa3",))])
+Timed = tuple[KernelUse, float]
+"""A kernel, and its seconds."""
 
 
-def on_b200() -> Averaged:
-    """Return full forward and backward passes of FlashAttention-4 and cuDNN."""
-    return _averaged(_charts("B200", ("fa4", "cudnn")))
+def on_a800() -> list[Timed]:
+    """Return what UltraAttn has timed of flash-attn 2.5.7 on A800, the same silicon as A100."""
+    return [(use_of(point), point.median_s) for point in ultraattn.kernels("A800") if point.shape[1] == point.shape[2]]
 
 
-def _averaged(timed: Iterable[tuple[KernelUse, float]]) -> Averaged:
+def on_h100() -> list[Timed]:
+    """Return what is known of FlashAttention-3."""
+    return [*_flash_attention_3(), *_charts("H100", ("fa3",))]
+
+
+def on_b200() -> list[Timed]:
+    """Return what is known of FlashAttention-4 and cuDNN."""
+    return list(_charts("B200", ("fa4", "cudnn")))
+
+
+def without_causal_forward(timed: Iterable[Timed]) -> Averaged:
+    """Return points of full forward and backward passes, of which aiconfigurator has no table."""
+    return _averaged(one for one in timed if not _causal_forward(one[0]))
+
+
+def apart(timed: Iterable[Timed], points: Iterable[Point]) -> float:
+    """Return by which factor causal forward passes lie from the points of the same work, on average; 1 if none is."""
+    known = {_work(use_of(point)): point.median_s for point in points if point.kernel == "attention_forward"}
+    ratios = [seconds / known[_work(use)] for use, seconds in timed if _causal_forward(use) and _work(use) in known]
+    ratio = geometric_mean(ratios) if ratios else 1.0
+    return round(max(ratio, 1 / ratio), 4)
+
+
+def _causal_forward(use: KernelUse) -> bool:
+    return (use.kernel, use.variant) == ("attention_forward", "causal")
+
+
+def _averaged(timed: Iterable[Timed]) -> Averaged:
     """Return the points of kernels and their seconds, of which the same work is there twice at most."""
-    found: dict[tuple[object, ...], list[tuple[KernelUse, float]]] = defaultdict(list)
+    found: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
     for use, seconds in timed:
         found[_work(use)].append((use, seconds))
     points, ratios = [], defaultdict(list)
@@ -55,14 +84,14 @@ def _work(use: KernelUse) -> tuple[object, ...]:
     return use.kernel, use.variant, batch * heads, queries, head_dim
 
 
-def _flash_attention_3() -> Iterator[tuple[KernelUse, float]]:
-    """Yield what arXiv:2407.08608 Fig. 5 and 6 show with full masks, and causal backward passes of tritonbench."""
+def _flash_attention_3() -> Iterator[Timed]:
+    """Yield what arXiv:2407.08608 Fig. 5 and 6 show, and causal backward passes of tritonbench."""
     for row in rows("attention_curves_papers"):
         gpu, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
         if kernel != "fa3" or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
             continue
         tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
-        if (gpu, mask) == ("H100-SXM-80GB", "full"):
+        if gpu == "H100-SXM-80GB" and (mask == "full" or passes == "fwd"):
             batch, heads = _PAPER_TOKENS // tokens, _PAPER_WIDTH // head_dim
         elif (gpu, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
             batch, heads = 4, 48
@@ -72,7 +101,7 @@ def _flash_attention_3() -> Iterator[tuple[KernelUse, float]]:
             yield _timed(row, (batch, tokens, heads, head_dim), float(row["tflops"]))
 
 
-def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[tuple[KernelUse, float]]:
+def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[Timed]:
     """Yield the work that MagiAttention's charts show of each of some kernels, once for each of them."""
     times: dict[tuple[str, str], dict[KernelUse, float]] = defaultdict(dict)
     for row in rows("attention_curves_1k_32k"):
@@ -86,11 +115,11 @@ def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[tuple[KernelUse, flo
             if seconds >= _CLEAR_OF_LAUNCH * min(of_kernel.values()):
                 clear[use].append(seconds)
     for use, found in clear.items():
-        if len(found) == len(kernels) and (use.kernel, use.variant) != ("attention_forward", "causal"):
+        if len(found) == len(kernels):
             yield from ((use, seconds) for seconds in found)
 
 
-def _timed(row: Row, q_shape: tuple[int, int, int, int], tflops: float) -> tuple[KernelUse, float]:
+def _timed(row: Row, q_shape: tuple[int, int, int, int], tflops: float) -> Timed:
     """Return the kernel of a row, and how long it took: 4 operations a score and dimension, 10 backward."""
     batch, tokens, heads, head_dim = q_shape
     passes, mask = row["pass"], row["mask"]

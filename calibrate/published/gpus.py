@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published import curves, ultraattn
+from calibrate.published import curves
+from calibrate.published.curves import Timed, apart, without_causal_forward
 from calibrate.published.host import EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
 from calibrate.published.reading import (
-    Averaged,
     Row,
     geometric_mean,
     kernel_point,
@@ -59,9 +59,10 @@ class Gpu(NamedTuple):
     """In the tables of aiconfigurator."""
     attention: tuple[str, ...]
     """Kernels of the same algorithm in its table of attention."""
-    more: Callable[[], Averaged]
-    """Full masks and backward passes."""
-    more_source: str
+    others: Callable[[], list[Timed]]
+    """What other sources say of its attention: full forward and backward passes, which become points, and causal
+    forward ones, which say how far sources are apart."""
+    others_source: str
     memory_efficiency: float
     memory_source: str
     send_recv: str = ""
@@ -77,10 +78,11 @@ class Gpu(NamedTuple):
 def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
-    more = gpu.more()
+    others = gpu.others()
+    more, forward = without_causal_forward(others), list(_forward(gpu))
     around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s)
     points = [
-        *_gemms(gpu.system), *_forward(gpu), *more.points,
+        *_gemms(gpu.system), *forward, *more.points,
         *around.points,
         *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *_transfers(gpu.send_recv),
     ]  # fmt: skip
@@ -97,9 +99,9 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         issue=eager_issue(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         tiles=tile_models(points, spec.gpu.sms),
-        disagreement=more.disagreement | around.disagreement,
+        disagreement=_widest(more.disagreement, around.disagreement, {"attention_forward": apart(others, forward)}),
         sources={
-            "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.more_source}",
+            "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.others_source}",
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
             + "".join(f"; across nodes: {source}" for source in _fabric_sources(gpu.fabric)),
@@ -109,6 +111,12 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             **EAGER_SOURCES,
         },
     )
+
+
+def _widest(*found: dict[str, float]) -> dict[str, float]:
+    """Return the largest factor by kernel; none where sources agree."""
+    widest = {kernel: max(one.get(kernel, 1.0) for one in found) for factors in found for kernel in factors}
+    return {kernel: factor for kernel, factor in sorted(widest.items()) if factor > 1}
 
 
 def _gemms(system: str) -> Iterator[Point]:
@@ -205,16 +213,6 @@ def _farness(exponent: float) -> Callable[[int], float]:
     return lambda size: abs(math.log2(size) - exponent)
 
 
-def a800_kernels() -> Averaged:
-    """Return what UltraAttn's table of flash-attn 2.5.7 on A800, the same silicon, has beyond causal forward passes."""
-    points = []
-    for point in ultraattn.kernels("A800"):
-        square = point.shape[1] == point.shape[2]
-        if square and (point.kernel, point.variant) != ("attention_forward", "causal"):
-            points.append(point)
-    return Averaged(points, {})
-
-
 _CHARTS_SOURCE = (
     "bar charts of SandAI-org/MagiAttention@2c64135, digitised (one sequence, 64 heads of dimension 128: from memory "
     "of what its authors write, not in the table; the rate of sequences so long hardly depends on the number of heads)"
@@ -234,8 +232,8 @@ GPUS = {
         cluster="dgx-a100",
         system="a100_sxm",
         attention=("flash_attention", "vllm_flash_attn"),
-        more=a800_kernels,
-        more_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
+        others=curves.on_a800,
+        others_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
         memory_efficiency=0.77,
         memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="A100 DGX",
@@ -247,8 +245,8 @@ GPUS = {
         cluster="hgx-h100",
         system="h100_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        more=curves.on_h100,
-        more_source=_FA3_SOURCE,
+        others=curves.on_h100,
+        others_source=_FA3_SOURCE,
         memory_efficiency=0.75,
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
@@ -259,8 +257,8 @@ GPUS = {
         cluster="hgx-h200",
         system="h200_sxm",
         attention=("fa3", "vllm_flash_attn_fa3"),
-        more=curves.on_h100,
-        more_source=_FA3_SOURCE,
+        others=curves.on_h100,
+        others_source=_FA3_SOURCE,
         memory_efficiency=0.81,
         memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
     ),
@@ -268,8 +266,8 @@ GPUS = {
         cluster="hgx-b200",
         system="b200_sxm",
         attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
-        more=curves.on_b200,
-        more_source=_FA4_SOURCE,
+        others=curves.on_b200,
+        others_source=_FA4_SOURCE,
         memory_efficiency=0.72,
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     ),

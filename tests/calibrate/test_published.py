@@ -18,9 +18,10 @@ import pytest
 
 from calibrate.leave_one_out import leave_one_out
 from calibrate.published import PUBLISHED, published
+from calibrate.published.curves import apart
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_issue
-from calibrate.published.reading import rows
+from calibrate.published.reading import kernel_point, rows
 from sim.engine.collectives import kind_of, link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.network import Flow
@@ -118,6 +119,16 @@ def test_sources_that_disagree_widen_the_interval(profile: Profile) -> None:
         assert apart > 1
         assert profile.residuals[kernel].low <= 1 / apart
         assert profile.residuals[kernel].high >= apart
+
+
+def test_causal_forward_passes_of_others_say_how_far_points_may_be_off() -> None:
+    """Half and an eighth of what points say: a quarter on average. Other masks and other work do not count."""
+    uses = [attention_use(False, "bf16", (1, tokens, 8, 128), tokens, 8, CAUSAL) for tokens in (2048, 4096, 8192)]
+    points = [kernel_point(use, 1.0) for use in uses[:2]]
+    full = attention_use(False, "bf16", (1, 2048, 8, 128), 2048, 8, FULL)
+    assert apart([(uses[0], 0.5), (uses[1], 0.125), (uses[2], 9.0), (full, 9.0)], points) == pytest.approx(4)
+    assert apart([(uses[2], 9.0)], points) == 1
+    assert load_profile("h100-sxm").disagreement["attention_forward"] == pytest.approx(1.066, abs=1e-3)
 
 
 def test_how_far_two_kernels_of_b200_are_apart() -> None:
