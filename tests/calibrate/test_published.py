@@ -115,10 +115,10 @@ def test_what_the_host_bounds_is_no_point(name: str, least: int) -> None:
 
 
 def test_sources_that_disagree_widen_the_interval(profile: Profile) -> None:
-    for kernel, apart in profile.disagreement.items():
-        assert apart > 1
-        assert profile.residuals[kernel].low <= 1 / apart
-        assert profile.residuals[kernel].high >= apart
+    for kernel, factor in profile.disagreement.items():
+        assert factor > 1
+        assert profile.residuals[kernel].low <= 1 / factor
+        assert profile.residuals[kernel].high >= factor
 
 
 def test_causal_forward_passes_of_others_say_how_far_points_may_be_off() -> None:
