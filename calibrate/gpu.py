@@ -111,9 +111,9 @@ class GpuCalibration:
         """Return the GPU's link, with what large copies both ways get together where that is less than twice one."""
         if self._spec.pcie is None or not self._copied:
             return self._spec.pcie
-        both = max(times.both_bytes_per_s for times in self._copied)
-        twice = 2 * self._spec.pcie.bytes_per_s * self._spec.pcie.payload
-        return msgspec.structs.replace(self._spec.pcie, both_ways_bytes_per_s=both if both < twice else None)
+        one = self._spec.pcie.bytes_per_s * self._spec.pcie.payload
+        both = max(one, *(times.both_bytes_per_s for times in self._copied))
+        return msgspec.structs.replace(self._spec.pcie, both_ways_bytes_per_s=both if both < 2 * one else None)
 
     def _issue(self) -> dict[str, Issue]:
         """Return what ops cost the host beyond a sum, with which the launch was timed."""

@@ -16,8 +16,10 @@ from sim.schedule.ops import FETCH, OFFLOAD
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
-SIZES = tuple(2**n for n in range(16, 31, 2))
-"""Bytes; from sizes that latency bounds to those of a layer's activations."""
+SIZES = tuple(2**n for n in range(20, 31, 2))
+"""Bytes; from those that take a host as long to issue as to copy, to those of a layer's activations."""
+_STREAMS = dict(zip(HOST_COPIES, (OFFLOAD, FETCH), strict=True))
+"""By what they are called in profiles."""
 _PER_STEP = 4
 _STEPS, _WARM = 3, 1
 _ALONE, _TOGETHER = "alone", "together"
@@ -47,11 +49,11 @@ def time_host_copies(session: Session, nbytes: int, model: ModelSpec, dtype: Dty
     points = tuple(
         Point(
             kernel=kind, variant="dram", dtype=dtype, shape=(1, moved), condition="idle", nbytes=moved,
-            **sample(_busy_s(rows, kind, _ALONE))._asdict(),
+            **sample(_busy_s(rows, stream, _ALONE))._asdict(),
         )
-        for kind in HOST_COPIES
+        for kind, stream in _STREAMS.items()
     )  # fmt: skip
-    slower_s = max(sample(_busy_s(rows, kind, _TOGETHER)).median_s for kind in HOST_COPIES)
+    slower_s = max(sample(_busy_s(rows, stream, _TOGETHER)).median_s for stream in _STREAMS.values())
     return HostCopyTimes(points, 2 * moved / slower_s)
 
 
@@ -68,14 +70,14 @@ def _copies(tokens: int, model: ModelSpec, dtype: Dtype) -> Schedule:
         here = b.input("dq", (Span(0, tokens),), Span(0, model.num_heads))
         there, back = b.elsewhere(here, "host"), b.elsewhere(here, "hbm")
         also_there = b.elsewhere(here, "host")
-        for _ in range(_PER_STEP):
-            for source, target in ((here, there), (there, back)):
+        for source, target in ((here, there), (there, back)):
+            for _ in range(_PER_STEP):  # without a wait, so that the host's own time is in the first one only
                 b.host_copy(source, target, _ALONE)
-                b.host_sync(OFFLOAD, FETCH)
+            b.host_sync(OFFLOAD, FETCH)
         for _ in range(_PER_STEP):
             b.host_copy(here, also_there, _TOGETHER)
             b.host_copy(there, back, _TOGETHER)
-            b.host_sync(OFFLOAD, FETCH)
+        b.host_sync(OFFLOAD, FETCH)
         return b.build()
 
     return Schedule(Header(name="host copies", workload=workload, parallel=Parallel()), program)

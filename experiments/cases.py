@@ -149,7 +149,12 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
     if not file.group or not all(group.cases for group in file.group):
         raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
+    names = [*(group.name for group in file.group), *(together.name for together in file.together)]
+    if len(set(names)) < len(names):
+        raise InputError(f"case file {name!r}: two groups have one name: {', '.join(names)}; give each its own")
     for together in file.together:
+        if not together.of:
+            raise InputError(f"case file {name!r}, {together.name!r}: of names no group; name some of {names}")
         for group in together.of:
             if group not in {one.name for one in file.group}:
                 raise unknown(

@@ -19,6 +19,7 @@ from experiments.selection import DATASHEET
 from experiments.simulate import predict
 from experiments.tables import percent
 from sim.engine.interval import bounds
+from sim.engine.simulate import simulate
 from sim.presets import preset_names
 from sim.profile import profile_bytes
 
@@ -58,7 +59,7 @@ class Prediction(NamedTuple):
         """Return one line that names the case, and what bounds it."""
         case = self.case
         how = " ".join(filter(None, (case.mask, case.passes)))
-        named = ", ".join(filter(None, (case.name, f"{self.ranks} GPUs", case.extent, how)))
+        named = ", ".join(filter(None, (case.name, case.options, f"{self.ranks} GPUs", case.extent, how)))
         return f"{named}: {self.bound_by}" if self.bound_by else named
 
 
@@ -77,13 +78,15 @@ def predicted(cases: Sequence[Case], console: Console) -> Iterator[Prediction]:
 
 def _predicted(case: Case) -> Prediction:
     chosen = case.chosen()
-    checked, simulation, report = predict(chosen)
-    predicted_s, ranks = case.seconds(simulation.trace), checked.schedule.num_ranks
-    if case.measure:
-        traces = bounds(checked, simulation, chosen.profile, chosen.jitter)
-        low_s, high_s = map(case.seconds, traces) if traces else (predicted_s, predicted_s)
-        return Prediction(case, predicted_s, low_s, high_s, "", ranks)
-    return Prediction(case, predicted_s, *(report.interval_s or (predicted_s, predicted_s)), report.bound_by, ranks)
+    if not case.measure:
+        checked, simulation, report = predict(chosen)
+        step_s, ranks = simulation.trace.step_time_s, checked.schedule.num_ranks
+        return Prediction(case, step_s, *(report.interval_s or (step_s, step_s)), report.bound_by, ranks)
+    checked = chosen.checked()
+    simulation = simulate(checked, chosen.cluster(), chosen.profile, chosen.jitter)
+    traces = bounds(checked, simulation, chosen.profile, chosen.jitter) or (simulation.trace, simulation.trace)
+    op_s, low_s, high_s = map(case.seconds, (simulation.trace, *traces))
+    return Prediction(case, op_s, low_s, high_s, "", checked.schedule.num_ranks)
 
 
 def profile_hash(name: str) -> str:

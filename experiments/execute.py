@@ -155,11 +155,11 @@ _ABOUT = 0.1
 
 def is_of(spec: ClusterSpec, device: Any) -> bool:
     """Return whether a GPU, by the properties that torch sees, is of the kind that a cluster has. Drivers name the
-    cards on PCIe where there are both, but not always those on NVLink.
+    cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
     """
     named = spec.gpu.name.partition("-")[0] in re.split("[ -]", device.name)
     capacity = spec.hbm.capacity_bytes
-    card = ["pcie" in name.lower() for name in (spec.gpu.name, device.name)]
+    card = [bool({"PCIE", "NVL"} & set(re.split("[ -]", name.upper()))) for name in (spec.gpu.name, device.name)]
     return (
         named
         and card[0] == card[1]

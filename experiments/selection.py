@@ -19,7 +19,7 @@ from sim.engine.cost import measured_cluster
 from sim.engine.simulate import STEADY, Jitter
 from sim.errors import InputError, LengthError, LongstepError, unknown
 from sim.presets import override
-from sim.profile import Profile, load_profile, profile_names
+from sim.profile import HOST_COPIES, Profile, load_profile, profile_names
 from sim.schedule.catalog import SCHEDULES, Build, Entry
 from sim.schedule.check import Checked, check
 from sim.schedule.ir import Schedule
@@ -157,7 +157,7 @@ def _spec(selection: Selection, profile: Profile | None) -> ClusterSpec:
     if measured.gpu.name != spec.gpu.name:  # which the cost model refuses
         return spec
     pcie = spec.pcie
-    if pcie and measured.pcie:
+    if pcie and measured.pcie and any(point.kernel in HOST_COPIES for point in profile.points):
         pcie = msgspec.structs.replace(pcie, both_ways_bytes_per_s=measured.pcie.both_ways_bytes_per_s)
     gpu = msgspec.structs.replace(spec.gpu, launch_s=measured.gpu.launch_s)
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)

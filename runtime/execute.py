@@ -48,13 +48,15 @@ class RankPlayer:
         self._ranks = checked.schedule.num_ranks
         self._program = checked.schedule.program(rank)
         self._dependencies = checked.dependencies[rank]
-        self._ends = ends_at(lifetimes(self._program, self._dependencies), len(self._program.ops))
+        self._lifetimes = lifetimes(self._program, self._dependencies)
+        self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
         self._groups = Groups(checked.schedule, rank)
         self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
         self._streams = open_streams(device)
         self._progress = progress
-        reserve(walk(self._program, self._dependencies).peak_bytes, self._ranks, device)
+        needed = walk(self._program, self._dependencies)
+        reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
         self._storage = Storage(self._program, device)
         fill_inputs(self._program, checked.schedule.header.workload, self._storage, lambda: progress(-1, False))
 
@@ -109,9 +111,12 @@ class RankPlayer:
             ran[index] = run_kernel(op, storage, self._attention)
             return []
 
+        def outlast(buffer: int, tensor: torch.Tensor) -> None:
+            streams.outlast(tensor, self._lifetimes[buffer].unseen)
+
         for index, op in enumerate(self._program.ops):
             self._progress(index, False)
-            storage.drop(self._ends[index])
+            storage.drop(self._ends[index], outlast)
             after = [events[other] for other in self._dependencies.waits[index]]
             if isinstance(op, Kernel):
                 if streams.inline:

@@ -95,9 +95,9 @@ class Session:
         )
         with _environment(place.threads), _deaf():
             process.start()
+            self._pipes.append(ours)
+            self.processes.append(process)
         theirs.close()
-        self._pipes.append(ours)
-        self.processes.append(process)
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -49,6 +49,10 @@ class Streams(Protocol):
 
     def start(self) -> float:
         """Return the time at which a step starts, on the clock of the events."""
+        ...
+
+    def outlast(self, tensor: torch.Tensor, streams: Iterable[str]) -> None:
+        """Keep a tensor's memory from being used anew before what has been issued to some streams has ended."""
         ...
 
     def get_ahead(self, seconds: float) -> None:
@@ -106,6 +110,9 @@ class HostStreams:
 
     def get_ahead(self, seconds: float) -> None:
         """See Streams: here the host is the device."""
+
+    def outlast(self, tensor: torch.Tensor, streams: Iterable[str]) -> None:
+        """See Streams: here whoever uses a tensor holds it."""
 
     def issue(self, stream: str, work: Work, after: list[Event]) -> Event:
         """See Streams."""
@@ -186,6 +193,11 @@ class CudaStreams:
         torch.cuda.synchronize(self._device)
         self._base.record(self._streams[COMPUTE])
         return 0.0
+
+    def outlast(self, tensor: torch.Tensor, streams: Iterable[str]) -> None:
+        """See Streams."""
+        for stream in streams if tensor.is_cuda else ():  # the allocator of pinned memory knows its copies itself
+            tensor.record_stream(self._streams[stream])
 
     def get_ahead(self, seconds: float) -> None:
         """See Streams."""

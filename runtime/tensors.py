@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -67,11 +67,13 @@ class Storage:
         else:
             self.write(view).copy_(value)
 
-    def drop(self, buffers: Iterable[int]) -> None:
-        """Give buffers back."""
+    def drop(self, buffers: Iterable[int], last: Callable[[int, torch.Tensor], None] = lambda *_: None) -> None:
+        """Give buffers back; ``last`` is given each, and what it was."""
         for buffer in buffers:
-            if self._tensors.pop(buffer, None) is not None:
+            tensor = self._tensors.pop(buffer, None)
+            if tensor is not None:
                 self._count(buffer, -1)
+                last(buffer, tensor)
 
     def _take(self, buffer: int, tensor: torch.Tensor) -> None:
         self._tensors[buffer] = tensor

@@ -23,6 +23,8 @@ class Lifetime(NamedTuple):
 
     first: int
     end: int
+    unseen: frozenset[str] = frozenset()
+    """Streams that may still use it then, since no kernel is ever ordered behind them: an allocator has to be told."""
 
 
 class MemoryWalk(NamedTuple):
@@ -44,28 +46,31 @@ def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     count = len(program.ops)
     first = [count] * len(program.buffers)
     end = [0] * len(program.buffers)
+    unseen: list[set[str]] = [set() for _ in program.buffers]
     for index, op in enumerate(program.ops):
-        safe = index + 1 if op.stream == COMPUTE else _first_behind(program, dependencies, index)
+        safe, seen = (index + 1, True) if op.stream == COMPUTE else _first_behind(program, dependencies, index)
         for view in (*op.reads, *op.writes):
             first[view.buffer] = min(first[view.buffer], index)
             end[view.buffer] = max(end[view.buffer], safe)
+            if not seen:
+                unseen[view.buffer].add(op.stream)
     for port in program.inputs:
         first[port.view.buffer], end[port.view.buffer] = 0, count
     for port in program.outputs:
         end[port.view.buffer] = count
-    return [Lifetime(*pair) for pair in zip(first, end, strict=True)]
+    return [Lifetime(begin, over, frozenset(of)) for begin, over, of in zip(first, end, unseen, strict=True)]
 
 
-def _first_behind(program: Program, dependencies: Dependencies, index: int) -> int:
-    """Return the first kernel after an op that is ordered behind it; if there is none, as on a rank that passes keys on
-    without attending to them, the next op of its stream, or else the program's end.
+def _first_behind(program: Program, dependencies: Dependencies, index: int) -> tuple[int, bool]:
+    """Return the first kernel after an op that is ordered behind it, and True; if there is none, as on a rank that
+    passes keys on without attending to them, the next op of its stream or else the program's end, and False.
     """
     stream = program.ops[index].stream
     for later in range(index + 1, len(program.ops)):
         if program.ops[later].stream == COMPUTE and dependencies.known[later].get(stream, -1) >= index:
-            return later
+            return later, True
     behind = (later for later in range(index + 1, len(program.ops)) if program.ops[later].stream == stream)
-    return next(behind, len(program.ops))
+    return next(behind, len(program.ops)), False
 
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:

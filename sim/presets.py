@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -76,9 +77,17 @@ def override(spec: T, path: str, text: str, where: str) -> T:
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
-        hint = get_type_hints(type(spec)).get(path)
+        hint = _hint(type(spec), keys)
         allowed = f": allowed are {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
         raise InputError(f"{_option(where, path)}={text}: {error}{allowed}") from error
+
+
+def _hint(owner: Any, keys: Sequence[str]) -> Any:
+    """Return the type of a field at the end of a path of fields; None if there is none such."""
+    for key in keys:
+        candidates = (owner, *get_args(owner))  # of an optional struct the struct
+        owner = next((get_type_hints(one).get(key) for one in candidates if hasattr(one, "__struct_fields__")), None)
+    return owner
 
 
 def _parsed(text: str, present: object, path: str, where: str) -> object:
@@ -120,7 +129,7 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in data.items():
         if key == "sources":
             continue
-        if key.startswith("per_"):
+        if key.startswith("per_") and isinstance(value, dict):
             paths.append(f"{key.removeprefix('per_')}[N].speed")
         elif isinstance(value, dict):
             paths += _leaves(value, f"{prefix}{key}.")

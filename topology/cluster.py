@@ -67,6 +67,7 @@ class Cluster:
         self._paths_inside = cache(lambda source: nx.single_source_shortest_path(inside, f"gpu[{source}]"))
         self._paths_across = cache(lambda source: nx.single_source_shortest_path(self._graph, f"gpu[{source}]"))
         self._route = cache(self._find_route)
+        self._host_route = cache(self._find_host_route)
 
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
@@ -86,9 +87,7 @@ class Cluster:
                 f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
                 f"buffers on the GPUs"
             )
-        socket = socket_of(self.spec, device)
-        path = nx.shortest_path(self._graph, f"gpu[{device}]", f"socket[{socket}]")
-        return self._along(path if to_host else path[::-1], [self._dram[socket]])
+        return self._host_route(device, to_host)
 
     def peak_flops_per_s(self, device: int, dtype: str) -> float:
         """Return the peak rate of one device; raises InputError for a data type that it has no peak for."""
@@ -132,6 +131,11 @@ class Cluster:
         staged = through_host and pcie is not None and pcie.peers == "switch"
         # NCCL's shared-memory transport keeps its buffers on the receiving side: written there once, read there once
         return self._along(path, [self._dram[socket_of(self.spec, target)]] * 2 if staged else [])
+
+    def _find_host_route(self, device: int, to_host: bool) -> Route:
+        socket = socket_of(self.spec, device)
+        path = nx.shortest_path(self._graph, f"gpu[{device}]", f"socket[{socket}]")
+        return self._along(path if to_host else path[::-1], [self._dram[socket]])
 
     def _along(self, path: list[str], memory: list[int]) -> Route:
         """Return the route along a path that also passes some memory."""

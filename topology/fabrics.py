@@ -64,10 +64,11 @@ def wire(spec: ClusterSpec) -> nx.DiGraph:
 
 
 def socket_of(spec: ClusterSpec, gpu: int) -> int:
-    """Return the number of a GPU's socket in the whole cluster."""
+    """Return the number of a GPU's socket in the whole cluster: that of its switch, which is its first GPU's."""
     sockets = spec.socket.per_node if spec.socket else 1
     node, local = divmod(gpu, spec.gpus_per_node)
-    return node * sockets + local * sockets // spec.gpus_per_node
+    first = local - local % (spec.pcie.gpus_per_switch if spec.pcie else 1)
+    return node * sockets + first * sockets // spec.gpus_per_node
 
 
 def _switch(spec: ClusterSpec, gpu: int) -> int:

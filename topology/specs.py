@@ -53,7 +53,15 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
     reduces: bool = False
     """Whether its switch sums what passes through it (NVLink SHARP)."""
     both_ways_bytes_per_s: Positive | None = None
-    """Data that both directions get together, where that is less than each gets alone."""
+    """Data that both directions get together, where that is less than twice what one gets alone."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError where one direction would be limited by what both get."""
+        if self.both_ways_bytes_per_s is not None and self.both_ways_bytes_per_s < self.bytes_per_s * self.payload:
+            raise InputError(
+                f"both_ways_bytes_per_s {self.both_ways_bytes_per_s:g} is less than one direction gets alone, "
+                f"{self.bytes_per_s * self.payload:g}: set it to that or more"
+            )
 
 
 class PcieSpec(LinkSpec, frozen=True, kw_only=True):

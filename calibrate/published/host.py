@@ -26,7 +26,7 @@ _WHICH = ("system", "collective", "num_gpus", "nccl_dtype")
 
 def eager_issue(spec: ClusterSpec) -> dict[str, Issue]:
     """Return what ops cost the host in eager PyTorch: as ``calibrate.eager`` has measured it, and collectives as torch
-    takes longer for them than nccl-tests, whatever their size.
+    takes longer for them than nccl-tests, in the median over sizes.
 
     Torch's times begin at an event of the idle compute stream, so a launch and the hand-over to the stream of the
     collective are in them too, which the simulator has anyway.

@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.profile import HOST_COPIES, TRANSFERS, Profile
 from sim.schedule.ir import Program
 from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import OFFLOAD, Barrier, Collective, HostCopy, Op
+from sim.schedule.ops import OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
@@ -44,9 +44,11 @@ class CostModel:
         self._cluster = cluster
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
+        self._link_figures = link_figures(cluster)
         self._profile = profile
         self._kernel_cache: dict[tuple[int, KernelUse], Activity] = {}
         self._transfer_cache: dict[tuple[int, int, int, int], Activity] = {}
+        self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
@@ -134,8 +136,12 @@ class CostModel:
         if host is not None and self._cluster.spec.gpu.kind == "cpu":
             use = KernelUse("copy", "", program.dtype(op.source), (math.prod(op.source.shape),), 0, 2 * nbytes)
             return (Wait(self._cluster.devices[rank].compute, host.wakeup_s), *self.kernel(rank, use))
-        route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
-        return self._moving(_Moving(op.stream, (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes))
+        key = (rank, host_copy_kind(op), nbytes)
+        if key not in self._host_copy_cache:
+            route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
+            moving = _Moving(key[1], (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes)
+            self._host_copy_cache[key] = self._moving(moving)
+        return self._host_copy_cache[key]
 
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
@@ -166,10 +172,7 @@ class CostModel:
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
         """Return what issuing an op costs the host thread."""
         launch_s = self._cluster.spec.gpu.launch_s
-        if isinstance(op, HostCopy):
-            name = op.stream
-        else:
-            name = use.kernel if use else kind_of(op) if isinstance(op, Collective) else "exchange"
+        name = use.kernel if use else _kind(op)
         issue = self._profile.issue.get(name) if self._profile else None
         return issue.host_s + issue.launches * launch_s if issue else launch_s
 
@@ -198,7 +201,7 @@ class CostModel:
             groups = {resources[index].group for index in what.load}
             kinds = ("dram",) if what.kernel in HOST_COPIES else ("nic", "nvlink", "pcie", "loopback")
             link = next(kind for kind in kinds if kind in groups)
-            latency_s = link_figures(self._cluster)(link).latency_s  # a measured time has all of its steps in it
+            latency_s = self._link_figures(link).latency_s  # a measured time has all of its steps in it
             now = Figures(1.0, resources[slowest].capacity, latency_s)
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
             if found:
@@ -233,6 +236,20 @@ class CostModel:
         for resource in cores:
             demands[resource] = demands.get(resource, 0.0) + share / len(cores)
         return (Wait(cores[0], host.wakeup_s),)
+
+
+def host_copy_kind(op: HostCopy) -> str:
+    """Return what a copy to the host's memory or back is called in profiles."""
+    return "offload" if op.stream == OFFLOAD else "fetch"
+
+
+def _kind(op: Op) -> str:
+    """Return what an op that is no kernel is called in profiles; empty if it is in none."""
+    if isinstance(op, Collective):
+        return kind_of(op)
+    if isinstance(op, HostCopy):
+        return host_copy_kind(op)
+    return "exchange" if isinstance(op, Exchange) else ""
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:

@@ -8,13 +8,14 @@ from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import kind_of, link_traffic
 from sim.engine.interval import Interval, interval
 from sim.engine.simulate import STEADY, Jitter, Simulation, part_bytes
-from sim.memory import walk
+from sim.memory import MemoryWalk, walk
 from sim.profile import Profile
 from sim.schedule.attention import attention_flops
 from sim.schedule.check import Checked
 from sim.schedule.layer import gemm_flops
 from sim.schedule.ops import OFFLOAD, Collective, HostCopy
 from topology.cluster import Cluster
+from topology.fabrics import socket_of
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +80,24 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None, ji
         bound_by=bound_by(parts, lower),
         floors=lower,
         schedule_hash=trace.schedule_hash,
-        evidence=evidence(simulation, profile),
+        evidence=evidence(simulation, profile, _beyond_dram(walks, cluster)),
     )
+
+
+def _beyond_dram(walks: list[MemoryWalk], cluster: Cluster) -> list[str]:
+    """Return a note for each socket whose memory is less than what its ranks keep there."""
+    spec = cluster.spec
+    if spec.socket is None:
+        return []
+    held: dict[int, int] = {}
+    for rank, found in enumerate(walks):
+        held[socket_of(spec, rank)] = held.get(socket_of(spec, rank), 0) + found.host_peak_bytes
+    room = spec.socket.dram.capacity_bytes
+    return [
+        f"socket {number} is given {nbytes / 1e9:.4g} GB to keep and has {room / 1e9:.4g} GB of memory"
+        for number, nbytes in held.items()
+        if nbytes > room
+    ]
 
 
 def _model_flops(checked: Checked) -> float:
@@ -138,9 +155,9 @@ def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:
     return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 
-def evidence(simulation: Simulation, profile: Profile | None) -> Evidence:
-    """Return what a simulation rests on."""
-    notes = sorted(simulation.cost.notes)
+def evidence(simulation: Simulation, profile: Profile | None, more: list[str]) -> Evidence:
+    """Return what a simulation rests on; ``more`` is what else has to be said."""
+    notes = sorted(simulation.cost.notes) + more
     if profile is None:
         name = simulation.cluster.spec.name
         rates = f"every kernel and link at the datasheet rates of {name!r}: nothing was measured, real ones are slower"

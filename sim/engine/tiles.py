@@ -101,13 +101,9 @@ class TiledAttention:
         by_heads = variants.get(use.variant) or next(iter(variants.values()))
         longest = max(max(found) for found in by_heads.values())
         position, heads = _position(use), math.log(use.shape[0] * use.shape[3])
-        beyond = max(0.0, position - longest)
-        shares = {
-            math.log(heads): _between(found, position - beyond)
-            for heads, found in by_heads.items()
-            if max(found) >= position - beyond
-        }
-        return _between(shares, heads + beyond)
+        at = min(position, longest)
+        shares = {math.log(heads): _between(found, at) for heads, found in by_heads.items() if max(found) >= at}
+        return _between(shares, heads + position - at)
 
 
 def _position(use: KernelUse) -> float:

@@ -4,8 +4,8 @@ It proves that ops of different ranks match and cannot deadlock, that nothing is
 unmasked (query, key) pair of every head is attended exactly once in each pass, that every gradient arrives once at its
 owner, and that FLOPs and bytes equal what the builder claims. Which inputs are allowed and which outputs due it knows
 of schedules with claims only; others, as those that time a link, are free to compute what they like. Races between ops
-are excluded by construction, since dependencies are derived from the same views that are played here; an op that
-collides with itself is refused.
+are excluded by construction, since dependencies are derived from the same views that are played here (what is used anew
+of memory, by ``sim.memory``); an op that collides with itself is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sim.schedule.equations import ports_of
 from sim.schedule.ir import Program, Schedule
 from sim.schedule.kernels import KernelUse, kernel_uses
 from sim.schedule.matching import Matching, match, wire_bytes
-from sim.schedule.ops import Communication
+from sim.schedule.ops import STREAMS, Communication
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.wellformed import op_problem, port_problem
 from sim.workload import Workload
@@ -41,6 +41,9 @@ class Checked:
 
 def check(schedule: Schedule) -> Checked:
     """Return the schedule with its matching and dependencies; raises ScheduleError that names the op at fault."""
+    for communicator in schedule.header.communicators:
+        if communicator.name in STREAMS:
+            raise ScheduleError(f"communicator {communicator.name!r} has the name of a stream: give it another one")
     matching = match(schedule)
     dependencies = [derive(program) for program in schedule.programs]
     for program in schedule.programs:

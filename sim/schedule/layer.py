@@ -19,7 +19,7 @@ from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.layout import num_tokens
 from sim.schedule.masks import ONE, Span
-from sim.schedule.offload import fetch, offload
+from sim.schedule.offload import all_out, fetch, offload
 from sim.schedule.views import Category, View
 from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
 
@@ -113,6 +113,8 @@ class _Layers:
         b.output("x", x, tokens, ONE, count)
         if b.workload.backward:
             b.part = "backward"
+            if self._elsewhere:
+                all_out(b)
             dx = b.input_activation("dx", count, tokens, "other")
             for self._layer in reversed(range(count)):
                 self._weights = weights[self._layer]

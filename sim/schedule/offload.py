@@ -1,8 +1,9 @@
 """What layers save for their backward pass, in the host's memory meanwhile: copied out behind the layer, and back one
 layer ahead of its backward pass.
 
-The last layer's stays, since it is needed at once. The host issues no copies of a layer before those of the layer
-before have ended, so that the GPU holds what two layers save, forward as backward.
+The last layer's stays, since it is needed at once. The host copies a layer out when the layer before is out, and starts
+the backward pass when all are, so that the GPU holds what two layers save; so it does backward, where what is copied
+back for a layer is not written before the kernels issued until then have ended.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ def offload(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:
     return _copied(b, kept, "host", f"offload layer {layer}")
 
 
+def all_out(b: ProgramBuilder) -> None:
+    """Append a wait for what is still on its way to the host."""
+    b.host_sync(OFFLOAD, label="wait for the last one")
+
+
 def fetch(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:
-    """Append copies back from the host; return where all lies then. Before, what has been copied out is given back."""
-    b.host_sync(OFFLOAD, label="wait for what is on its way out")
+    """Append copies back from the host; return where all lies then."""
     return _copied(b, kept, "hbm", f"fetch layer {layer}")
 
 

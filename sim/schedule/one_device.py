@@ -17,6 +17,8 @@ from sim.schedule.ir import Port, Program, Schedule
 from sim.schedule.matching import Key, Transfer
 from sim.schedule.ops import (
     COMPUTE,
+    FETCH,
+    OFFLOAD,
     Accumulate,
     AllGather,
     AllReduce,
@@ -25,6 +27,7 @@ from sim.schedule.ops import (
     Collective,
     Copy,
     HostCopy,
+    HostSync,
     Kernel,
     Op,
     Part,
@@ -95,7 +98,13 @@ class _Recorder(Turns):
         """See Turns."""
         self._own(key, op)
 
-    def _own(self, key: Key, op: Kernel | HostCopy) -> None:
+    def host_sync(self, key: Key, op: HostSync) -> None:
+        """See Turns; communicators are gone, copies to the host and back are not."""
+        streams = tuple(stream for stream in op.streams if stream in {OFFLOAD, FETCH})
+        if streams:
+            self._own(key, msgspec.structs.replace(op, streams=streams))
+
+    def _own(self, key: Key, op: Kernel | HostCopy | HostSync) -> None:
         """Write down what concerns one rank alone."""
         own = renumbered(op, self._numbers[key[0]])
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))

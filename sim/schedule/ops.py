@@ -16,8 +16,10 @@ COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""
 HOST = "host"
 """Where the host's own waiting shows."""
-OFFLOAD, FETCH = "offload", "fetch"
+OFFLOAD, FETCH = "to host", "from host"
 """The streams of copies to the host's memory, and back: GPUs have a copy engine for each."""
+STREAMS = (COMPUTE, HOST, OFFLOAD, FETCH)
+"""Those that are no communicator's."""
 
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]

@@ -38,6 +38,10 @@ class Turns(ABC):
         """Carry out a copy to the host's memory or back."""
 
     @abstractmethod
+    def host_sync(self, key: Key, op: HostSync) -> None:
+        """Let the host of a rank wait."""
+
+    @abstractmethod
     def transfer(self, transfer: Transfer) -> None:
         """Carry out what one Exchange sends to another, both of which have begun."""
 
@@ -104,6 +108,7 @@ class Turns(ABC):
                 self.host_copy((rank, index), op)
                 ended[index] = 1
             elif isinstance(op, HostSync):
+                self.host_sync((rank, index), op)
                 ended[index] = 1
             elif isinstance(op, Collective):
                 woken |= self._collective(rank, index)

@@ -78,7 +78,7 @@ def test_measured_host_copies_are_what_copies_take() -> None:
     plan = Plan("toy", load_model("llama3-8b"), ("bf16",), quick=True, command="by hand")
     calibration = GpuCalibration(plan, load_cluster("hgx-h200"))
     assert [step.label for step in calibration.steps()][1:3] == [
-        "host copies of 65536 bytes", "host copies of 4194304 bytes",
+        "host copies of 1048576 bytes", "host copies of 67108864 bytes",
     ]  # fmt: skip
     for nbytes, seconds in ((2**20, 30e-6), (2**30, 2**30 / 50e9)):
         points = [

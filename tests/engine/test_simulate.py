@@ -224,6 +224,17 @@ def test_copies_to_the_host_share_the_way_there() -> None:
     assert seconds(host_copies(1, both_ways=True), 1, duplex, 9) == pytest.approx(1 + 1.25)
 
 
+def test_more_than_a_socket_has_is_said() -> None:
+    """Two GPUs a socket keep 256 KiB each there, of 300 kB."""
+    pcie = PcieSpec(bytes_per_s=1e9, latency_s=0.0)
+    checked, notes = host_copies(4), []
+    for capacity in (300_000, 600_000):
+        socket = SocketSpec(per_node=2, dram=DramSpec(capacity_bytes=capacity, bytes_per_s=1e9))
+        simulation = simulate(checked, Cluster(make_cluster_spec(4, pcie=pcie, socket=socket)), None)
+        notes.append([note for note in report(checked, simulation, None).evidence.notes if "socket" in note])
+    assert notes == [[f"socket {n} is given 0.0005243 GB to keep and has 0.0003 GB of memory" for n in (0, 1)], []]
+
+
 def test_a_cluster_without_host_memory_says_so() -> None:
     with pytest.raises(InputError, match=r"no host memory: give it a table \[socket\]"):
         step_s(host_copies(1), make_cluster_spec(1))

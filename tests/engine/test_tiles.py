@@ -95,6 +95,12 @@ def test_heads_that_were_measured_with_short_sequences_only_say_nothing_of_long_
         assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(tiled_s(MODEL, long, SMS)), "")
 
 
+def test_any_length_beyond_the_points_has_a_share() -> None:
+    """The longest point is found again from a far longer sequence, whatever rounding does to its logarithm."""
+    tiled = TiledAttention([MODEL], [point(attention(256, 256, 1), 1e-3)], SMS)
+    assert all(tiled.seconds(attention(n * 2**12, n * 2**12, 1), SMS, 1.0) for n in range(1, 400))
+
+
 def test_faster_sms_other_head_dims_and_types() -> None:
     tiled = TiledAttention([MODEL], [], SMS)
     use = attention(4096, 4096, 8)

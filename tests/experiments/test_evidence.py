@@ -190,9 +190,14 @@ def test_groups_are_judged_once_more_together(tmp_path: Path) -> None:
         ("two schedules", "2", "50 %: missed"), ("again", "2", "50 %: missed"), ("both", "4", "1 %: missed"),
         ("all", "4", ""),
     ]  # fmt: skip
-    path.write_text(text.replace('"again"]', '"agan"]'))
-    with pytest.raises(InputError, match="did you mean 'again'"):
-        read_cases(str(path))
+    for change, message in (
+        (('"again"]', '"agan"]'), "did you mean 'again'"),
+        (('["two schedules", "again"]', "[]"), "of names no group"),
+        (('name = "again"', 'name = "both"'), "two groups have one name"),
+    ):
+        path.write_text(text.replace(*change))
+        with pytest.raises(InputError, match=message):
+            read_cases(str(path))
 
 
 def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA H100 PCIe", 114, 85.1e9),
         ("NVIDIA A100-SXM4-40GB", 108, 42.4e9),
         ("NVIDIA T4", 40, 16e9),
+        ("NVIDIA H200 NVL", 132, 150.1e9),
     ):
         pretend(monkeypatch, *properties)
         with pytest.raises(InputError, match=f"no cluster preset has '{properties[0]}'"):

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,23 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
         assert session.call(their_rank) == [0, 1]
     with pytest.raises(KeyboardInterrupt), _deaf():
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def interrupted(process: BaseProcess) -> None:
+        start(process)
+        started.append(process)
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    start = SpawnProcess.start
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Session(3, timeout_s=30)
+    assert len(started) == 2
+    assert not any(process.is_alive() for process in started)
 
 
 def test_no_orphan_stays_when_the_parent_is_killed() -> None:

@@ -14,6 +14,7 @@ from sim.schedule.check import check
 from sim.schedule.ir import Communicator, Header, Port, Program, Schedule
 from sim.schedule.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ops import (
+    STREAMS,
     Accumulate,
     AllToAll,
     Attend,
@@ -45,6 +46,17 @@ def changed(name: str, ranks: int, kind: type, change: Change, *, rank: int, num
     ops[index : index + 1] = [] if new is None else [new]
     programs[rank] = msgspec.structs.replace(programs[rank], ops=tuple(ops))
     return Schedule(schedule.header, programs.__getitem__)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_communicator_named_like_a_stream(stream: str) -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    (first, *rest) = schedule.header.communicators
+    named = (msgspec.structs.replace(first, name=stream), *rest)
+    refuses(
+        Schedule(msgspec.structs.replace(schedule.header, communicators=named), schedule.program),
+        f"communicator '{stream}' has the name of a stream",
+    )
 
 
 def replace(**fields: Any) -> Change:

@@ -7,6 +7,7 @@ import torch
 
 from runtime.verify import output_errors
 from runtime.virtual import execute_virtual
+from sim.memory import walk
 from sim.schedule.check import check
 from sim.schedule.ir import Schedule
 from sim.schedule.one_device import on_one_device
@@ -50,6 +51,15 @@ def test_activations_on_the_host_of_one_device() -> None:
     copies = [type(op).__name__ for op in folded.schedule.program(0).ops].count("HostCopy")
     assert copies == 4 * [type(op).__name__ for op in checked.schedule.program(0).ops].count("HostCopy") > 0
     assert max(output_errors(folded, execute_virtual(folded, CPU, 1)).values()) <= 1e-12
+
+
+def test_activations_on_the_host_save_memory_of_one_device_too() -> None:
+    workload = Workload(model=make_model(8, 4), seq=1536, scope="layer", layers=8)
+    peaks = {}
+    for name in ("zigzag", "zigzag, offloaded"):
+        folded = check(on_one_device(make_checked(name, workload, 4)))
+        peaks[name] = walk(folded.schedule.program(0), folded.dependencies[0]).by_category["saved"]
+    assert peaks["zigzag, offloaded"] < 0.4 * peaks["zigzag"]
 
 
 def test_gathered_keys_and_scattered_gradients() -> None:

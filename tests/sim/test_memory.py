@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
+import pytest
+
 from sim.memory import lifetimes, walk
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.dependencies import derive
 from sim.schedule.ir import Communicator
 from sim.schedule.masks import Span
-from sim.schedule.ops import Message
+from sim.schedule.ops import COMPUTE, Message
 from sim.workload import Workload
-from tests.helpers import make_checked, make_model
+from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_model
 
 LINK = Communicator(name="link", groups=((0, 1),))
 
@@ -28,12 +32,37 @@ def test_a_buffer_that_another_stream_reads_lives_until_a_kernel_waits_for_that(
     b.accumulate(taken, other, "4")
     program = b.build()
     spans = lifetimes(program, derive(program))
-    assert spans[q.buffer] == (0, 5)
-    assert spans[sent.buffer] == (0, 4)
-    assert spans[taken.buffer] == (1, 5)
-    assert spans[other.buffer] == (2, 5)
+    assert [spans[view.buffer][:2] for view in (q, sent, taken, other)] == [(0, 5), (0, 4), (1, 5), (2, 5)]
+    assert not any(span.unseen for span in spans)
     size = 4 * 4 * 8 * 4
     assert walk(program, derive(program)).in_use == [2 * size, 3 * size, 4 * size, 4 * size, 3 * size]
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *OFFLOADED])
+def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str) -> None:
+    """Whoever takes it next comes behind the last kernel that has been issued by then, on every stream; so that kernel
+    has to be ordered behind each use on another stream, or the allocator has to be told of that stream.
+    """
+    workload = Workload(model=make_model(8, 4), seq=32, scope="layer", layers=3)
+    uses = told = 0
+    for ranks in (1, 4):
+        checked = checked_or_refused(name, workload, ranks)
+        for program in checked.schedule.programs if checked else ():
+            assert checked is not None
+            dependencies = checked.dependencies[program.rank]
+            kernels = [index for index, op in enumerate(program.ops) if op.stream == COMPUTE]
+            spans = lifetimes(program, dependencies)
+            for index, op in enumerate(program.ops):
+                for view in (*op.reads, *op.writes) if op.stream != COMPUTE else ():
+                    span = spans[view.buffer]
+                    if span.end < len(program.ops):
+                        last = kernels[bisect_right(kernels, span.end) - 1]
+                        seen = dependencies.known[last].get(op.stream, -1) >= index
+                        assert seen or op.stream in span.unseen, (op.label, program.buffers[view.buffer].name)
+                        uses, told = uses + 1, told + (op.stream in span.unseen)
+    assert uses or (VARIANTS | OFFLOADED)[name].schedule == "single"
+    if name == "ring":  # causal: the first ranks pass keys on to which they do not attend
+        assert 0 < told < uses
 
 
 def test_categories_and_workspace_at_the_peak() -> None:

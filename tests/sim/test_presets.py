@@ -50,6 +50,8 @@ def test_models_too() -> None:
         ("nvlink.bytes_per_s", "*x", "expected a number"),
         ("nvlink.bytes_per_s", "/0", "divide by zero"),
         ("gpus_per_node", "2.5", "Expected `int`"),
+        ("pcie.peers", "swich", "Invalid enum value 'swich'.*allowed are node, switch"),
+        ("socket.per_nod", "3", "did you mean 'socket.per_node'"),
         ("gpu[9].speed", "1", "beyond the 8 GPUs"),
         ("gpu[1].clock", "1", "unknown key"),
         ("loopback.bytes_per_s", "1", "unknown key"),

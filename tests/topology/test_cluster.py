@@ -85,6 +85,22 @@ def test_gpus_behind_one_pcie_switch_share_its_way_to_the_host() -> None:
     assert shared[2][1:] == ["switch[1].uplink.out", "switch[1].uplink.both", "socket[1].dram"]
 
 
+@pytest.mark.parametrize("per_switch", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("sockets", [1, 2, 3])
+def test_a_gpu_copies_to_the_socket_of_its_switch(per_switch: int, sockets: int) -> None:
+    """Also where neither number divides the GPUs, and no link joins the sockets."""
+    spec = load_cluster("a100-pcie")
+    assert spec.pcie is not None
+    assert spec.socket is not None
+    pcie = msgspec.structs.replace(spec.pcie, gpus_per_switch=per_switch)
+    socket = msgspec.structs.replace(spec.socket, per_node=sockets, link=None)
+    cluster = Cluster(msgspec.structs.replace(spec, pcie=pcie, socket=socket))
+    for gpu in range(8):
+        way = names(cluster, cluster.host_route(gpu, to_host=True).resources)
+        assert way[:2] == [f"gpu[{gpu}].pcie.out", f"switch[{gpu // per_switch}].uplink.out"]
+        assert not any(".to[" in name for name in way)
+
+
 def test_data_that_is_staged_passes_a_slow_host_memory_twice() -> None:
     spec = load_cluster("a100-pcie")
     assert spec.pcie is not None
@@ -144,6 +160,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         make_cluster_spec(2, per_gpu={2: PerGpu()})
     with pytest.raises(InputError, match=r"2 nodes need a table \[nic\]"):
         make_cluster_spec(2, nodes=2)
+    with pytest.raises(InputError, match="1e.09 is less than one direction gets alone, 2e.09"):
+        LinkSpec(bytes_per_s=2e9, latency_s=0.0, both_ways_bytes_per_s=1e9)
     with pytest.raises(InputError, match=r"\[socket\] is reached by PCIe"):
         make_cluster_spec(2, socket=load_cluster("a100-pcie").socket)
     with pytest.raises(InputError, match=r"through host memory, and there is no table \[socket\]"):

@@ -24,6 +24,7 @@ from sim.schedule.ops import (
     Delta,
     Fold,
     HostCopy,
+    HostSync,
     Kernel,
     Merge,
     Op,
@@ -117,6 +118,9 @@ class AbstractPlayer(Turns):
         memory = self._memory[key[0]]
         with self._naming(key):
             memory.write(op.target, memory.read(op.source))
+
+    def host_sync(self, key: Key, op: HostSync) -> None:
+        """See Turns: here ops end at once."""
 
     def transfer(self, transfer: Transfer) -> None:
         """See Turns."""
