@@ -15,7 +15,7 @@ import msgspec
 
 from calibrate.published import curves
 from calibrate.published.curves import Timed, apart, without_causal_forward
-from calibrate.published.host import EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
+from calibrate.published.host import EAGER_LAYER_TRAFFIC, EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
 from calibrate.published.reading import (
     Row,
     geometric_mean,
@@ -71,6 +71,8 @@ class Gpu(NamedTuple):
     """In Vidur's table of the kernels around attention."""
     liger: str = ""
     """In Liger's benchmarks of them."""
+    eager: bool = False
+    """Whether the kernels around attention are eager PyTorch's, not fused."""
     fabric: str = ""
     """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
 
@@ -80,7 +82,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
     others = gpu.others()
     more, forward = without_causal_forward(others), list(_forward(gpu))
-    around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s)
+    around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s, eager=gpu.eager)
     points = [
         *_gemms(gpu.system), *forward, *more.points,
         *around.points,
@@ -94,7 +96,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={}),
         cluster=msgspec.to_builtins(spec, str_keys=True),
         points=tuple(points),
-        traffic=EAGER_TRAFFIC,
+        traffic=EAGER_TRAFFIC | (EAGER_LAYER_TRAFFIC if gpu.eager else {}),
         memory_efficiency=gpu.memory_efficiency,
         issue=eager_issue(spec),
         beside_communication=OVERLAP_SLOWDOWN,
@@ -105,7 +107,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
             + "".join(f"; across nodes: {source}" for source in _fabric_sources(gpu.fabric)),
-            **({"norms, rope, swiglu, accumulate": _STREAMING_SOURCE} if gpu.vidur else {}),
+            **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
             "exchange": f"microsoft/vidur@7d47513, {gpu.send_recv}" if gpu.send_recv else "the links' figures",
             "memory_efficiency": gpu.memory_source,
             **EAGER_SOURCES,
@@ -224,7 +226,12 @@ _FA3_SOURCE = (
 _FA4_SOURCE = f"full forward, and backward: geometric mean of fa4 and cudnn, 8K to 32K tokens: {_CHARTS_SOURCE}"
 
 
-_STREAMING_SOURCE = "microsoft/vidur@7d47513, Llama-2-70b, and on A100 linkedin/Liger-Kernel 0.2.1"
+_STREAMING_SOURCES = {
+    "norms, rope, swiglu, accumulate": "microsoft/vidur@7d47513, Llama-2-70b, and on A100 linkedin/Liger-Kernel 0.2.1"
+}
+_EAGER_LAYER_SOURCES = {
+    "norms, rope": "eager kernels of Hugging Face's Llama, as linkedin/Liger-Kernel 0.2.1 has timed them"
+} | {f"traffic.{kernel}": "counted: every eager kernel passes over memory by itself" for kernel in EAGER_LAYER_TRAFFIC}
 
 
 GPUS = {
@@ -272,4 +279,5 @@ GPUS = {
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     ),
 }
+GPUS["a100-sxm-eager"] = GPUS["a100-sxm"]._replace(eager=True)
 """By name of the profile."""

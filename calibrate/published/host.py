@@ -10,6 +10,8 @@ from topology.specs import ClusterSpec
 
 EAGER_TRAFFIC = {"merge": 3.8}
 """Partial results are merged by eager kernels in fp32 that move 38 bytes an element, not the 10 of a fused one."""
+EAGER_LAYER_TRAFFIC = {"swiglu": 10 / 6, "swiglu_backward": 18 / 10}
+"""silu and a product, each of which passes over memory by itself; backward two products and silu's own."""
 OVERLAP_SLOWDOWN = 1.189
 """Kernels beside communication, mean over A100, H100, MI210 and MI250; the worst took 1.4 times as long."""
 EAGER_SOURCES = {

@@ -1,7 +1,8 @@
-"""Points of the kernels around attention that memory bounds: norms, rotary embedding, SwiGLU, residual sums; all fused.
+"""Points of the kernels around attention that memory bounds: norms, rotary embedding, SwiGLU, residual sums.
 
-Those of vLLM, as Vidur has timed them on the layers of Llama-2-70B, which have the shapes of Llama-3-70B; and those of
-Liger, with a backward pass. Where both have timed a kernel, points lie at the geometric mean of their rates.
+Fused ones of vLLM, as Vidur has timed them on the layers of Llama-2-70B, which have the shapes of Llama-3-70B; and of
+Liger, with a backward pass. Where both have timed a kernel, points lie at the geometric mean of their rates. Or the
+eager ones of Hugging Face's models, which Liger holds its own against.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _LIGER = {
     ("rope", "forward"): "rope",
 }
 _LAUNCH_BOUND_S = 100e-6
-"""Liger's backward passes take no less: what was timed is how the host launches them."""
+"""Liger's backward passes take no less: what was timed is how the host launches them. So it may be with all that is
+launched as many kernels."""
 _WIDEST = 16384
 """Dimensions of models; a norm of wider ones runs out of registers."""
 
@@ -48,13 +50,14 @@ class _Timed(NamedTuple):
         return self.use.hbm_bytes / self.seconds
 
 
-def streaming(vidur: str, liger: str, bytes_per_s: float) -> Averaged:
+def streaming(vidur: str, liger: str, bytes_per_s: float, *, eager: bool = False) -> Averaged:
     """Return the points of a GPU, as it is called in either table; none where it is in neither. What is faster than its
     memory, of so many bytes per second, has been in the cache.
     """
     points: list[Point] = []
     disagreement: dict[str, float] = {}
-    vllm, others = ([timed for timed in all_of if timed.rate < bytes_per_s] for all_of in (_vllm(vidur), _liger(liger)))
+    found = (_vllm("" if eager else vidur), _liger(liger, "huggingface" if eager else "liger"))
+    vllm, others = ([timed for timed in all_of if timed.rate < bytes_per_s] for all_of in found)
     for kernel in sorted({timed.use.kernel for timed in (*vllm, *others)}):
         ours = [timed for timed in vllm if timed.use.kernel == kernel]
         theirs = [timed for timed in others if timed.use.kernel == kernel]
@@ -80,15 +83,16 @@ def _vllm(gpu: str) -> Iterator[_Timed]:
             yield _Timed(_uses(int(row["tokens"]))[_VLLM[row["op"]]], float(row["time_us"]) / 1e6)
 
 
-def _liger(gpu: str) -> Iterator[_Timed]:
-    """Yield Liger's own benchmarks, medians."""
+def _liger(gpu: str, provider: str) -> Iterator[_Timed]:
+    """Yield Liger's benchmarks of somebody's kernels, medians."""
     for row in rows("norm_swiglu_ce_kernels"):
         kernel = _LIGER.get((row["kernel_name"], row["kernel_operation_mode"]), "")
-        if (row["gpu_name"], row["kernel_provider"]) != (gpu, "liger") or not kernel:
+        if (row["gpu_name"], row["kernel_provider"]) != (gpu, provider) or not kernel:
             continue
         seconds = float(row["y_value_50"]) / 1e3
         sizes = json.loads(row["extra_benchmark_config_str"]) | {row["x_name"]: int(row["x_value"])}
-        if sizes.get("H", 0) > _WIDEST or (row["kernel_operation_mode"] == "backward" and seconds <= _LAUNCH_BOUND_S):
+        many = provider != "liger" or row["kernel_operation_mode"] == "backward"
+        if sizes.get("H", 0) > _WIDEST or (many and seconds <= _LAUNCH_BOUND_S):
             continue
         if kernel == "rope":
             heads, width = sizes["num_q_heads"], sizes.get("H") or sizes["hidden_size"]
