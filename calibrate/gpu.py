@@ -14,7 +14,7 @@ import torch
 
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
 from calibrate.host_copies import SIZES, HostCopyTimes, time_host_copies
-from calibrate.kernels import Timed, time_kernel
+from calibrate.kernels import Timed, time_kernel, time_sustained
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch
 from calibrate.plan import Plan, Step, software
@@ -27,6 +27,8 @@ from topology.specs import ClusterSpec, PcieSpec
 
 _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
+_LOAD_S = 0.02
+"""Longest kernel, at the peak, of which seconds of load are made."""
 
 
 class GpuCalibration:
@@ -40,6 +42,8 @@ class GpuCalibration:
         self._copied: list[HostCopyTimes] = []
         self._launch_s: float | None = None
         self._budget_s = 0.05 if plan.quick else 0.2
+        self._sustained: dict[str, float] = {}
+        self._sustained_s = 1.0 if plan.quick else 5.0
         self._before = _state()
 
     def __enter__(self) -> Self:
@@ -51,8 +55,8 @@ class GpuCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: what issuing costs, copies to the host and back, then kernels by size, so that an
-        early end leaves the small.
+        """Return all measurements: what issuing costs, copies to the host and back, what load does to the clock, then
+        kernels by size, so that an early end leaves the small.
         """
         plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
@@ -62,7 +66,12 @@ class GpuCalibration:
             if self._spec.socket
         ]
         kernels = [Step(case.label, partial(self._time, case)) for case in cases]
-        return [Step("launch", self._time_launch), *copies, *kernels]
+        most_flops = _LOAD_S * max(self._spec.gpu.peak_flops_per_s.values())
+        sustained = [
+            Step(f"{case.label}, {self._sustained_s:g} s", partial(self._time_sustained, case))
+            for case in _heaviest(cases, most_flops)
+        ]
+        return [Step("launch", self._time_launch), *copies, *sustained, *kernels]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
@@ -86,6 +95,7 @@ class GpuCalibration:
             points=(*points, *copied),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
             issue=self._issue(),
+            sustained=self._sustained,
             tiles=tile_models(points, gpu.sms),
         )
         return msgspec.structs.replace(profile, residuals=spreads(profile))
@@ -102,6 +112,10 @@ class GpuCalibration:
     def _time(self, case: KernelCase) -> None:
         assert self._session
         self._timed.append(time_kernel(self._session, case, "idle", self._budget_s))
+
+    def _time_sustained(self, case: KernelCase) -> None:
+        assert self._session
+        self._sustained[case.use.kernel] = round(time_sustained(self._session, case, self._sustained_s), 4)
 
     def _time_host_copies(self, nbytes: int) -> None:
         assert self._session
@@ -125,6 +139,15 @@ class GpuCalibration:
         one = statistics.median(found["accumulate"])
         more = {kernel: statistics.median(times) - one for kernel, times in found.items()}
         return {kernel: Issue(host_s=max(more_s, 0.0)) for kernel, more_s in more.items()}
+
+
+def _heaviest(cases: list[KernelCase], most_flops: float) -> list[KernelCase]:
+    """Return per kernel that computes the case with most FLOPs, up to some."""
+    found = []
+    for kernel in ("attention_forward", "attention_backward", "gemm"):
+        few = [case for case in cases if case.use.kernel == kernel and case.use.flops <= most_flops]
+        found += [max(few, key=lambda case: case.use.flops)] if few else []
+    return found
 
 
 def _memory_efficiency(points: list[Point], bytes_per_s: float) -> float:

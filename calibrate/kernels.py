@@ -36,6 +36,8 @@ _COLD_BYTES = {"compute": 64 * 2**20, "memory": 256 * 2**20}
 """Operands are rotated over this much memory: in a step, too, what a kernel reads has left the caches. Kernels that
 only move memory need more of it, since caches keep what was streamed last."""
 _MAX_SETS = 64
+_SHORT_S = 0.2
+"""What a point takes to measure."""
 
 
 class Sample(NamedTuple):
@@ -98,6 +100,27 @@ def _time(context: RankContext, program_json: bytes, active: int, budget_s: floa
     ):
         laps += repeated.laps(1 if long else _BATCH[context.device.type])
     return laps
+
+
+def time_sustained(session: Session, case: KernelCase, seconds: float) -> float:
+    """Return how many times as long a kernel takes after so many seconds of it as in the short run that points are of,
+    on rank 0 alone: a GPU lowers its clock under load.
+    """
+    found: list[float] = session.call(_sustained, msgspec.json.encode(case.program), seconds)
+    return found[0]
+
+
+def _sustained(context: RankContext, program_json: bytes, seconds: float) -> float:
+    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated.once_each()
+    laps: list[float] = []
+    short = _MIN_RUNS
+    begin_s = time.perf_counter()
+    while len(laps) < 2 * _MIN_RUNS or time.perf_counter() < begin_s + seconds:
+        laps += [lap.wall_s for lap in repeated.laps(_BATCH[context.device.type])]
+        if time.perf_counter() < begin_s + _SHORT_S:
+            short = len(laps)
+    return max(statistics.median(laps[-_MIN_RUNS:]) / statistics.median(laps[:short]), 1.0)
 
 
 class Lap(NamedTuple):

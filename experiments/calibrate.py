@@ -206,6 +206,8 @@ def _gpu_figures(profile: Profile, console: Console) -> None:
         f"{100 * profile.memory_efficiency:.0f} % of the memory's {rate / 1e12:.3g} TB/s",
         markup=False,
     )
+    for kernel, longer in profile.sustained.items():
+        console.print(f"  {kernel} under sustained load takes {longer:.3g} times as long", markup=False)
     for when, state in profile.machine.state.items():
         console.print(f"  {when}: {state}", markup=False)
 

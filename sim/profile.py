@@ -177,6 +177,9 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """By kernel, the factor by which sources lie above and below the mean that its points are."""
     residuals: dict[str, Spread] = {}
     """How far points are from what the others predict, and sources from their mean, by kernel."""
+    sustained: dict[str, float] = {}
+    """By kernel, how many times as long it takes after seconds of load as in the short runs that points are of, in the
+    upper end of intervals."""
     beside_communication: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """How much longer kernels may take beside communication, in the upper end of intervals."""
     sources: dict[str, str] = {}

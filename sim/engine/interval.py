@@ -45,7 +45,8 @@ def bounds(
     """Return the step with all points at their lower, and at their upper bounds; None as ``interval``.
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: to
-    where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree.
+    where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
+    sustained load, too.
     """
     if profile is None or not profile.residuals:
         return None
@@ -56,7 +57,8 @@ def bounds(
 
 def _scaled(profile: Profile, bound: Bound) -> Profile:
     """Return a profile whose points are at one of their bounds; kernels without points are not scaled."""
-    factors = {kernel: getattr(spread, bound) for kernel, spread in profile.residuals.items()}
+    loaded = profile.sustained if bound == "high" else {}
+    factors = {kernel: getattr(spread, bound) * loaded.get(kernel, 1.0) for kernel, spread in profile.residuals.items()}
     return msgspec.structs.replace(
         profile,
         points=tuple(

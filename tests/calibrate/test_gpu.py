@@ -64,6 +64,21 @@ def test_its_steps_time_launches_and_kernels() -> None:
 
 
 @pytest.mark.gloo
+def test_load_is_timed_on_the_heaviest_kernels_that_end_soon() -> None:
+    plan = Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")
+    calibration = GpuCalibration(plan, load_cluster("host"))
+    labels = [step.label for step in calibration.steps() if step.label.endswith(", 1 s")]
+    assert len(labels) == 3
+    case = next(case for case in kernel_cases(plan.model, "fp32", QUICK_GPU) if case.use.kernel == "gemm")
+    with Session(1) as session:
+        calibration._session, calibration._sustained_s = session, 0.3
+        calibration._time_sustained(case)
+    sustained = calibration.profile(complete=False).sustained
+    assert sustained.keys() == {"gemm"}
+    assert 1 <= sustained["gemm"] < 100
+
+
+@pytest.mark.gloo
 def test_host_copies_are_timed_alone_and_together() -> None:
     """On a CPU both are copies of threads."""
     with Session(1) as session:

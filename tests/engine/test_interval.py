@@ -47,6 +47,12 @@ def test_one_kernel_moves_by_its_own_spread() -> None:
     assert found == pytest.approx((0.9, 1.2))  # nothing communicates beside it
 
 
+def test_load_counts_at_the_upper_end_only() -> None:
+    checked = make_checked("single", WORK, 1)
+    profile = make_profile(checked, sustained={"attention_forward": 1.25, "gemm": 9.0})
+    assert interval(checked, simulate(checked, CLUSTER, profile), profile) == pytest.approx((0.9, 1.5))
+
+
 def test_kernels_beside_communication_may_take_longer_still() -> None:
     """Two blocks of a ring; the keys of the second travel beside the first, in far less than its time."""
     checked = make_checked("ring", WORK, 2)
