@@ -4,7 +4,7 @@ and beside it.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 
@@ -17,8 +17,9 @@ from sim.schedule.ops import Kernel, Message, Op
 from sim.schedule.views import Split, renumbered
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
-Transfer = Literal["exchange", "all_to_all", "all_reduce"]
-TRANSFERS: tuple[Transfer, ...] = get_args(Transfer)
+Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]
+TRANSFERS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")
+"""Among ranks; the others are a rank's own, to its host's memory and back."""
 
 _TOKENS = 1024
 _TRANSFER_BYTES = 2**24
@@ -46,7 +47,7 @@ class BesideSchedules(NamedTuple):
 
 
 def beside_schedules(transfer: Transfer, ranks: int, model: ModelSpec, dtype: Dtype) -> BesideSchedules:
-    """Return the schedules of one kind of transfer among all ranks."""
+    """Return the schedules of one kind of transfer, among all ranks or of each to its host."""
     workload = Workload(model=model, seq=_TOKENS, dtype=dtype, scope="layer")
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
     parallel = Parallel(ring_degree=ranks)
@@ -88,23 +89,34 @@ def _program(
 
 
 def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) -> Program:
-    """Return a program of what fills a buffer, sends it and waits for it, and of the kernels that no layer has: a copy,
-    attention without a mask, and a merge.
+    """Return a program of what fills a buffer, moves it and waits for it (to be read, or free to be written), and of
+    the kernels that no layer has: a copy, attention without a mask, and a merge.
     """
     model, tokens, ranks = workload.model, workload.seq, len(link.groups[0])
     row_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[workload.dtype]
     heads, kv_heads, sent = Span(0, model.num_heads), Span(0, model.num_kv_heads), _TRANSFER_BYTES // row_bytes
     b = ProgramBuilder(rank, workload)
     given = b.input("dq", (Span(0, max(sent // ranks, 1) * ranks),), heads)
-    taken = b.like("taken", given, "communication")
-    b.copy(given, taken, "fill")
+    taken, there = b.like("taken", given, "communication"), b.elsewhere(given, "host")
+    awaited = (taken[:, :1], b.like("awaited", taken[:, :1], "attention"))
+    if transfer == "fetch":
+        b.host_copy(given, there, "fill")
+    else:
+        b.copy(given, taken, "fill")
     if transfer == "exchange":
         b.exchange(link, [Message((rank + 1) % ranks, given)], [Message((rank - 1) % ranks, taken)], transfer)
     elif transfer == "all_to_all":
         b.all_to_all(link, Split(given, 1, ranks), Split(taken, 1, ranks), transfer)
-    else:
+    elif transfer == "all_reduce":
         b.all_reduce(link, taken, transfer)
-    b.copy(taken[:, :1], b.like("awaited", taken[:, :1], "attention"), "await")
+    elif transfer == "offload":
+        b.host_copy(taken, there, transfer)
+        awaited = (given[:, :1], taken[:, :1])
+    elif transfer == "fetch":
+        b.host_copy(there, taken, transfer)
+    else:
+        assert_never(transfer)
+    b.copy(*awaited, "await")
     b.copy(given, b.like("copied", given, "attention"), "copy")
     halves = (Span(0, tokens // 2), Span(tokens // 2, tokens))
     q = b.input("q", halves[1:], heads)

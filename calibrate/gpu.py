@@ -12,8 +12,10 @@ from typing import Self
 import msgspec
 import torch
 
+from calibrate.beside import Transfer
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
 from calibrate.host_copies import SIZES, HostCopyTimes, time_host_copies
+from calibrate.interference import time_beside
 from calibrate.kernels import Timed, time_kernel, time_sustained
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch
@@ -22,7 +24,7 @@ from calibrate.tiles import tile_models
 from runtime.attention import attention_kernel
 from runtime.launch import Session
 from runtime.tensors import TORCH_DTYPE
-from sim.profile import Issue, Machine, Point, Profile
+from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown
 from topology.specs import ClusterSpec, PcieSpec
 
 _STREAMING = ("copy", "accumulate")
@@ -43,6 +45,7 @@ class GpuCalibration:
         self._launch_s: float | None = None
         self._budget_s = 0.05 if plan.quick else 0.2
         self._sustained: dict[str, float] = {}
+        self._beside: list[Slowdown] = []
         self._sustained_s = 1.0 if plan.quick else 5.0
         self._before = _state()
 
@@ -55,8 +58,8 @@ class GpuCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: what issuing costs, copies to the host and back, what load does to the clock, then
-        kernels by size, so that an early end leaves the small.
+        """Return all measurements: what issuing costs, copies to the host and back, what load does to the clock and
+        copies to kernels, then kernels by size, so that an early end leaves the small.
         """
         plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
@@ -71,7 +74,12 @@ class GpuCalibration:
             Step(f"{case.label}, {self._sustained_s:g} s", partial(self._time_sustained, case))
             for case in _heaviest(cases, most_flops)
         ]
-        return [Step("launch", self._time_launch), *copies, *sustained, *kernels]
+        beside = [
+            Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer))
+            for transfer in HOST_COPIES
+            if self._spec.socket and not plan.quick
+        ]
+        return [Step("launch", self._time_launch), *copies, *sustained, *beside, *kernels]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
@@ -93,6 +101,7 @@ class GpuCalibration:
             ),
             cluster=msgspec.to_builtins(spec, str_keys=True),
             points=(*points, *copied),
+            interference=tuple(self._beside),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
             issue=self._issue(),
             sustained=self._sustained,
@@ -112,6 +121,10 @@ class GpuCalibration:
     def _time(self, case: KernelCase) -> None:
         assert self._session
         self._timed.append(time_kernel(self._session, case, "idle", self._budget_s))
+
+    def _time_beside(self, transfer: Transfer) -> None:
+        assert self._session
+        self._beside += time_beside(self._session, transfer, self._plan.model, self._plan.dtypes[0])
 
     def _time_sustained(self, case: KernelCase) -> None:
         assert self._session

@@ -127,7 +127,7 @@ def _clean_up(context: RankContext) -> None:
 
 
 def time_beside(session: Session, transfer: Transfer, model: ModelSpec, dtype: Dtype) -> list[Slowdown]:
-    """Return how much longer every kernel takes beside a transfer among all ranks, and the transfer beside it."""
+    """Return how much longer every kernel takes beside a transfer, and the transfer beside it, on all ranks."""
     schedules = beside_schedules(transfer, session.ranks, model, dtype)
     runs = [ScheduleRun(session, check(schedule)) for schedule in (schedules.behind, schedules.beside)]
     steps = [(runs[0].step().trace, runs[1].step().trace) for _ in range(_WARM + _REPEATS)]

@@ -63,7 +63,10 @@ def explained(profile: Profile, model: ModelSpec) -> list[Explained]:
     cost = CostModel(cluster, profile)
     found = []
     for (beside, ranks, dtype), group in _grouped(profile.interference).items():
-        schedules = beside_schedules("exchange" if beside == "ranks" else beside, max(ranks, 2), model, dtype)
+        if beside == "ranks":
+            schedules = beside_schedules("exchange", max(ranks, 2), model, dtype)
+        else:
+            schedules = beside_schedules(beside, ranks, model, dtype)
         places = {(place.use.kernel, place.use.variant): place for place in schedules.places}
         steps = []
         if beside != "ranks":

@@ -20,7 +20,7 @@ from sim.workload import Dtype
 Condition = Literal["idle", "busy"]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
-HOST_COPIES = ("offload", "fetch")
+HOST_COPIES: tuple[Literal["offload"], Literal["fetch"]] = ("offload", "fetch")
 TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", *HOST_COPIES)
 
 
@@ -73,8 +73,9 @@ class Slowdown(_Data, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     nbytes: int
     """HBM bytes of the kernel."""
-    beside: Literal["ranks", "exchange", "all_to_all", "all_reduce"]
-    """ranks: the same kernel on ``ranks`` ranks at once, against one; else one transfer among them."""
+    beside: Literal["ranks", "exchange", "all_to_all", "all_reduce", "offload", "fetch"]
+    """ranks: the same kernel on ``ranks`` ranks at once, against one; else one transfer among them, or of each to its
+    host's memory or back."""
     ranks: int
     clock: Literal["wall", "thread"]
     """thread: only while the kernel's thread is on a core, so whoever else took that core is not in it."""

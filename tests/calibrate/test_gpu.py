@@ -15,6 +15,7 @@ from calibrate.host_copies import HostCopyTimes, time_host_copies
 from calibrate.kernels import Timed
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
+from calibrate.residuals import explained
 from experiments.selection import Selection, choose
 from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
@@ -76,6 +77,21 @@ def test_load_is_timed_on_the_heaviest_kernels_that_end_soon() -> None:
     sustained = calibration.profile(complete=False).sustained
     assert sustained.keys() == {"gemm"}
     assert 1 <= sustained["gemm"] < 100
+
+
+@pytest.mark.gloo
+def test_what_copies_do_to_kernels_is_timed_and_explained() -> None:
+    """Timed on the CPU; explained for a GPU, where a copy takes but little of the memory and no SMs."""
+    model = load_model("tiny")
+    calibration = GpuCalibration(Plan("toy", model, ("fp32",), quick=False, command=""), load_cluster("hgx-h200"))
+    assert {"every kernel beside offload", "every kernel beside fetch"} <= {step.label for step in calibration.steps()}
+    with Session(1) as session:
+        calibration._session = session
+        calibration._time_beside("offload")
+    profile = calibration.profile(complete=False)
+    assert {(one.slowed, one.kernel) for one in profile.interference} >= {("kernel", "gemm"), ("transfer", "gemm")}
+    assert all(one.beside == "offload" and one.alone_s > 0 for one in profile.interference)
+    assert all(1 - 1e-9 <= one.simulated < 1.2 for one in explained(profile, model) if one.measured.slowed == "kernel")
 
 
 @pytest.mark.gloo

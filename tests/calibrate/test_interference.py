@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -54,8 +55,9 @@ def profile(
     )
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("transfer", "ranks"), [*product(TRANSFERS, (2, 3, 4)), ("offload", 1), ("fetch", 1), ("offload", 2)]
+)
 def test_each_kernel_meets_a_transfer_twice_and_nothing_else_differs(transfer: Transfer, ranks: int) -> None:
     schedules = beside_schedules(transfer, ranks, TINY, "fp32")
     behind, beside = check(schedules.behind), check(schedules.beside)
