@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sim.errors import InputError, LengthError
-from sim.memory import lifetimes, walk
+from sim.memory import Lifetime, lifetimes, walk
 from sim.schedule.catalog import SCHEDULES
 from sim.schedule.check import Checked, check
 from sim.schedule.ir import Schedule
@@ -78,7 +78,7 @@ def test_buffers_are_freed_and_the_walk_returns_to_what_the_caller_holds(name: s
                 if number in outside:
                     assert span.end == len(program.ops)
                 elif all(program.ops[index].stream == COMPUTE for index in uses):
-                    assert span == (uses[0], uses[-1] + 1)
+                    assert span == Lifetime(uses[0], uses[-1] + 1)
                 else:
                     assert span.first == uses[0]
                     assert uses[-1] < span.end
