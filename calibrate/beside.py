@@ -18,8 +18,8 @@ from sim.schedule.views import Split, renumbered
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]
-TRANSFERS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")
-"""Among ranks; the others are a rank's own, to its host's memory and back."""
+AMONG_RANKS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")
+"""The others are a rank's own, to its host's memory and back."""
 
 _TOKENS = 1024
 _TRANSFER_BYTES = 2**24
@@ -97,9 +97,10 @@ def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) 
     heads, kv_heads, sent = Span(0, model.num_heads), Span(0, model.num_kv_heads), _TRANSFER_BYTES // row_bytes
     b = ProgramBuilder(rank, workload)
     given = b.input("dq", (Span(0, max(sent // ranks, 1) * ranks),), heads)
-    taken, there = b.like("taken", given, "communication"), b.elsewhere(given, "host")
+    taken = b.like("taken", given, "communication")
     awaited = (taken[:, :1], b.like("awaited", taken[:, :1], "attention"))
     if transfer == "fetch":
+        there = b.elsewhere(given, "host")
         b.host_copy(given, there, "fill")
     else:
         b.copy(given, taken, "fill")
@@ -110,7 +111,7 @@ def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) 
     elif transfer == "all_reduce":
         b.all_reduce(link, taken, transfer)
     elif transfer == "offload":
-        b.host_copy(taken, there, transfer)
+        b.host_copy(taken, b.elsewhere(given, "host"), transfer)
         awaited = (given[:, :1], taken[:, :1])
     elif transfer == "fetch":
         b.host_copy(there, taken, transfer)

@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from calibrate.beside import TRANSFERS, Transfer
+from calibrate.beside import AMONG_RANKS, Transfer
 from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
 from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
@@ -79,7 +79,7 @@ class HostCalibration:
         beside = [
             Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer, dtype))
             for dtype in plan.dtypes
-            for transfer in TRANSFERS
+            for transfer in AMONG_RANKS
         ]
         return [*links, launch, *kernels, *self._crowds_of(crowded_cases), *beside]
 

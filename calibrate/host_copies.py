@@ -7,7 +7,8 @@ from typing import NamedTuple
 from calibrate.kernels import sample
 from runtime.launch import Session
 from runtime.run import ScheduleRun
-from sim.profile import HOST_COPIES, Point
+from sim.engine.cost import HOST_COPY_KINDS
+from sim.profile import Point
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
 from sim.schedule.ir import Header, Program, Schedule
@@ -18,8 +19,6 @@ from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 SIZES = tuple(2**n for n in range(20, 31, 2))
 """Bytes; from those that take a host as long to issue as to copy, to those of a layer's activations."""
-_STREAMS = dict(zip(HOST_COPIES, (OFFLOAD, FETCH), strict=True))
-"""By what they are called in profiles."""
 _PER_STEP = 4
 _STEPS, _WARM = 3, 1
 _ALONE, _TOGETHER = "alone", "together"
@@ -51,9 +50,9 @@ def time_host_copies(session: Session, nbytes: int, model: ModelSpec, dtype: Dty
             kernel=kind, variant="dram", dtype=dtype, shape=(1, moved), condition="idle", nbytes=moved,
             **sample(_busy_s(rows, stream, _ALONE))._asdict(),
         )
-        for kind, stream in _STREAMS.items()
+        for stream, kind in HOST_COPY_KINDS.items()
     )  # fmt: skip
-    slower_s = max(sample(_busy_s(rows, stream, _TOGETHER)).median_s for stream in _STREAMS.values())
+    slower_s = max(sample(_busy_s(rows, stream, _TOGETHER)).median_s for stream in HOST_COPY_KINDS)
     return HostCopyTimes(points, 2 * moved / slower_s)
 
 

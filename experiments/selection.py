@@ -291,7 +291,8 @@ def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
     if ranks > nodes * spec.gpus_per_node:
         raise InputError(
             f"--gpus {ranks}: cluster {spec.name!r} has {nodes} x {spec.gpus_per_node} = {nodes * spec.gpus_per_node}; "
-            f"set --gpus to at most that, or --nodes"
+            f"set --gpus to at most that"
+            + (", or --nodes" if spec.nic else ", or give it a table [nic] and set --nodes")
         )
     return spec
 

@@ -50,13 +50,13 @@ DEFAULTS = Options()
 
 
 OF_LAYERS = ("activations",)
-"""What layers take, whatever the schedule of their attention."""
+"""What schedules take that can have layers around them."""
 
 
 def only(options: Options, schedule: str, *taken: str) -> None:
     """Raise InputError where an option was set that the schedule has no use for."""
     for name in options.__struct_fields__:
-        if name not in (*taken, *OF_LAYERS) and getattr(options, name) != getattr(DEFAULTS, name):
+        if name not in taken and getattr(options, name) != getattr(DEFAULTS, name):
             takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
             raise InputError(
                 f"schedule {schedule!r} has no option {name}: {takes}; leave out --set schedule.{name}, "

@@ -53,7 +53,8 @@ def read_bytes(what: str, path: str, where: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InputError(f"{what} file {path!r} cannot be read ({error.strerror}); set it with {where}") from error
+        file = what if what.endswith("file") else f"{what} file"
+        raise InputError(f"{file} {path!r} cannot be read ({error.strerror}); set it with {where}") from error
 
 
 def override(spec: T, path: str, text: str, where: str) -> T:

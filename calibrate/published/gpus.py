@@ -234,20 +234,22 @@ _EAGER_LAYER_SOURCES = {
 } | {f"traffic.{kernel}": "counted: every eager kernel passes over memory by itself" for kernel in EAGER_LAYER_TRAFFIC}
 
 
+_A100 = Gpu(
+    cluster="dgx-a100",
+    system="a100_sxm",
+    attention=("flash_attention", "vllm_flash_attn"),
+    others=curves.on_a800,
+    others_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
+    memory_efficiency=0.77,
+    memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
+    send_recv="A100 DGX",
+    vidur="a100",
+    liger="NVIDIA A100-SXM4-80GB",
+    fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
+)
 GPUS = {
-    "a100-sxm": Gpu(
-        cluster="dgx-a100",
-        system="a100_sxm",
-        attention=("flash_attention", "vllm_flash_attn"),
-        others=curves.on_a800,
-        others_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
-        memory_efficiency=0.77,
-        memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
-        send_recv="A100 DGX",
-        vidur="a100",
-        liger="NVIDIA A100-SXM4-80GB",
-        fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
-    ),
+    "a100-sxm": _A100,
+    "a100-sxm-eager": _A100._replace(eager=True),
     "h100-sxm": Gpu(
         cluster="hgx-h100",
         system="h100_sxm",
@@ -279,5 +281,4 @@ GPUS = {
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     ),
 }
-GPUS["a100-sxm-eager"] = GPUS["a100-sxm"]._replace(eager=True)
 """By name of the profile."""

@@ -15,10 +15,13 @@ from sim.errors import InputError
 from sim.profile import HOST_COPIES, TRANSFERS, Profile
 from sim.schedule.ir import Program
 from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
+from sim.schedule.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
+
+HOST_COPY_KINDS = dict(zip((OFFLOAD, FETCH), HOST_COPIES, strict=True))
+"""What copies to the host's memory and back are called in profiles, by their stream."""
 
 
 class _Moving(NamedTuple):
@@ -136,7 +139,7 @@ class CostModel:
         if host is not None and self._cluster.spec.gpu.kind == "cpu":
             use = KernelUse("copy", "", program.dtype(op.source), (math.prod(op.source.shape),), 0, 2 * nbytes)
             return (Wait(self._cluster.devices[rank].compute, host.wakeup_s), *self.kernel(rank, use))
-        key = (rank, host_copy_kind(op), nbytes)
+        key = (rank, HOST_COPY_KINDS[op.stream], nbytes)
         if key not in self._host_copy_cache:
             route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
             moving = _Moving(key[1], (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes)
@@ -238,17 +241,12 @@ class CostModel:
         return (Wait(cores[0], host.wakeup_s),)
 
 
-def host_copy_kind(op: HostCopy) -> str:
-    """Return what a copy to the host's memory or back is called in profiles."""
-    return "offload" if op.stream == OFFLOAD else "fetch"
-
-
 def _kind(op: Op) -> str:
     """Return what an op that is no kernel is called in profiles; empty if it is in none."""
     if isinstance(op, Collective):
         return kind_of(op)
     if isinstance(op, HostCopy):
-        return host_copy_kind(op)
+        return HOST_COPY_KINDS[op.stream]
     return "exchange" if isinstance(op, Exchange) else ""
 
 

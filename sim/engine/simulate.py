@@ -101,13 +101,12 @@ class _Rank:
         self.number = rank
         self.ops, self.nbytes = program.ops, program.nbytes
         self.activities = [
-            _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
-            if use is not None
-            else cost.host_copy(rank, program, op)
-            if isinstance(op, HostCopy)
-            else None
-            for index, (op, use) in enumerate(zip(program.ops, checked.kernels[rank], strict=True))
+            None if use is None else _stretched(cost.kernel(rank, use), jitter.factor(rank, index))
+            for index, use in enumerate(checked.kernels[rank])
         ]
+        for index, op in enumerate(program.ops):
+            if isinstance(op, HostCopy):
+                self.activities[index] = cost.host_copy(rank, program, op)
         issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
         behind = _behind(program, cuda=gpu.kind == "cuda")

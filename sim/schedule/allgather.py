@@ -7,7 +7,7 @@ dK and dV. The gathered keys are put in the order of their positions, which make
 from __future__ import annotations
 
 from sim.errors import InputError
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import blocks
@@ -23,7 +23,7 @@ from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return attention over keys gathered from all ranks."""
     options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "allgather", "layout", "gradients")
+    only(options, "allgather", "layout", "gradients", *OF_LAYERS)
     if options.layout == "striped":
         raise InputError(
             "schedule 'allgather' has no layout striped: allowed are contiguous, zigzag; --set schedule.layout"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from sim.errors import InputError
-from sim.options import DEFAULTS, only
+from sim.options import only
 from sim.schedule.attention import all_heads
 from sim.schedule.blocks import blocks
 from sim.schedule.builder import ProgramBuilder
@@ -51,8 +51,6 @@ ALONE: dict[str, type[Size]] = {
 def build(kind: str, size: Size, workload: Workload, parallel: Parallel) -> Schedule:
     """Return a schedule of one op on every rank; raises InputError where bytes do not divide among the ranks."""
     only(parallel.options, kind)
-    if parallel.options.activations != DEFAULTS.activations:
-        raise InputError(f"{kind} alone keeps no activations: leave out --set schedule.activations")
     everyone = Communicator(name="everyone", groups=(tuple(range(parallel.num_ranks)),))
     if isinstance(size, Attended):
         workload = msgspec.structs.replace(workload, seq=max(size.queries, size.keys))

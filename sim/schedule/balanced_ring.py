@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.errors import InputError
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import Block
@@ -29,7 +29,7 @@ from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype, gr
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return load-balanced attention; raises InputError for masks that leave nothing to balance."""
     options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "balanced-ring", "gradients", "overlap")
+    only(options, "balanced-ring", "gradients", "overlap", *OF_LAYERS)
     if workload.mask != "causal" or workload.window is not None:
         raise InputError(
             "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are --mask causal "

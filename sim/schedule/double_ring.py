@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sim.errors import InputError
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, all_heads
 from sim.schedule.blocks import Block, blocks
@@ -32,7 +32,7 @@ NODE = 8
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
     options, size = parallel.options, parallel.num_ranks
-    only(options, "double-ring", "layout", "inner_ring_degree", "gradients", "communicators", "overlap")
+    only(options, "double-ring", "layout", "inner_ring_degree", "gradients", "communicators", "overlap", *OF_LAYERS)
     width = inner_degree(options, size)
     layout = LAYOUTS[options.layout](workload.seq, size)
     nodes = [tuple(range(first, first + width)) for first in range(0, size, width)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.blocks import Block, blocks
@@ -31,7 +31,7 @@ RING_OPTIONS = ("layout", "ring_backward", "gradients", "communicators", "overla
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return ring attention over all ranks."""
     options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "ring", *RING_OPTIONS)
+    only(options, "ring", *RING_OPTIONS, *OF_LAYERS)
     layout = LAYOUTS[options.layout](workload.seq, len(ranks))
     rings = ring_communicators((ranks,), options)
     plan = AttentionPlan(

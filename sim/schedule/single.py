@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.errors import InputError
-from sim.options import AttentionName, only
+from sim.options import OF_LAYERS, AttentionName, only
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ir import Schedule
@@ -23,7 +23,7 @@ _SOURCES: dict[AttentionName, str] = {
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return the schedule of one device; raises InputError for more than one rank."""
     kernel = parallel.options.kernel
-    only(parallel.options, "single", "kernel")
+    only(parallel.options, "single", "kernel", *OF_LAYERS)
     if parallel.num_ranks != 1:
         raise InputError(f"schedule 'single' runs on 1 GPU, not on {parallel.num_ranks}: set --gpus 1")
     if kernel == "standard":

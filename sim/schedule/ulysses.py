@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.errors import InputError
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.attention import DistributedAttention, Saved, Shard, all_heads
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.head_trade import TRADE_OPTIONS, HeadTrade
@@ -30,7 +30,7 @@ Inside = Callable[[ProgramBuilder, Shard], DistributedAttention]
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return Ulysses attention over all ranks; raises InputError where heads do not divide over them."""
     options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "ulysses", *TRADE_OPTIONS)
+    only(options, "ulysses", *TRADE_OPTIONS, *OF_LAYERS)
     check_heads(workload.model, len(ranks))
     layout = contiguous(workload.seq, len(ranks))
     ulysses = Communicator(name="ulysses", groups=(ranks,))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.errors import InputError
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.accumulate import GradientSum
 from sim.schedule.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.builder import ProgramBuilder
@@ -31,7 +31,7 @@ from sim.workload import Parallel, Workload, gradient_dtype
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return UPipe over U * R ranks; raises InputError where heads or tokens do not divide over them."""
     options, model, size = parallel.options, workload.model, parallel.ulysses_degree
-    only(options, "upipe", "placement", "recompute", *RING_OPTIONS, *TRADE_OPTIONS)
+    only(options, "upipe", "placement", "recompute", *RING_OPTIONS, *TRADE_OPTIONS, *OF_LAYERS)
     check_heads(model, size)
     check_backward(workload, options)
     needs_forward(workload, "UPipe, which keeps the output of each stage,")

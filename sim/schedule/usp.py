@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.options import Options, only
+from sim.options import OF_LAYERS, Options, only
 from sim.schedule.attention import DistributedAttention, Shard, all_heads
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.head_trade import TRADE_OPTIONS
@@ -24,7 +24,7 @@ from sim.workload import Parallel, Workload
 def build(workload: Workload, parallel: Parallel) -> Schedule:
     """Return USP attention over U * R ranks; raises InputError where heads or tokens do not divide over them."""
     options, model = parallel.options, workload.model
-    only(options, "usp", "placement", *RING_OPTIONS, *TRADE_OPTIONS)
+    only(options, "usp", "placement", *RING_OPTIONS, *TRADE_OPTIONS, *OF_LAYERS)
     mesh = Mesh(parallel)
     check_heads(model, mesh.ulysses_degree)
     check_backward(workload, options)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibrate.beside import TRANSFERS, Transfer, beside_schedules
+from calibrate.beside import AMONG_RANKS, Transfer, beside_schedules
 from calibrate.fit import Together, fitted_spec, together_of, traffic_of
 from calibrate.host import HostCalibration
 from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_beside, time_crowded
@@ -56,7 +56,7 @@ def profile(
 
 
 @pytest.mark.parametrize(
-    ("transfer", "ranks"), [*product(TRANSFERS, (2, 3, 4)), ("offload", 1), ("fetch", 1), ("offload", 2)]
+    ("transfer", "ranks"), [*product(AMONG_RANKS, (2, 3, 4)), ("offload", 1), ("fetch", 1), ("offload", 2)]
 )
 def test_each_kernel_meets_a_transfer_twice_and_nothing_else_differs(transfer: Transfer, ranks: int) -> None:
     schedules = beside_schedules(transfer, ranks, TINY, "fp32")

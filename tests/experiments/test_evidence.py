@@ -1,4 +1,4 @@
-"""Case files: what is read, what is refused, and how predictions are judged."""
+"""Predictions of case files: what they take, and how they are judged and shown."""
 
 from __future__ import annotations
 
@@ -10,84 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.cases import FOLDER, Case, read_cases
+from experiments.cases import Case, read_cases
 from experiments.cli import main
 from experiments.evidence import Evidence, Prediction, judged, order, predicted, profile_hash, provenance, r_squared
 from experiments.selection import DATASHEET, Selection
 from sim.errors import InputError, LengthError
-from sim.presets import preset_names
-from sim.profile import load_profile
-from sim.schedule import alone
 from sim.schedule.alone import Attended, Sent
-from sim.schedule.check import check
-from sim.schedule.matching import wire_bytes
 from sim.trace import Row, Trace
-from sim.workload import MaskName, Parallel, Workload, load_model
+from tests.experiments.case_files import OPS, OWN, one_case
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
-
-OWN = """
-title = "Our cluster"
-source = "run 17"
-quality = "one run"
-profile = "a800-ultraattn"
-
-[select]
-cluster = "a800"
-dtype = "bf16"
-set = ["model.head_dim=128"]
-
-[[group]]
-name = "two schedules"
-target = 0.5
-cases = [
-  {{ schedule = "ring", gpus = 8, seq = "64K", pass = "forward", measured_s = 0.01 }},
-  {{ schedule = "zigzag", gpus = 8, seq = "64K", pass = "forward", measured_s = 0.005{more} }},
-]
-"""
-
-
-OPS = """
-title = "Our kernels"
-source = "run 18"
-quality = "one run"
-profile = "h100-sxm"
-
-[select]
-cluster = "hgx-h100"
-dtype = "bf16"
-mask = "full"
-set = ["model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=128"]
-
-[[group]]
-name = "ops"
-cases = [
-  {{ {} }},
-]
-"""
-"""Of one case, and its profile's points: full attention of 16K tokens 3.393554 ms, 16 MiB over NICs 478 us."""
-
-
-def one_case(tmp_path: Path, fields: str) -> Case:
-    path = tmp_path / "ops.toml"
-    path.write_text(OPS.format(fields))
-    (case,) = read_cases(str(path))[1]
-    return case
 
 
 def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> Prediction:
     case = Case("group", Selection(schedule=schedule, **fields), measured_s)  # type: ignore[arg-type]
     return Prediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
-
-
-@pytest.mark.parametrize("name", preset_names(FOLDER))
-def test_every_case_that_ships_can_be_simulated(name: str) -> None:
-    file, cases = read_cases(name)
-    assert file.source
-    assert file.quality
-    for case in cases:
-        chosen = case.chosen()
-        chosen.entry.build(chosen.workload, chosen.parallel)
-        assert chosen.profile == (None if file.profile == DATASHEET else load_profile(file.profile))
 
 
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,50 +39,6 @@ def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Our cluster" in printed
     assert "two schedules" in printed
     assert "1 of 1" in printed
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (", gpu = 8", "did you mean 'gpus'"),
-        (', set = "a=b"', "set is a list"),
-        (', seq_ = "1K"', "did you mean 'seq'"),
-        (", window = true", "Expected `str"),
-    ],
-)
-def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> None:
-    path = tmp_path / "ours.toml"
-    path.write_text(OWN.format(more=more))
-    with pytest.raises(InputError, match=message):
-        read_cases(str(path))
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        ("measured_s = 0.01", "measured_s = 0", "no measured_s above 0"),
-        ("measured_s = 0.01", "measured_s = nan", "no measured_s above 0"),
-        ("measured_s = 0.01", "measured_s = true", "no measured_s above 0"),
-        ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
-        ('"64K"', '"8001"', "the nearest are 8000 or 8008"),
-        ("target", "goal", "unknown field `goal`"),
-        ("cases = [", "cases = []\nothers = [", "unknown field `others`"),
-    ],
-)
-def test_what_is_wrong_in_a_case_file(tmp_path: Path, right: str, wrong: str, message: str) -> None:
-    path = tmp_path / "ours.toml"
-    path.write_text(OWN.format(more="").replace(right, wrong))
-    with pytest.raises(InputError, match=message):
-        read_cases(str(path))
-
-
-def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "ours.toml"
-    path.write_text('title = "x"\nsource = "x"\nquality = "x"\nprofile = "a800-ultraattn"\ngroup = []')
-    with pytest.raises(InputError, match="a group holds no case"):
-        read_cases(str(path))
-    with pytest.raises(InputError, match="unknown case file 'ultra'"):
-        read_cases("ultra")
 
 
 def test_how_predictions_are_judged() -> None:
@@ -210,16 +102,6 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     assert judged(Evidence(file, found))[0][7] == ""
 
 
-def test_the_case_file_of_the_readme(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    path = tmp_path / "ours.toml"
-    path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
-    file, cases = read_cases(str(path))
-    assert file.group[0].target == 0.1
-    assert [case.selection.schedule for case in cases] == ["zigzag", "ulysses"]
-    assert cases[0].rivals == cases[1].rivals
-
-
 @pytest.mark.parametrize(
     ("fields", "seconds"),
     [
@@ -256,70 +138,6 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
     trace = Trace(player="simulated", schedule_hash="", num_ranks=2, rows=rows)
     case = Case("group", Selection(), 1.0)
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "mask", "window", "pairs"),
-    [
-        (2, 4, "full", None, 8),
-        (2, 4, "causal", None, 3 + 4),
-        (4, 2, "causal", None, 1 + 2),
-        (2, 4, "causal", 2, 2 + 2),
-    ],
-)
-@pytest.mark.parametrize(("kind", "products"), [("Attend", 2), ("AttendBackward", 5)])
-def test_attention_alone_ends_where_its_keys_end(
-    queries: int, keys: int, mask: MaskName, window: int | None, pairs: int, kind: str, products: int
-) -> None:
-    model = load_model("tiny")
-    work = Workload(model=model, seq=1024, batch=3, mask=mask, window=window)
-    checked = check(alone.build(kind, Attended(queries=queries, keys=keys), work, Parallel(ring_degree=2)))
-    for (use,) in checked.kernels:
-        assert use is not None
-        assert use.flops == 2 * products * model.head_dim * 3 * model.num_heads * pairs
-
-
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [
-        ("Exchange", 4 * 64),
-        ("AllToAll", 12 * 16),
-        ("AllGather", 12 * 16),
-        ("ReduceScatter", 12 * 16),
-        ("AllReduce", 6 * 64),
-    ],
-)
-def test_communication_alone_sends_its_bytes(kind: str, sent: int) -> None:
-    """64 bytes on each of four ranks: whole, or three of four parts of 16 (twice: what all sum)."""
-    work = Workload(model=load_model("tiny"), seq=1024)
-    checked = check(alone.build(kind, Sent(nbytes=64), work, Parallel(ring_degree=4)))
-    assert wire_bytes(checked.schedule, checked.matching) == sent
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ('measure = "Atend"', "measured_s 1: unknown kind of op 'Atend' .did you mean 'Attend'.*queries, keys, nbytes"),
-        ('measure = "AllToAll"', "unknown kind of op 'AllToAll'.*allowed are .*Exchange"),
-        ('measure = "Exchange", one_device = true', "unknown kind of op 'Exchange'.*allowed are .*Copy"),
-        ('measure = "HostSync", schedule = "upipe"', "unknown kind of op 'HostSync'"),
-        ("measure = true", "Expected `str`, got `bool`"),
-        ('measure = "Merge", nbytes = 64', "unknown measure of an op alone 'Merge'.*allowed are Attend, "),
-        ("nbytes = 64", "unknown measure of an op alone ''"),
-        ('measure = "Attend", nbytes = 64', "Attend alone takes queries and keys, not {'nbytes': 64}"),
-        ('measure = "Attend", queries = 64', "Attend alone takes queries and keys, not {'queries': 64}"),
-        ('measure = "Attend", queries = 0, keys = 1', "Expected `int` >= 1"),
-        ('measure = "Attend", queries = "8K", keys = 1', "Expected `int`, got `str`"),
-        ('measure = "Exchange", nbytes = 64, seq = "1K"', "unknown key of an op alone 'seq'.*allowed are model, "),
-        ('measure = "Exchange", nbytes = 63', "nbytes 63: Exchange in bf16 on 8 GPUs takes multiples of 2"),
-        ('measure = "AllToAll", nbytes = 24', "nbytes 24: AllToAll in bf16 on 8 GPUs takes multiples of 16"),
-        ('measure = "AllReduce", nbytes = 64, gpus = 1', "AllReduce takes 2 GPUs or more"),
-        ('measure = "AllReduce", nbytes = 64, set = ["schedule.layout=zigzag"]', "no option layout"),
-    ],
-)
-def test_what_is_wrong_in_the_case_of_an_op(tmp_path: Path, fields: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        one_case(tmp_path, f"{fields}, measured_s = 1")
 
 
 def test_how_ops_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

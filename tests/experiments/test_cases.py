@@ -1,0 +1,105 @@
+"""Case files: what is read, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.cases import FOLDER, read_cases
+from experiments.selection import DATASHEET
+from sim.errors import InputError
+from sim.presets import preset_names
+from sim.profile import load_profile
+from tests.experiments.case_files import OWN, one_case
+
+
+@pytest.mark.parametrize("name", preset_names(FOLDER))
+def test_every_case_that_ships_can_be_simulated(name: str) -> None:
+    file, cases = read_cases(name)
+    assert file.source
+    assert file.quality
+    for case in cases:
+        chosen = case.chosen()
+        chosen.entry.build(chosen.workload, chosen.parallel)
+        assert chosen.profile == (None if file.profile == DATASHEET else load_profile(file.profile))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (", gpu = 8", "did you mean 'gpus'"),
+        (', set = "a=b"', "set is a list"),
+        (', seq_ = "1K"', "did you mean 'seq'"),
+        (", window = true", "Expected `str"),
+    ],
+)
+def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(OWN.format(more=more))
+    with pytest.raises(InputError, match=message):
+        read_cases(str(path))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("measured_s = 0.01", "measured_s = 0", "no measured_s above 0"),
+        ("measured_s = 0.01", "measured_s = nan", "no measured_s above 0"),
+        ("measured_s = 0.01", "measured_s = true", "no measured_s above 0"),
+        ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
+        ('"64K"', '"8001"', "the nearest are 8000 or 8008"),
+        ("target", "goal", "unknown field `goal`"),
+        ("cases = [", "cases = []\nothers = [", "unknown field `others`"),
+    ],
+)
+def test_what_is_wrong_in_a_case_file(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(OWN.format(more="").replace(right, wrong))
+    with pytest.raises(InputError, match=message):
+        read_cases(str(path))
+
+
+def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('title = "x"\nsource = "x"\nquality = "x"\nprofile = "a800-ultraattn"\ngroup = []')
+    with pytest.raises(InputError, match="a group holds no case"):
+        read_cases(str(path))
+    with pytest.raises(InputError, match="unknown case file 'ultra'"):
+        read_cases("ultra")
+
+
+def test_the_case_file_of_the_readme(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    path = tmp_path / "ours.toml"
+    path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
+    file, cases = read_cases(str(path))
+    assert file.group[0].target == 0.1
+    assert [case.selection.schedule for case in cases] == ["zigzag", "ulysses"]
+    assert cases[0].rivals == cases[1].rivals
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('measure = "Atend"', "measured_s 1: unknown kind of op 'Atend' .did you mean 'Attend'.*queries, keys, nbytes"),
+        ('measure = "AllToAll"', "unknown kind of op 'AllToAll'.*allowed are .*Exchange"),
+        ('measure = "Exchange", one_device = true', "unknown kind of op 'Exchange'.*allowed are .*Copy"),
+        ('measure = "HostSync", schedule = "upipe"', "unknown kind of op 'HostSync'"),
+        ("measure = true", "Expected `str`, got `bool`"),
+        ('measure = "Merge", nbytes = 64', "unknown measure of an op alone 'Merge'.*allowed are Attend, "),
+        ("nbytes = 64", "unknown measure of an op alone ''"),
+        ('measure = "Attend", nbytes = 64', "Attend alone takes queries and keys, not {'nbytes': 64}"),
+        ('measure = "Attend", queries = 64', "Attend alone takes queries and keys, not {'queries': 64}"),
+        ('measure = "Attend", queries = 0, keys = 1', "Expected `int` >= 1"),
+        ('measure = "Attend", queries = "8K", keys = 1', "Expected `int`, got `str`"),
+        ('measure = "Exchange", nbytes = 64, seq = "1K"', "unknown key of an op alone 'seq'.*allowed are model, "),
+        ('measure = "Exchange", nbytes = 63', "nbytes 63: Exchange in bf16 on 8 GPUs takes multiples of 2"),
+        ('measure = "AllToAll", nbytes = 24', "nbytes 24: AllToAll in bf16 on 8 GPUs takes multiples of 16"),
+        ('measure = "AllReduce", nbytes = 64, gpus = 1', "AllReduce takes 2 GPUs or more"),
+        ('measure = "AllReduce", nbytes = 64, set = ["schedule.layout=zigzag"]', "no option layout"),
+    ],
+)
+def test_what_is_wrong_in_the_case_of_an_op(tmp_path: Path, fields: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        one_case(tmp_path, f"{fields}, measured_s = 1")
