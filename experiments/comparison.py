@@ -48,7 +48,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     simulated: int
     executed: int
     simulated_hbm: int = 0
-    """With the workspace of attention."""
+    """With what kernels hold beside their buffers."""
     allocated: int = 0
     """Most that a GPU's allocator had given; 0 on a CPU."""
 
@@ -152,7 +152,7 @@ def _allocated_line(peak: Peak) -> list[str]:
         return []
     error = percent(peak.simulated_hbm / peak.allocated - 1)
     shown = f"simulated {size(peak.simulated_hbm)}, allocated {size(peak.allocated)}"
-    return [f"peak with attention's workspace: {shown} ({error}), temporaries of eager kernels included"]
+    return [f"peak with what kernels hold meanwhile: {shown} ({error})"]
 
 
 def comparison_lines(found: Comparison) -> list[str]:

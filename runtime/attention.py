@@ -137,14 +137,14 @@ class CpuFlash(TopLeft):
 
 def with_delta(delta: Tensor, dout: Tensor) -> Tensor:
     """Return an out (B, S, H, D) whose sum of products with dout is delta (B, H, S)."""
-    square = (dout.to(delta.dtype) ** 2).sum(dim=-1)
+    square = dout.to(delta.dtype, copy=True).square_().sum(dim=-1)
     share = delta.transpose(1, 2) / square.masked_fill(square == 0, 1.0)
     return (dout * share[..., None]).to(dout.dtype)
 
 
 def delta_of(out: Tensor, dout: Tensor, delta: Tensor) -> None:
     """Write sum(dout * out) over the head dim of (B, S, H, D) to delta (B, H, S)."""
-    delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(dim=-1).transpose(1, 2))
+    delta.copy_(out.to(delta.dtype, copy=True).mul_(dout).sum(dim=-1).transpose(1, 2))
 
 
 def merge(out: Tensor, lse: Tensor, into_out: Tensor, into_lse: Tensor) -> None:
@@ -155,8 +155,8 @@ def merge(out: Tensor, lse: Tensor, into_out: Tensor, into_lse: Tensor) -> None:
     """
     total = torch.logaddexp(into_lse, lse)
     finite = torch.where(total == -torch.inf, 0.0, total)
-    into_out.mul_(torch.exp(into_lse - finite).transpose(1, 2).unsqueeze(-1))
-    into_out.add_(out * torch.exp(lse - finite).transpose(1, 2).unsqueeze(-1).to(into_out.dtype))
+    old, new = (torch.sub(one, finite).exp_().transpose(1, 2).unsqueeze(-1) for one in (into_lse, lse))
+    into_out.mul_(old).addcmul_(out, new)
     into_lse.copy_(total)
 
 

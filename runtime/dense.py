@@ -1,12 +1,13 @@
 """Kernels of a layer that look at each token by itself: matrix products, norms, rotary embedding, SwiGLU.
 
-Each takes and fills tensors as the ops declare them, and returns the name of what ran. What torch has no fused kernel
-for on this device is written out in a few; the names say so.
+Each says the name of what ran. What torch has no fused kernel for on this device is written out in a few, in place
+where that can be; the names say so. What they hold beside their operands meanwhile is in ``sim.schedule.workspace``.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -33,38 +34,57 @@ def _matrix(tokens: Tensor) -> Tensor:
     return tokens.view(tokens.shape[0] * tokens.shape[1], -1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, rstd: Tensor) -> str:
-    """Fill out and rstd. x, out: (B, S, E); weight: (E,); rstd: (B, S), in the accumulation data type."""
-    wide = x.to(rstd.dtype)
-    torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(epsilon), out=rstd)
-    out.copy_(wide * rstd.unsqueeze(-1)).mul_(weight)
-    return "eager rms norm (vecdot, rsqrt, 2 mul, copy)"
+class Normed(NamedTuple):
+    """Result of RMSNorm, or of its backward pass."""
+
+    out: Tensor
+    """(B, S, E): the output, or the gradient of x."""
+    second: Tensor
+    """(B, S): what x was multiplied by, in the accumulation data type; or (E,): the gradient of the weight."""
+    name: str
 
 
-def rms_norm_backward(saved: tuple[Tensor, Tensor, Tensor], dout: Tensor, dx: Tensor, dweight: Tensor) -> str:
-    """Fill dx and dweight; ``saved`` is (x, weight, rstd).
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Normed:
+    """Return the norm of x (B, S, E) by weight (E,), and what x was multiplied by."""
+    if not x.is_cpu:
+        out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, epsilon)  # noqa: SLF001 - what nn.RMSNorm runs
+        return Normed(out, rstd.squeeze(-1), "aten fused rms norm")
+    rstd = torch.linalg.vector_norm(x, dim=-1, dtype=_wide(x)).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    normed = (x * rstd.unsqueeze(-1)).mul_(weight)
+    return Normed(normed.to(x.dtype), rstd, "eager rms norm (vector_norm, square, div, add, rsqrt, 2 mul)")
+
+
+def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> Normed:
+    """Return the gradients of x and weight.
 
     With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(g * n)), dweight = sum of dout * n.
     """
-    x, weight, rstd = saved
     scale = rstd.unsqueeze(-1)
-    normed = x.to(rstd.dtype) * scale
-    dweight.copy_(torch.einsum("bse,bse->e", dout.to(rstd.dtype), normed))
-    grad = dout.to(rstd.dtype) * weight
+    if not x.is_cpu:
+        fused = torch.ops.aten._fused_rms_norm_backward  # noqa: SLF001
+        dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, True])
+        return Normed(dx, dweight, "aten fused rms norm backward")
+    normed = x * scale
+    dweight = (dout * normed).sum(dim=(0, 1))
+    grad = dout.to(normed.dtype, copy=True).mul_(weight)
     inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
-    dx.copy_(grad.addcmul_(normed, inner, value=-1).mul_(scale))
-    return "eager rms norm backward (3 mul, einsum, vecdot, addcmul, copy)"
+    dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)
+    return Normed(dx.to(x.dtype), dweight.to(weight.dtype), "eager rms norm backward (4 mul, sum, vecdot, addcmul)")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
     """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D)."""
-    cos, sin = _rotations(tokens, x.shape[-1], theta, torch.promote_types(x.dtype, torch.float32), x.device)
-    sin = -sin if inverse else sin
+    cos, sin = _rotations(tokens, x.shape[-1], theta, _wide(x), x.device)
+    sign = -1 if inverse else 1
     low, high = x.chunk(2, dim=-1)
-    turned = low * sin + high * cos
-    low.copy_(low * cos - high * sin)
+    turned = (high * cos).addcmul_(low, sin, value=sign)
+    low.copy_((low * cos).addcmul_(high, sin, value=-sign))
     high.copy_(turned)
-    return "eager rope (4 mul, add, sub, 2 copy)"
+    return "eager rope (2 mul, 2 addcmul, 2 copy)"
 
 
 @lru_cache(maxsize=64)
@@ -80,12 +100,13 @@ def _rotations(
 
 def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> str:
     """Fill out = silu(gate) * up."""
-    torch.mul(torch.nn.functional.silu(gate), up, out=out)
+    torch.ops.aten.silu.out(gate, out=out).mul_(up)
     return "aten silu, mul"
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> str:
     """Fill dgate and dup."""
-    torch.mul(torch.nn.functional.silu(gate), dout, out=dup)
-    torch.ops.aten.silu_backward.grad_input(dout * up, gate, grad_input=dgate)
+    torch.ops.aten.silu.out(gate, out=dup).mul_(dout)
+    torch.mul(dout, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
     return "aten silu, 2 mul, silu_backward"

@@ -31,7 +31,8 @@ class Executed(NamedTuple):
     peak_bytes: int
     """Largest sum of the rank's buffers."""
     allocated_bytes: int
-    """Most that a GPU's allocator had given at a time, workspaces of kernels included; 0 on a CPU."""
+    """Most that a GPU's allocator had given at a time, workspaces of kernels included, but without what outlives steps
+    (tables of rotations, what libraries keep); 0 on a CPU."""
 
 
 class RankPlayer:
@@ -63,7 +64,8 @@ class RankPlayer:
     def play(self) -> Executed:
         """Carry out one step and return what happened; its outputs stay until the next one."""
         self._storage = storage = self._fresh()
-        watch_allocations(self._device)
+        given = watch_allocations(self._device)
+        others = given - storage.in_use_bytes if given else 0
         events: list[Event] = []
         start_together(self._ranks, self._device)
         start_s = self._streams.start()
@@ -76,7 +78,7 @@ class RankPlayer:
             times = (posted_s, posted_s, end_s)
             done = (ran.get(index, ""), sent.get(index, 0))
             rows.append(Row(self._rank, index, op.stream, kind, op.part, op.label, *times, *done))
-        return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device))
+        return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device) - others)
 
     def _fresh(self) -> Storage:
         """Return a storage that holds the inputs and nothing else."""

@@ -129,14 +129,15 @@ def _attend_backward(op: AttendBackward, storage: Storage, attention: AttentionK
 def _run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     """Run a kernel that looks at each token by itself."""
     given = [storage.read(view) for view in op.reads]
+    if isinstance(op, RmsNorm | RmsNormBackward):
+        x, weight, *rest = given
+        found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
+        for view, result in zip(op.writes, (found.out, found.second), strict=True):
+            storage.put(view, result)
+        return found.name
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
         return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
-    if isinstance(op, RmsNorm):
-        return rms_norm(given[0], given[1], op.epsilon, results[0], results[1])
-    if isinstance(op, RmsNormBackward):
-        x, weight, rstd, dout = given
-        return rms_norm_backward((x, weight, rstd), dout, results[0], results[1])
     if isinstance(op, Rope):
         return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
     if isinstance(op, SwiGlu):

@@ -102,10 +102,12 @@ def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
         torch.empty(min(_HEAP * peak_bytes, free // (2 * ranks)), dtype=torch.uint8).fill_(0)
 
 
-def watch_allocations(device: torch.device) -> None:
-    """Begin to watch what the allocator of a GPU gives."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def watch_allocations(device: torch.device) -> int:
+    """Begin to watch what the allocator of a GPU gives; return what it has given until now, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def most_allocated(device: torch.device) -> int:

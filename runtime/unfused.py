@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from runtime.attention import Backward, Forward
-from sim.schedule.kernels import KEY_CHUNK, QUERY_CHUNK
 from sim.schedule.masks import Band
+from sim.schedule.workspace import KEY_CHUNK, QUERY_CHUNK
 
 Tensor = torch.Tensor
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.ir import Program
-from sim.schedule.kernels import kernel_uses
-from sim.schedule.ops import COMPUTE
+from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Kernel
 from sim.schedule.views import Buffer, Category, Place
+from sim.schedule.workspace import workspace_bytes
 
 
 class Lifetime(NamedTuple):
@@ -36,7 +36,7 @@ class MemoryWalk(NamedTuple):
     buffer_peak_bytes: int
     """The peak without any workspace: what the runtime counts of its tensors."""
     by_category: dict[Category, int]
-    """At the peak; a kernel's workspace counts as attention."""
+    """At the peak; the workspace of attention kernels counts as attention, that of others as other."""
     host_peak_bytes: int
     """Most that buffers take of the host's memory."""
 
@@ -79,12 +79,15 @@ def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True):
         if span.first < span.end:
             alive[buffer.place].append((buffer, span))
-    workspace = [use.workspace_bytes if use else 0 for use in kernel_uses(program)]
+    workspace = [workspace_bytes(op, program) if isinstance(op, Kernel) else 0 for op in program.ops]
     buffers, on_host = (_held(of_place, len(program.ops)) for of_place in alive.values())
     in_use = [held + own for held, own in zip(buffers, workspace, strict=True)]
     peak = max(in_use, default=0)
     at_peak = in_use.index(peak) if in_use else 0
-    by_category: dict[Category, int] = {"attention": workspace[at_peak]} if workspace else {}
+    by_category: dict[Category, int] = {}
+    if in_use:
+        attends = isinstance(program.ops[at_peak], Attend | AttendBackward)
+        by_category["attention" if attends else "other"] = workspace[at_peak]
     for buffer, span in alive["hbm"]:
         if span.first <= at_peak < span.end:
             by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes

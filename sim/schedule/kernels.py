@@ -1,4 +1,4 @@
-"""Which kernels an op stands for, with their shapes, FLOPs, bytes and workspace.
+"""Which kernels an op stands for, with their shapes, FLOPs and bytes.
 
 Both players read it: the cost model looks these kernels up, the calibration times them, the runtime runs them.
 ``hbm_bytes`` is the traffic that no implementation can avoid (every operand once); what an implementation moves beyond
@@ -50,7 +50,6 @@ class KernelUse(NamedTuple):
     others: (elements,)."""
     flops: int
     hbm_bytes: int
-    workspace_bytes: int = 0
 
     @property
     def fused_attention(self) -> bool:
@@ -139,25 +138,16 @@ def attention_use(
     """Return the fused attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
 
     Forward 4*D FLOPs per kept pair and head (two matmuls), backward 10*D (five, one of them recomputes the scores;
-    arXiv:2307.08691 §4.1). The backward workspace is flash-attention's (flash_attn 2.8 csrc/flash_attn/flash_api.cpp,
-    mha_bwd): delta in fp32, dq summed in fp32 where the model's type is narrower, and dk, dv of every query head where
-    heads share keys.
+    arXiv:2307.08691 §4.1).
     """
     batch, queries, heads, head_dim = q_shape
     pairs = count_pairs(band, Span(0, queries), Span(0, num_keys)) * batch * heads
     size = DTYPE_BYTES[dtype]
     variant = mask_variant(band, queries, num_keys)
-    shape, moved, lse_bytes = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
+    shape, moved = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
     if not backward:
         return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
-    dq_sum = math.prod(q_shape) * 4 if size < 4 else 0
-    expanded = 2 * batch * num_keys * heads * head_dim * size if heads != kv_heads else 0
-    workspace = lse_bytes + dq_sum + expanded
-    return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved, workspace)
-
-
-QUERY_CHUNK, KEY_CHUNK = 1024, 4096
-"""Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
+    return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved)
 
 
 def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,
@@ -166,32 +156,29 @@ def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tu
 
     Forward writes and reads the scores and the probabilities. Backward reads the probabilities, writes and reads their
     gradient and that of the scores (read by two matmuls); a memory-efficient one computes scores and probabilities
-    again. Workspace is what a kernel holds of scores, probabilities and their gradients beside its operands.
+    again.
     """
     batch, queries, heads, head_dim = q_shape
     size, pairs = DTYPE_BYTES[dtype], batch * heads * queries * num_keys
-    shape, moved, _ = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
+    shape, moved = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
     again = kernel == "memory-efficient"
     per_pair = (10 if again else 8) * head_dim if backward else 4 * head_dim
     scores = (10 if again else 7) if backward else 4
-    held = batch * heads * min(queries, QUERY_CHUNK) * min(num_keys, KEY_CHUNK) if again else pairs
-    at_once = (3 if again else 2) if backward else (2 if again else 1)
-    workspace = held * size * at_once
     name = "attention_backward" if backward else "attention_forward"
     variant = f"{kernel} {mask_variant(band, queries, num_keys)}"
-    return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size, workspace)
+    return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size)
 
 
 def _attention_operands(
     backward: bool, size: int, q_shape: tuple[int, ...], num_keys: int, kv_heads: int
-) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape of a use, the bytes of all operands once, and those of the log-sum-exp."""
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a use, and the bytes of all operands once."""
     batch, queries, heads, head_dim = q_shape
     q_bytes = math.prod(q_shape) * size
     kv_bytes = 2 * batch * num_keys * kv_heads * head_dim * size
     lse_bytes = batch * heads * queries * max(4, size)
     moved = (4 * q_bytes + 2 * kv_bytes if backward else 2 * q_bytes + kv_bytes) + lse_bytes
-    return (batch, queries, num_keys, heads, kv_heads, head_dim), moved, lse_bytes
+    return (batch, queries, num_keys, heads, kv_heads, head_dim), moved
 
 
 def mask_variant(band: Band, num_queries: int, num_keys: int) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runtime import unfused
 from runtime.attention import CpuFlash, delta_of, merge, with_delta
+from runtime.dense import rms_norm
 from runtime.reference import attention, relative_error
 from sim.schedule.masks import CAUSAL, FULL, Band
 
@@ -69,6 +70,17 @@ def test_merging_is_exact_for_any_gap_and_either_order(gap: float, swap: bool) -
     merge(outs[second].float(), lses[second].float(), into_out, into_lse)
     assert relative_error(into_out, exact) < 1e-5
     assert (into_lse - torch.logaddexp(*lses)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_of_gpus_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """torch's fused op falls apart into others on a CPU; its results are what ours are."""
+    x, weight = torch.randn(2, 3, 16, dtype=torch.float64).to(dtype), torch.randn(16, dtype=torch.float64).to(dtype)
+    out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, 1e-5)
+    found = rms_norm(x, weight, 1e-5)
+    assert (rstd.squeeze(-1).shape, rstd.dtype) == (found.second.shape, found.second.dtype)
+    assert relative_error(found.out, out.double()) <= TOLERANCE[dtype]
+    assert relative_error(found.second, rstd.squeeze(-1).double()) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(True, False), (False, True), (True, True)])

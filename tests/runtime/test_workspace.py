@@ -1,0 +1,144 @@
+"""What kernels hold of a GPU's memory beside their buffers, against every tensor that they make: played on meta
+tensors, which have shapes and no values, with the kernels of CUDA.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.attention import Backward, Saved
+from runtime.cuda_attention import AtenFlash, Window
+from runtime.kernels import run_kernel
+from runtime.tensors import Storage, ends_at
+from sim.memory import lifetimes
+from sim.schedule.check import Checked, check
+from sim.schedule.one_device import on_one_device
+from sim.schedule.ops import Attend, AttendBackward, Kernel
+from sim.schedule.workspace import flash_backward_bytes, workspace_bytes
+from sim.workload import Dtype, Workload
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
+
+META = torch.device("meta")
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that ops make within it, and the most that were alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: set[int] = set()
+        self._now = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and storage(leaf) not in given | self._alive:
+                memory = leaf.untyped_storage()
+                self._alive.add(storage(leaf))
+                self._count(memory.nbytes())
+                weakref.finalize(memory, self._gone, storage(leaf), memory.nbytes())
+        return made
+
+    def _count(self, nbytes: int) -> None:
+        self._now += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def _gone(self, number: int, nbytes: int) -> None:
+        self._alive.discard(number)
+        self._now -= nbytes
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.fixture(autouse=True)
+def _fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's fused norms be ops of their own: on meta tensors the forward one falls apart into others."""
+
+    def forward(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+    forward.default = torch.ops.aten._fused_rms_norm.default  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", forward)
+
+
+class Flash(AtenFlash):
+    """torch's flash attention, with what its kernel allocates while it runs."""
+
+    def _call_backward(self, saved: Saved, dout: torch.Tensor, window: Window) -> Backward:
+        q, k = saved[:2]
+        own = torch.empty(
+            flash_backward_bytes("bf16" if q.itemsize == 2 else "fp32", q.shape, k.shape),
+            device=META,
+            dtype=torch.uint8,
+        )
+        grads = super()._call_backward(saved, dout, window)
+        assert own.is_meta
+        return grads
+
+
+class Held(NamedTuple):
+    """What a kernel holds beside the buffers of its op, in bytes."""
+
+    op: Kernel
+    seen: int
+    said: int
+    taken: int
+    """Buffers that are not a result but hold it, and so are taken only after the kernel: what is said may be more."""
+
+
+def held(checked: Checked) -> list[Held]:
+    """Play rank 0 of a schedule in the order of issue; return what each of its kernels held."""
+    program, memory = checked.schedule.program(0), Storage(checked.schedule.program(0), META)
+    found = []
+    for port in program.inputs:
+        memory.write(port.view)
+    ends = ends_at(lifetimes(program, checked.dependencies[0]), len(program.ops))
+    for index, op in enumerate(program.ops):
+        memory.drop(ends[index])
+        before = memory.in_use_bytes
+        if not isinstance(op, Kernel):
+            for view in op.writes:
+                memory.write(view)
+            continue
+        with Allocations() as seen:
+            run_kernel(op, memory, Flash())
+        beside = before + seen.peak_bytes - memory.in_use_bytes
+        parts = [view for view in op.writes if view.shape != program.buffers[view.buffer].shape]
+        taken = memory.in_use_bytes - before if parts else 0
+        found.append(Held(op, beside, workspace_bytes(op, program), taken))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "kernel" not in variant.options])
+def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
+    """To the byte, but for log-sum-exps, which attention of parts of a buffer gives back early or holds twice."""
+    for ranks in (1, 4):
+        workload = Workload(model=make_model(8, 4, head_dim=64), seq=64, dtype=dtype, scope="layer", layers=1, batch=2)
+        checked = checked_or_refused(name, workload, ranks)
+        if checked is None:
+            continue
+        folded = check(on_one_device(checked)) if ranks > 1 else checked
+        held(folded)  # the tables of rotations stay
+        for op, seen, said, taken in held(folded):
+            lse = folded.schedule.program(0).nbytes(op.lse) if isinstance(op, Attend | AttendBackward) else 0
+            assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["standard attention", "memory-efficient attention"])
+def test_unfused_attention_holds_about_what_is_said(name: str, dtype: Dtype) -> None:
+    """Where scores are most of it."""
+    workload = Workload(model=make_model(8, 4, head_dim=64), seq=4096, dtype=dtype)
+    for op, seen, said, _ in held(make_checked(name, workload, 1)):
+        assert abs(seen - said) <= 0.03 * said + 2**24, op.label
