@@ -58,13 +58,15 @@ class AttentionKernel(Protocol):
         ...
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Return the best implementation for a device; raises InputError for a data type that none is for."""
+def attention_kernel(device: torch.device, dtype: torch.dtype, name: str = "") -> AttentionKernel:
+    """Return the implementation of a name, or the best one, for a device; raises InputError for a data type that none
+    is for.
+    """
     if device.type == "cpu":
         return CpuFlash()
     from runtime.cuda_attention import cuda_kernel  # noqa: PLC0415 - GPUs only
 
-    return cuda_kernel(dtype)
+    return cuda_kernel(dtype, name)
 
 
 class TopLeft(ABC):

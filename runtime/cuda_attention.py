@@ -26,19 +26,6 @@ from sim.schedule.kernels import mask_variant
 from sim.schedule.masks import Band
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def cuda_kernel(dtype: torch.dtype) -> AttentionKernel:
-    """Return the best kernel for a data type; raises InputError where there is none."""
-    if dtype == torch.float32:
-        return MemoryEfficient()
-    if dtype not in _HALF:
-        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {dtype}; set --dtype bf16")
-    if importlib.util.find_spec("flash_attn_interface") and torch.cuda.get_device_capability()[0] == _HOPPER:
-        return FlashAttention3()
-    return FlashAttention2() if importlib.util.find_spec("flash_attn") else AtenFlash()
-
-
 _HOPPER = 9
 """Compute capability that flash-attention 3 is for."""
 
@@ -64,7 +51,19 @@ def window_of(band: Band, queries: int, keys: int) -> Window:
     return Window(False, left, right)
 
 
-class _Flash(ABC):
+class _Kernel(ABC):
+    """What can be chosen by its name."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = _HALF
+
+    @staticmethod
+    def is_here() -> bool:
+        """Return whether this machine has it."""
+        return True
+
+
+class _Flash(_Kernel):
     """What all flash-attention kernels share: (B, S, H, D), windows, grouped heads, lse (B, H, S) in fp32."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
@@ -90,7 +89,7 @@ class _Flash(ABC):
 class AtenFlash(_Flash):
     """flash-attention 2 as torch carries it."""
 
-    name = "aten flash for cuda"
+    name = "aten-flash"
 
     def _call_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -116,7 +115,12 @@ def _sides(window: Window) -> dict[str, int]:
 class FlashAttention2(_Flash):
     """The package flash-attn, 2.7 and later."""
 
-    name = "flash-attn 2"
+    name = "flash-attn-2"
+
+    @staticmethod
+    def is_here() -> bool:
+        """See _Kernel."""
+        return importlib.util.find_spec("flash_attn") is not None
 
     def __init__(self) -> None:
         self._package = importlib.import_module("flash_attn.flash_attn_interface")
@@ -140,7 +144,13 @@ class FlashAttention2(_Flash):
 class FlashAttention3(_Flash):
     """The package flash_attn_interface, built from hopper/ of flash-attention, on compute capability 9.0."""
 
-    name = "flash-attn 3"
+    name = "flash-attn-3"
+
+    @staticmethod
+    def is_here() -> bool:
+        """See _Kernel."""
+        installed = importlib.util.find_spec("flash_attn_interface") is not None
+        return installed and torch.cuda.get_device_capability()[0] == _HOPPER
 
     def __init__(self) -> None:
         self._package = importlib.import_module("flash_attn_interface")
@@ -161,10 +171,8 @@ class FlashAttention3(_Flash):
         return grads
 
 
-class _HeadsFirst(TopLeft):
+class _HeadsFirst(TopLeft, _Kernel):
     """What torch's other kernels share: (B, H, S, D), as many heads of keys as of queries, no windows."""
-
-    name: str
 
     def _operands(self, saved: tuple[Tensor, ...], band: Band) -> tuple[bool, list[Tensor]]:
         """Return is_causal, and q, k, v, … with heads first and with the keys of every query head."""
@@ -180,7 +188,8 @@ class _HeadsFirst(TopLeft):
 class MemoryEfficient(_HeadsFirst):
     """torch's memory-efficient attention: the one fused kernel for fp32."""
 
-    name = "aten memory-efficient for cuda"
+    name = "aten-efficient"
+    dtypes = (*_HALF, torch.float32)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
         causal, operands = self._operands((q, k, v), band)
@@ -204,9 +213,9 @@ _LSE_ALIGNMENT = 32
 
 
 class Cudnn(_HeadsFirst):
-    """cuDNN's attention, for bf16 and fp16; not chosen by itself."""
+    """cuDNN's attention, for bf16 and fp16."""
 
-    name = "aten cudnn"
+    name = "aten-cudnn"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
         causal, operands = self._operands((q, k, v), band)
@@ -227,3 +236,25 @@ def _ungrouped(dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Backward:
     """Return gradients in (B, S, H, D), those of keys summed over the query heads that share them."""
     dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(dim=2) for grad in (dk, dv))
     return Backward(*(grad.transpose(1, 2) for grad in (dq, dk, dv)))
+
+
+_KERNELS = (FlashAttention3, FlashAttention2, AtenFlash, MemoryEfficient, Cudnn)
+"""The best first."""
+
+
+def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
+    """Return the kernel of a name, or the best one here, for a data type; raises InputError where there is none."""
+    possible = {kernel.name: kernel for kernel in _KERNELS if dtype in kernel.dtypes and kernel.is_here()}
+    if not possible:
+        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {dtype}; set --dtype bf16")
+    if name and name not in possible:
+        raise InputError(
+            f"attention {name!r} does not run {dtype} here: {', '.join(possible)} do; set --attention, or calibrate "
+            f"with another"
+        )
+    return possible[name or next(iter(possible))]()
+
+
+def runs(name: str, dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel of a name, on this machine or another one, and for a data type."""
+    return any(kernel.name == name and dtype in kernel.dtypes for kernel in _KERNELS)
