@@ -14,7 +14,7 @@ import torch
 
 from calibrate.beside import Transfer
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
-from calibrate.host_copies import SIZES, HostCopyTimes, time_host_copies
+from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
 from calibrate.interference import time_beside
 from calibrate.kernels import Timed, time_kernel, time_sustained
 from calibrate.leave_one_out import spreads
@@ -24,6 +24,7 @@ from calibrate.tiles import tile_models
 from runtime.attention import attention_kernel
 from runtime.launch import Session
 from runtime.tensors import TORCH_DTYPE
+from sim.options import Place
 from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown
 from topology.specs import ClusterSpec, PcieSpec
 
@@ -64,7 +65,8 @@ class GpuCalibration:
         plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
         copies = [
-            Step(f"host copies of {nbytes} bytes", partial(self._time_host_copies, nbytes))
+            Step(f"host copies of {nbytes} bytes, {memory}", partial(self._time_host_copies, nbytes, place))
+            for place, memory in PLACES.items()
             for nbytes in (SIZES[::3] if plan.quick else SIZES)
             if self._spec.socket
         ]
@@ -130,9 +132,9 @@ class GpuCalibration:
         assert self._session
         self._sustained[case.use.kernel] = round(time_sustained(self._session, case, self._sustained_s), 4)
 
-    def _time_host_copies(self, nbytes: int) -> None:
+    def _time_host_copies(self, nbytes: int, place: Place) -> None:
         assert self._session
-        self._copied.append(time_host_copies(self._session, nbytes, self._plan.model, self._plan.dtypes[0]))
+        self._copied.append(time_host_copies(self._session, nbytes, self._plan.model, self._plan.dtypes[0], place))
 
     def _pcie(self) -> PcieSpec | None:
         """Return the GPU's link, with what large copies both ways get together where that is less than twice one."""

@@ -1,4 +1,4 @@
-"""Times copies between a GPU and its host's memory: each way alone, and both at the same time."""
+"""Times copies between a GPU and its host's memory, pinned and pageable: each way alone, and both at the same time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from calibrate.kernels import sample
 from runtime.launch import Session
 from runtime.run import ScheduleRun
 from sim.engine.cost import HOST_COPY_KINDS
+from sim.options import Place
 from sim.profile import Point
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.check import check
@@ -17,6 +18,8 @@ from sim.schedule.ops import FETCH, OFFLOAD
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
+PLACES: dict[Place, str] = {"host": "pinned", "pageable": "pageable"}
+"""What the host's memory is at each place."""
 SIZES = tuple(2**n for n in range(20, 31, 2))
 """Bytes; from those that take a host as long to issue as to copy, to those of a layer's activations."""
 _PER_STEP = 4
@@ -30,13 +33,15 @@ class HostCopyTimes(NamedTuple):
     points: tuple[Point, ...]
     """Out and back, each alone."""
     both_bytes_per_s: float
-    """What both ways get together."""
+    """What both ways get together; of pageable memory what they get in turn, since the host waits for each."""
 
 
-def time_host_copies(session: Session, nbytes: int, model: ModelSpec, dtype: Dtype) -> HostCopyTimes:
-    """Return the times of copies of about so many bytes on rank 0's GPU, the host's side pinned."""
+def time_host_copies(
+    session: Session, nbytes: int, model: ModelSpec, dtype: Dtype, place: Place = "host"
+) -> HostCopyTimes:
+    """Return the times of copies of about so many bytes between rank 0's GPU and a place in its host's memory."""
     tokens = max(nbytes // (model.num_heads * model.head_dim * DTYPE_BYTES[dtype]), 1)
-    checked = check(_copies(tokens, model, dtype))
+    checked = check(_copies(tokens, model, dtype, place))
     run = ScheduleRun(session, checked)
     rows: list[Row] = []
     for step in range(_WARM + _STEPS):
@@ -50,9 +55,9 @@ def time_host_copies(session: Session, nbytes: int, model: ModelSpec, dtype: Dty
             kernel=kind, variant="dram", dtype=dtype, shape=(1, moved), condition="idle", nbytes=moved,
             **sample(_busy_s(rows, stream, _ALONE))._asdict(),
         )
-        for stream, kind in HOST_COPY_KINDS.items()
+        for stream, kind in HOST_COPY_KINDS[place].items()
     )  # fmt: skip
-    slower_s = max(sample(_busy_s(rows, stream, _TOGETHER)).median_s for stream in HOST_COPY_KINDS)
+    slower_s = max(sample(_busy_s(rows, stream, _TOGETHER)).median_s for stream in (OFFLOAD, FETCH))
     return HostCopyTimes(points, 2 * moved / slower_s)
 
 
@@ -60,15 +65,15 @@ def _busy_s(rows: list[Row], stream: str, label: str) -> list[float]:
     return [row.busy_s for row in rows if (row.stream, row.label) == (stream, label)]
 
 
-def _copies(tokens: int, model: ModelSpec, dtype: Dtype) -> Schedule:
+def _copies(tokens: int, model: ModelSpec, dtype: Dtype, place: Place) -> Schedule:
     """Return a schedule that copies a tensor out and back several times, then one out while another comes back."""
     workload = Workload(model=model, seq=tokens, dtype=dtype, passes="forward")
 
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
         here = b.input("dq", (Span(0, tokens),), Span(0, model.num_heads))
-        there, back = b.elsewhere(here, "host"), b.elsewhere(here, "hbm")
-        also_there = b.elsewhere(here, "host")
+        there, back = b.elsewhere(here, place), b.elsewhere(here, "hbm")
+        also_there = b.elsewhere(here, place)
         for source, target in ((here, there), (there, back)):
             for _ in range(_PER_STEP):  # without a wait, so that the host's own time is in the first one only
                 b.host_copy(source, target, _ALONE)

@@ -54,7 +54,7 @@ class Storage:
     def _new(self, buffer: Buffer) -> torch.Tensor:
         """Return memory for a buffer; that of a GPU's host is pinned, so that a copy engine can reach it."""
         pinned = buffer.place == "host" and self._device.type == "cuda"
-        device = torch.device("cpu") if buffer.place == "host" else self._device
+        device = self._device if buffer.place == "hbm" else torch.device("cpu")
         return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device, pin_memory=pinned)
 
     def put(self, view: View, value: torch.Tensor) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
+from sim.options import Place
 from sim.schedule.dependencies import Dependencies
 from sim.schedule.ir import Program
 from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Kernel
-from sim.schedule.views import Buffer, Category, Place
+from sim.schedule.views import Buffer, Category
 from sim.schedule.workspace import workspace_bytes
 
 
@@ -75,12 +76,12 @@ def _first_behind(program: Program, dependencies: Dependencies, index: int) -> t
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     """Return the HBM in use while each op of one rank runs, and its peak by category."""
-    alive: dict[Place, list[tuple[Buffer, Lifetime]]] = {"hbm": [], "host": []}
+    alive: dict[Place, list[tuple[Buffer, Lifetime]]] = {"hbm": [], "host": [], "pageable": []}
     for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True):
         if span.first < span.end:
             alive[buffer.place].append((buffer, span))
     workspace = [workspace_bytes(op, program) if isinstance(op, Kernel) else 0 for op in program.ops]
-    buffers, on_host = (_held(of_place, len(program.ops)) for of_place in alive.values())
+    buffers, pinned, pageable = (_held(of_place, len(program.ops)) for of_place in alive.values())
     in_use = [held + own for held, own in zip(buffers, workspace, strict=True)]
     peak = max(in_use, default=0)
     at_peak = in_use.index(peak) if in_use else 0
@@ -91,7 +92,9 @@ def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     for buffer, span in alive["hbm"]:
         if span.first <= at_peak < span.end:
             by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
-    return MemoryWalk(in_use, peak, max(buffers, default=0), by_category, max(on_host, default=0))
+    return MemoryWalk(
+        in_use, peak, max(buffers, default=0), by_category, max(map(sum, zip(pinned, pageable, strict=True)), default=0)
+    )
 
 
 def _held(alive: list[tuple[Buffer, Lifetime]], count: int) -> list[int]:

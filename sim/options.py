@@ -10,6 +10,8 @@ from msgspec import Meta
 from sim.errors import InputError
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
+Place = Literal["hbm", "host", "pageable"]
+"""A GPU's memory; its host's where that is pinned, so that copy engines reach it; and where it is not."""
 AttentionName = Literal["flash", "memory-efficient", "standard"]
 
 
@@ -39,9 +41,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether all-to-alls copy only where parts have gaps, or before and after each, as published code does."""
     recompute: bool = True
     """Whether UPipe's backward pass sends q, k and v again, or keeps them."""
-    activations: Literal["hbm", "host"] = "hbm"
-    """Where layers but the last keep what their backward pass needs: in the GPU's memory, or copied to its host's and
-    fetched again one layer ahead."""
+    activations: Place = "hbm"
+    """Where layers but the last keep what their backward pass needs: in the GPU's memory, or copied to its host's
+    (pinned, or pageable) and fetched again one layer ahead."""
     kernel: AttentionName = "flash"
     """How one device attends: fused; in chunks of keys, unfused (arXiv:2112.05682); or with all scores written out."""
 

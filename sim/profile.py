@@ -21,7 +21,8 @@ Condition = Literal["idle", "busy"]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 HOST_COPIES: tuple[Literal["offload"], Literal["fetch"]] = ("offload", "fetch")
-TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", *HOST_COPIES)
+PAGEABLE_COPIES = ("offload_pageable", "fetch_pageable")
+TRANSFERS = ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", *HOST_COPIES, *PAGEABLE_COPIES)
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -82,6 +82,7 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
     "ring from the KV at hand, offloaded": Variant("ring", {"ring_backward": "kv-at-hand", "activations": "host"}),
     "upipe, kept and offloaded": Variant("upipe", {"recompute": False, "activations": "host"}, ulysses=4),
     "standard attention, offloaded": Variant("single", {"kernel": "standard", "activations": "host"}),
+    "zigzag, offloaded to pageable memory": Variant("zigzag", {"activations": "pageable"}),
 }
 """What only layers have: activations in the host's memory."""
 

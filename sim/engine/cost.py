@@ -12,7 +12,8 @@ from sim.engine.collectives import kind_of, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
-from sim.profile import HOST_COPIES, TRANSFERS, Profile
+from sim.options import Place
+from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
 from sim.schedule.ir import Program
 from sim.schedule.kernels import KernelUse
 from sim.schedule.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
@@ -20,8 +21,11 @@ from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec
 
-HOST_COPY_KINDS = dict(zip((OFFLOAD, FETCH), HOST_COPIES, strict=True))
-"""What copies to the host's memory and back are called in profiles, by their stream."""
+HOST_COPY_KINDS: dict[Place, dict[str, str]] = {
+    "host": dict(zip((OFFLOAD, FETCH), HOST_COPIES, strict=True)),
+    "pageable": dict(zip((OFFLOAD, FETCH), PAGEABLE_COPIES, strict=True)),
+}
+"""What copies to the host's memory and back are called in profiles, by the place there and by their stream."""
 
 
 class _Moving(NamedTuple):
@@ -139,7 +143,8 @@ class CostModel:
         if host is not None and self._cluster.spec.gpu.kind == "cpu":
             use = KernelUse("copy", "", program.dtype(op.source), (math.prod(op.source.shape),), 0, 2 * nbytes)
             return (Wait(self._cluster.devices[rank].compute, host.wakeup_s), *self.kernel(rank, use))
-        key = (rank, HOST_COPY_KINDS[op.stream], nbytes)
+        there = program.buffers[(op.target if op.stream == OFFLOAD else op.source).buffer].place
+        key = (rank, HOST_COPY_KINDS[there][op.stream], nbytes)
         if key not in self._host_copy_cache:
             route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
             moving = _Moving(key[1], (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes)
@@ -202,7 +207,9 @@ class CostModel:
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         if self._transfers:
             groups = {resources[index].group for index in what.load}
-            kinds = ("dram",) if what.kernel in HOST_COPIES else ("nic", "nvlink", "pcie", "loopback")
+            kinds = (
+                ("dram",) if what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES} else ("nic", "nvlink", "pcie", "loopback")
+            )
             link = next(kind for kind in kinds if kind in groups)
             latency_s = self._link_figures(link).latency_s  # a measured time has all of its steps in it
             now = Figures(1.0, resources[slowest].capacity, latency_s)
@@ -246,7 +253,7 @@ def _kind(op: Op) -> str:
     if isinstance(op, Collective):
         return kind_of(op)
     if isinstance(op, HostCopy):
-        return HOST_COPY_KINDS[op.stream]
+        return HOST_COPY_KINDS["host"][op.stream]
     return "exchange" if isinstance(op, Exchange) else ""
 
 

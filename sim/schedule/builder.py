@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.options import AttentionName, Options
+from sim.options import AttentionName, Options, Place
 from sim.schedule.equations import weight_shapes
 from sim.schedule.ir import Communicator, Port, Program
 from sim.schedule.layout import num_tokens
@@ -41,7 +41,7 @@ from sim.schedule.ops import (
     SwiGluBackward,
     Zero,
 )
-from sim.schedule.views import Buffer, Category, Place, Split, View, parts_are_contiguous
+from sim.schedule.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
@@ -319,9 +319,14 @@ class ProgramBuilder:
         self._ops.append(Barrier(stream=over.name, part=self.part, label=label, communicator=over.name))
 
     def host_copy(self, source: View, target: View, label: str) -> None:
-        """Append a copy between the GPU's memory and its host's."""
-        stream = OFFLOAD if self._buffers[target.buffer].place == "host" else FETCH
+        """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
+        pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
+        """
+        places = {self._buffers[view.buffer].place for view in (source, target)}
+        stream = FETCH if self._buffers[target.buffer].place == "hbm" else OFFLOAD
         self._ops.append(HostCopy(stream=stream, part=self.part, label=label, source=source, target=target))
+        if "pageable" in places:
+            self.host_sync(stream, label="pageable memory")
 
     def host_sync(self, *streams: str, label: str = "host sync") -> None:
         """Append a wait of the host for all that it issued to these streams."""

@@ -45,7 +45,7 @@ def build_around(plan: AttentionPlan, workload: Workload, parallel: Parallel) ->
     """Return the schedule of the workload's scope: attention alone, or layers around it."""
     ranks = tuple(range(parallel.num_ranks))
     layers = workload.scope == "layer"
-    if parallel.options.activations == "host" and not layers:
+    if parallel.options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out --set schedule.activations, or choose "
             "--scope layer"
@@ -91,7 +91,8 @@ class _Layers:
         self, builder: ProgramBuilder, plan: AttentionPlan, gradients: tuple[Communicator, ...], options: Options
     ) -> None:
         self._b = builder
-        copied = options.activations == "host" and builder.workload.backward
+        self._place = options.activations
+        copied = self._place != "hbm" and builder.workload.backward
         self._elsewhere = range(builder.workload.layers - 1) if copied else range(0)
         """Layers whose activations lie in the host's memory meanwhile."""
         self._shard = plan.shard(builder.rank)
@@ -109,7 +110,7 @@ class _Layers:
         saved = []
         for layer, self._weights in enumerate(weights):
             x, kept = self._forward(x)
-            saved.append(offload(b, kept, layer) if layer in self._elsewhere else kept)
+            saved.append(offload(b, kept, layer, self._place) if layer in self._elsewhere else kept)
         b.output("x", x, tokens, ONE, count)
         if b.workload.backward:
             b.part = "backward"

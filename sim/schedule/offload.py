@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from sim.options import Place
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.ops import OFFLOAD
-from sim.schedule.views import Place, View
+from sim.schedule.views import View
 
 Kept = TypeVar("Kept")
 
 
-def offload(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:
-    """Append copies of everything in ``kept``, a nest of tuples, to the host; return where it lies there."""
+def offload(b: ProgramBuilder, kept: Kept, layer: int, place: Place) -> Kept:
+    """Append copies of everything in ``kept``, a nest of tuples, to the host's memory; return where it lies there."""
     b.host_sync(OFFLOAD, label="wait for the layer before")
-    return _copied(b, kept, "host", f"offload layer {layer}")
+    return _copied(b, kept, place, f"offload layer {layer}")
 
 
 def all_out(b: ProgramBuilder) -> None:

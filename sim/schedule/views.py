@@ -8,9 +8,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from sim.options import Place
 from sim.workload import DTYPE_BYTES, Dtype
 
-Place = Literal["hbm", "host"]
 Category = Literal[
     "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
 ]  # fmt: skip

@@ -19,7 +19,8 @@ from calibrate.residuals import explained
 from experiments.selection import Selection, choose
 from runtime.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
-from sim.profile import Profile, save_profile
+from sim.options import Place
+from sim.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
 from sim.schedule.builder import ProgramBuilder
 from sim.schedule.kernels import KernelUse, attention_use
 from sim.schedule.masks import CAUSAL
@@ -96,24 +97,29 @@ def test_what_copies_do_to_kernels_is_timed_and_explained() -> None:
 
 @pytest.mark.gloo
 def test_host_copies_are_timed_alone_and_together() -> None:
-    """On a CPU both are copies of threads."""
+    """On a CPU all are copies of threads."""
+    kinds: dict[Place, tuple[str, str]] = {"host": HOST_COPIES, "pageable": PAGEABLE_COPIES}
     with Session(1) as session:
-        times = time_host_copies(session, 2**20, make_model(8, 4), "fp32")
-    assert [(point.kernel, point.shape) for point in times.points] == [("offload", (1, 2**20)), ("fetch", (1, 2**20))]
-    assert all(point.runs == 12 and 0 < point.low_s <= point.median_s <= point.high_s for point in times.points)
-    assert 0 < times.both_bytes_per_s < 1e13
+        for place, names in kinds.items():
+            times = time_host_copies(session, 2**20, make_model(8, 4), "fp32", place)
+            assert [(point.kernel, point.shape) for point in times.points] == [(name, (1, 2**20)) for name in names]
+            assert all(point.runs == 12 and 0 < point.low_s <= point.median_s <= point.high_s for point in times.points)
+            assert 0 < times.both_bytes_per_s < 1e13
 
 
 def test_measured_host_copies_are_what_copies_take() -> None:
-    """Two sizes: 1 GiB at 50 GB/s, and both ways together 80 GB/s, where the preset has no such limit."""
+    """Two sizes: 1 GiB at 50 GB/s, a half, a fifth and a tenth of it, by way and memory; and both ways together
+    80 GB/s, where the preset has no such limit.
+    """
     plan = Plan("toy", load_model("llama3-8b"), ("bf16",), quick=True, command="by hand")
     calibration = GpuCalibration(plan, load_cluster("hgx-h200"))
     assert [step.label for step in calibration.steps()][1:3] == [
-        "host copies of 1048576 bytes", "host copies of 67108864 bytes",
+        "host copies of 1048576 bytes, pinned", "host copies of 67108864 bytes, pinned",
     ]  # fmt: skip
     for nbytes, seconds in ((2**20, 30e-6), (2**30, 2**30 / 50e9)):
         points = [
-            transfer_point(kind, "dram", 1, nbytes, seconds * factor) for kind, factor in (("offload", 1), ("fetch", 2))
+            transfer_point(kind, "dram", 1, nbytes, seconds * factor)
+            for kind, factor in zip((*HOST_COPIES, *PAGEABLE_COPIES), (1, 2, 5, 10), strict=True)
         ]
         calibration._copied.append(HostCopyTimes(tuple(points), 80e9 if nbytes == 2**30 else 1e9))
     profile = calibration.profile(complete=True)
@@ -121,13 +127,12 @@ def test_measured_host_copies_are_what_copies_take() -> None:
     cluster = Cluster(measured_cluster(profile))
     b = ProgramBuilder(0, Workload(model=load_model("llama3-8b"), seq=2**17, dtype="bf16"))
     here = b.tensor("here", 2**17, 32, "saved")
-    there = b.elsewhere(here, "host")
-    b.host_copy(here, there, "out")
-    b.host_copy(there, here, "back")
+    for there in (b.elsewhere(here, "host"), b.elsewhere(here, "pageable")):
+        b.host_copy(here, there, "out")
+        b.host_copy(there, here, "back")
     program = b.build()
     cost = CostModel(cluster, profile)
-    for op, factor in zip(program.ops, (1, 2), strict=True):
-        assert isinstance(op, HostCopy)
+    for op, factor in zip([op for op in program.ops if isinstance(op, HostCopy)], (1, 2, 5, 10), strict=True):
         activity = cost.host_copy(0, program, op)
         assert sum(phase.seconds for phase in activity) == pytest.approx(factor * 2**30 / 50e9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from sim.errors import InputError
 from sim.memory import walk
 from sim.schedule.check import check
 from sim.schedule.ir import Schedule
-from sim.schedule.ops import FETCH, OFFLOAD, Gemm, HostCopy, Op
+from sim.schedule.one_device import on_one_device
+from sim.schedule.ops import FETCH, OFFLOAD, Gemm, HostCopy, HostSync, Op
 from sim.schedule.views import View
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, checked_or_refused, make_checked, make_model
@@ -74,6 +76,22 @@ def test_nothing_is_copied_without_a_backward_pass_or_with_one_layer() -> None:
         assert not copies(checked.schedule, OFFLOAD)
 
 
+def test_the_host_waits_for_copies_of_pageable_memory() -> None:
+    """The same copies, each with a wait behind it; on one device too."""
+    pinned, pageable = (make_checked(f"zigzag, offloaded{to}", layers(), 2) for to in ("", " to pageable memory"))
+    for checked in (pageable, check(on_one_device(pageable))):
+        ops = checked.schedule.program(0).ops
+        behind = [after for op, after in pairwise(ops) if isinstance(op, HostCopy)]
+        assert behind
+        assert all(isinstance(op, HostSync) and op.label == "pageable memory" for op in behind)
+    for stream in (OFFLOAD, FETCH):
+        assert [op.label for op in copies(pinned.schedule, stream)] == [
+            op.label for op in copies(pageable.schedule, stream)
+        ]
+    peaks = {walk(one.schedule.program(0), one.dependencies[0]).host_peak_bytes for one in (pinned, pageable)}
+    assert len(peaks) == 1
+
+
 def test_attention_alone_has_no_activations_to_copy() -> None:
     with pytest.raises(InputError, match="--scope layer"):
         make_checked("ring, offloaded", Workload(model=make_model(8, 4), seq=32), 2)
@@ -120,5 +138,5 @@ def test_a_copy_engine_only_moves_bytes_between_two_memories() -> None:
         assert isinstance(op, HostCopy)
         return msgspec.structs.replace(op, source=View(op.source.buffer, (*op.source.slices[:-1], (0, 1))))
 
-    refuses(wrong(HostCopy, into_itself), "copies inside one memory, hbm; use a Copy")
+    refuses(wrong(HostCopy, into_itself), "copies from hbm to hbm: takes one of them in hbm; use a Copy")
     refuses(wrong(HostCopy, transposed, 2), "a view with gaps")

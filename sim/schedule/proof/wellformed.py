@@ -57,15 +57,15 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
 
 def _place_problem(views: tuple[View, ...], program: Program) -> str:
     """Return where an op that runs on the GPU uses memory of its host."""
-    on_host = [program.buffers[view.buffer].name for view in views if program.buffers[view.buffer].place == "host"]
+    on_host = [program.buffers[view.buffer].name for view in views if program.buffers[view.buffer].place != "hbm"]
     return f"uses buffer {on_host[0]!r}, which lies in the host's memory; copy it first" if on_host else ""
 
 
 def _host_copy_problem(op: HostCopy, program: Program) -> str:
     """Return where a copy engine would have to do more than to move bytes between a GPU and its host."""
     source, target = (program.buffers[view.buffer] for view in (op.source, op.target))
-    if source.place == target.place:
-        return f"copies inside one memory, {source.place}; use a Copy"
+    if [source.place, target.place].count("hbm") != 1:
+        return f"copies from {source.place} to {target.place}: takes one of them in hbm; use a Copy inside one memory"
     if (source.dims, source.dtype) != (target.dims, target.dtype):
         return f"takes {source.dims} of {source.dtype} for {target.dims} of {target.dtype}"
     if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
