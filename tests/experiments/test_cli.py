@@ -312,6 +312,8 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("validate", "--repeats", "0"), "1 or more"),
         (("validate", "--figure", "parity.png"), "ends in .svg"),
         (("validate", "--out", "/nowhere/record.json"), "there is no folder"),
+        (("validate", "--cases-out", "cases.json"), "ends in .toml"),
+        (("validate", "--cases", "usp_l20", "--cases-out", "cases.toml"), "goes with --html only"),
         (("validate", "--record", "none.json"), "cannot be read"),
         (("validate", "--profile", "datasheet", "--seq", "1K", "--ranks", "2"), "run longstep calibrate --quick"),
         (("run", "--cluster", "hgx-h100"), "which has no GPU: executing takes --cluster host"),
