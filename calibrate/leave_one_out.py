@@ -9,12 +9,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from calibrate.points import Predictor, measured_s, size_of
 from calibrate.tiles import tile_models
-from sim.engine.cost import CostModel, link_figures, measured_cluster
-from sim.engine.tables import TransferTable, series_row, series_size
-from sim.engine.tiles import use_of
+from sim.engine.cost import measured_cluster
+from sim.engine.tables import series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
-from topology.cluster import Cluster
 
 
 class Residual(NamedTuple):
@@ -53,8 +52,9 @@ def _errors(profile: Profile) -> dict[str, list[float]]:
     for point in idle:
         rest = _without(profile, idle, point)
         if rest:
-            measured = point.mean_s if point.kernel in TRANSFERS else point.median_s
-            errors[point.kernel].append(_predicted(rest, point) / measured - 1)
+            found = Predictor(rest).predicted(point)
+            assert found is not None
+            errors[point.kernel].append(found.seconds / measured_s(point) - 1)
     return errors
 
 
@@ -64,27 +64,11 @@ def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | Non
     rest = msgspec.structs.replace(profile, points=tuple(others))
     if any((model.kernel, model.dtype) == (point.kernel, point.dtype) for model in profile.tiles):
         return msgspec.structs.replace(rest, tiles=tile_models(others, measured_cluster(profile).gpu.sms))
-    sizes = [_size(other) for other in others if _series(other) == _series(point)]
-    return rest if sizes and min(sizes) < _size(point) < max(sizes) else None
+    sizes = [size_of(other) for other in others if _series(other) == _series(point)]
+    return rest if sizes and min(sizes) < size_of(point) < max(sizes) else None
 
 
 def _series(point: Point) -> tuple[object, ...]:
     """Return what points that are interpolated along their size have in common."""
     row: tuple[float, ...] = point.shape[:1] if point.kernel in TRANSFERS else series_row(point.kernel, point.shape)
     return (point.kernel, point.variant, point.dtype, row)
-
-
-def _size(point: Point) -> float:
-    return float(point.nbytes) if point.kernel in TRANSFERS else series_size(point.kernel, point.shape)
-
-
-def _predicted(profile: Profile, point: Point) -> float:
-    """Return what the other points say of this one, in seconds."""
-    cluster = Cluster(measured_cluster(profile))
-    if point.kernel in TRANSFERS:
-        figures = link_figures(cluster)
-        link, ranks = point.variant, point.shape[0]
-        found = TransferTable(profile, figures).seconds(point.kernel, link, ranks, point.nbytes, figures(link))
-        assert found is not None
-        return found[1]
-    return sum(phase.seconds for phase in CostModel(cluster, profile).kernel(0, use_of(point)))

@@ -1,4 +1,4 @@
-"""``longstep calibrate``: measure this machine and write a profile."""
+"""``longstep calibrate``: measure this machine and write a profile; or say how far one can be trusted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments.against import show_against
 from experiments.execute import here
 from experiments.selection import command_line, one_of
 from experiments.simulate import writable
@@ -45,6 +46,8 @@ class Calibrate:
     """Fewer sizes and runs: under two minutes."""
     check: bool = False
     """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
+    against: str | None = None
+    """Measure nothing: hold the profile against this one (NAME or FILE.json), and say where they differ."""
     published: str | None = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
     cluster: str = "host"
@@ -61,19 +64,32 @@ class Calibrate:
 
 def calibrate(command: Calibrate, console: Console) -> None:
     """Measure, and write a profile; exits with 130 if it was interrupted, with what there is."""
-    from calibrate.plan import Plan
-
     name = command.name or Path(command.cluster).stem
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
+    measures = command.quick or command.dtype or command.model
+    if command.check + bool(command.against) + bool(command.published) > 1:
+        raise InputError("--check, --against and --published exclude each other: choose one of them")
     if command.check:
         _check(load_profile(command.out or name), console)
-        return
-    if command.published:
-        if command.quick or command.dtype or command.model or command.cluster != "host":
+    elif command.against:
+        if measures:
+            raise InputError(
+                "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
+            )
+        show_against(load_profile(command.out or name), load_profile(command.against), console)
+    elif command.published:
+        if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)
-        return
+    else:
+        _calibrated(command, name, console)
+
+
+def _calibrated(command: Calibrate, name: str, console: Console) -> None:
+    """Measure, write what there is, and print it."""
+    from calibrate.plan import Plan
+
     spec = load_cluster(command.cluster)
     here(spec, 1, command.dtype)
     on_gpu = spec.gpu.kind == "cuda"

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +33,8 @@ _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree")
 _KEYS = {"pass": "passes"} | {
     field.name: field.name for field in dataclasses.fields(Selection) if field.name not in {"passes", "profile"}
 }
+_ALWAYS = ("model", "cluster")
+"""What a case file says even where it is the default."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
 _KEYS_ALONE = ("model", "cluster", "nodes", "gpus", "batch", "mask", "window", "dtype", "seed", "jitter", "set")
 """What says anything of an op alone, beside how large it is."""
@@ -66,7 +69,8 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: str
     """How the times were measured, and how far they can be trusted."""
     profile: str
-    """Of the machine, as ``--profile`` takes it; at datasheet rates there are no intervals."""
+    """Of the machine, as ``--profile`` takes it, FILE.json from the folder of the case file; at datasheet rates there
+    are no intervals."""
     group: list[Group]
     together: list[Together] = []
     select: dict[str, Any] = {}
@@ -86,7 +90,7 @@ class Case(NamedTuple):
 
     def chosen(self) -> Chosen:
         """Return what is simulated; raises InputError as ``choose`` does."""
-        chosen = choose(self.selection)
+        chosen = choose(self.selection, here=False)
         if self.alone is None:
             return chosen
         return dataclasses.replace(chosen, entry=chosen.entry._replace(build=partial(build, self.measure, self.alone)))
@@ -144,6 +148,16 @@ class Case(NamedTuple):
         return (self.measure, self.alone, *(fields[key] for key in fields if key not in _SCHEDULE), overrides)
 
 
+def case_fields(selection: Selection) -> dict[str, Any]:
+    """Return what a case file says of a selection: model, cluster, and what is not at its default."""
+    default, found = Selection(), {}
+    for key, name in _KEYS.items():
+        value = getattr(selection, name)
+        if name in _ALWAYS or value != getattr(default, name):
+            found[key] = list(value) if name == "set" else value
+    return found
+
+
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
     file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
@@ -160,8 +174,7 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
                 raise unknown(
                     "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
                 )
-    if file.profile != DATASHEET:
-        load_profile(file.profile)
+    file = _with_profile(file, name)
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
         try:
@@ -174,6 +187,19 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
                 f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
             ) from error
     return file, cases
+
+
+def _with_profile(file: CaseFile, name: str) -> CaseFile:
+    """Return a case file with the path of its profile; raises InputError where that cannot be loaded."""
+    if file.profile == DATASHEET:
+        return file
+    beside = file.profile.endswith(".json")
+    profile = str(Path(name).parent / file.profile) if beside else file.profile
+    try:
+        load_profile(profile)
+    except InputError as error:
+        raise InputError(f"case file {name!r}, profile = {file.profile!r}: {error}") from error
+    return msgspec.structs.replace(file, profile=profile)
 
 
 def _check_measure(measure: str, schedule: Schedule) -> None:

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -112,8 +113,9 @@ def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
 
 def provenance(file: CaseFile) -> list[str]:
     """Return what cases are of, where they come from, and what predictions of them rest on."""
-    measured = file.profile != DATASHEET
-    rests_on = f"profile {file.profile!r}, sha256 {profile_hash(file.profile)}" if measured else "rates of datasheets"
+    rests_on = "rates of datasheets"
+    if file.profile != DATASHEET:
+        rests_on = f"profile {Path(file.profile).name!r}, sha256 {profile_hash(file.profile)}"
     return [file.title, f"  {file.source}; {file.quality}", f"  {rests_on}"]
 
 

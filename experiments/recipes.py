@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from experiments.against import shipped_of, write_against
 from experiments.calibrate import Calibrate, calibrate
 from experiments.cells import Sweep
 from experiments.cli import guarded, open_console
@@ -25,7 +26,7 @@ from experiments.tables import evidence_lines, parts_line, percent, seconds, siz
 from experiments.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.presets import preset_names
-from sim.profile import make_folder
+from sim.profile import load_profile, make_folder
 from sim.schedule.catalog import SCHEDULES
 from topology.cluster import load_cluster
 
@@ -142,6 +143,7 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
             attempt(partial(run, Run(selection=selection, verify=True, execution=Execution(repeats=1)), console))
     console.rule(f"2. Calibrate: the kernels of {plan.model}")
     calibrate(Calibrate(cluster=cluster, name=name, model=plan.model, out=profile), console)
+    attempt(partial(hold_against_shipped, profile, folder / "against.txt", console))
     console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule on one device")
     alone = Sweep(
         model=plan.model, cluster=cluster, profile=profile, scope="layer", target=0.05, seq=plan.alone, ranks="1",
@@ -151,11 +153,20 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
     together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
     offloaded = dataclasses.replace(alone, seq=plan.offloaded, layers=4, set=(_OFFLOADED,))
     for what, sweep in (("layers", alone), ("schedules", together), ("offloaded", offloaded)):
-        record, html, figure = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg"))
-        attempt(partial(validate, Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure), console))
+        record, html, figure, cases = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
+        command = Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases)
+        attempt(partial(validate, command, console))
     console.print(f"written to {folder}", markup=False)
     if failed:
         raise RankError(f"{len(failed)} parts failed: {'; '.join(failed)}")
+
+
+def hold_against_shipped(profile: str, path: Path, console: Console) -> None:
+    """Print what the profiles that ship of the same GPU, if any do, say of one, and write it to a text file."""
+    measured = load_profile(profile)
+    shipped = shipped_of(measured.machine.gpu)
+    if shipped:
+        write_against(measured, shipped, path, console)
 
 
 def gpu_here() -> tuple[str, str]:

@@ -6,13 +6,14 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from experiments.cells import Cell
 from experiments.comparison import Comparison, Measured, measured
 from experiments.diagnosis import DRIFT
+from experiments.selection import Chosen
 from experiments.tables import percent
 from sim.errors import InputError
 from sim.presets import read_bytes
@@ -33,7 +34,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     command: str = ""
     software: dict[str, str] = {}
     """Versions of what ran."""
+    select: dict[str, Any] = {}
+    """What all cells have in common, as a case file says it; early versions did not keep it."""
     comparisons: list[tuple[Cell, list[Comparison]]]
+
+
+def sweep_title(chosen: Chosen) -> str:
+    """Return what all cells of a sweep have in common, in words."""
+    w = chosen.workload
+    passes = "forward and backward" if w.passes == "both" else w.passes
+    batch = f", B {w.batch}" if w.batch > 1 else ""
+    where = ", all ranks on one device" if chosen.one_device else ""
+    return f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}"
 
 
 def save_record(record: Record, path: str) -> None:
@@ -58,7 +70,7 @@ def joined(records: Sequence[Record]) -> Record:
     """
     first = records[0]
     for other in records[1:]:
-        if (other.profile, other.title) != (first.profile, first.title):
+        if (other.profile, other.title, other.select) != (first.profile, first.title, first.select):
             raise InputError(
                 "--record: these rest on different profiles or workloads, which make no common plot; give each its own"
             )
@@ -147,11 +159,15 @@ def summary(record: Record) -> list[str]:
     cells = judged(record)
     met = sum(not cell.met.missed for cell in cells)
     middle = statistics.median(abs(cell.times.error) for cell in cells)
-    drifts = [drift for _, found in record.comparisons for result in found for drift in result.drift]
     verdict = f"{met} of {len(cells)} cells met their target in {100 * ENOUGH:g} % of their repeats"
+    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", steadiness(record), *_order(record)]
+
+
+def steadiness(record: Record) -> str:
+    """Return how far the machine was, over all of a sweep, from the one that was calibrated."""
+    drifts = [drift for _, found in record.comparisons for result in found for drift in result.drift]
     drift = f"beside its calibration, kernels took {percent(min(drifts))} to {percent(max(drifts))} over all of this"
-    quiet = f"{quiet_repeats(cells)} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
-    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", f"{drift}; {quiet}", *_order(record)]
+    return f"{drift}; {quiet_repeats(judged(record))} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
 
 
 def _order(record: Record) -> list[str]:

@@ -121,13 +121,17 @@ def command_line() -> str:
     return " ".join([program, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
-def choose(selection: Selection) -> Chosen:
-    """Return what a selection stands for; raises InputError that names the bad value and the allowed ones."""
+def choose(selection: Selection, *, here: bool = True) -> Chosen:
+    """Return what a selection stands for; raises InputError that names the bad value and the allowed ones.
+
+    The host is this machine, or, where what was measured elsewhere is only simulated, that of the profile (not
+    ``here``).
+    """
     overrides = _overrides(selection)
     model = load_model(selection.model)
     for path, value in overrides["model"]:
         model = override(model, path, value, "--set model.")
-    profile = _profile(selection)
+    profile = _profile(selection, here=here)
     spec = _spec(selection, profile)
     for path, value in overrides["cluster"]:
         spec = override(spec, path, value, "--set cluster.")
@@ -297,17 +301,17 @@ def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
     return spec
 
 
-def _profile(selection: Selection) -> Profile | None:
-    """Return the profile to use; raises InputError if it is of another machine."""
+def _profile(selection: Selection, *, here: bool) -> Profile | None:
+    """Return the profile to use; raises InputError if it is of another machine than it has to be."""
     name = selection.profile
     if name == DATASHEET or (name is None and (selection.cluster != "host" or "host" not in profile_names())):
         return None
     profile = load_profile(name or "host")
-    if selection.cluster == "host":
-        here = device_name(host_facts(), profile.machine.threads_per_rank)
-        if profile.machine.gpu != here:
+    if selection.cluster == "host" and here:
+        this = device_name(host_facts(), profile.machine.threads_per_rank)
+        if profile.machine.gpu != this:
             raise InputError(
-                f"profile {profile.name!r} is of another machine: {profile.machine.gpu!r}, but this one is {here!r}; "
+                f"profile {profile.name!r} is of another machine: {profile.machine.gpu!r}, but this one is {this!r}; "
                 f"run longstep calibrate, or set --profile datasheet"
             )
     return profile

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -26,8 +26,9 @@ from experiments.comparison import Comparison
 from experiments.evidence import show_evidence
 from experiments.evidence_page import page as evidence_page
 from experiments.execute import WARM_UP, Execution, open_session
+from experiments.executed_cases import common_fields, save_cases
 from experiments.parity import figure, page
-from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary
+from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary, sweep_title
 from experiments.selection import Chosen, choose, command_line
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
@@ -52,17 +53,21 @@ class Validate:
     """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
     figure: str | None = None
     """Write both plots to this SVG file."""
+    cases_out: str | None = None
+    """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
 
 def validate(command: Validate, console: Console) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
-    for path in (command.out, command.html, command.figure):
+    for path in (command.out, command.html, command.figure, command.cases_out):
         if path:
             writable(path)
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
+    if command.cases_out and not command.cases_out.endswith(".toml"):
+        raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
     if command.cases:
-        if command.figure or command.out or command.record or command.sweep.named:
+        if command.figure or command.out or command.cases_out or command.record or command.sweep.named:
             raise InputError("--cases goes with --html only: what is predicted stands in the files")
         found = show_evidence(command.cases, console)
         if command.html:
@@ -85,7 +90,7 @@ def validate(command: Validate, console: Console) -> None:
 
 def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
-    record = _begun(choose(cells[0].selection(command.sweep)))
+    record = _begun(choose(cells[0].selection(command.sweep)), common_fields(command.sweep))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
 
     def keep(cell: Cell, result: Comparison) -> None:
@@ -106,20 +111,17 @@ def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
         raise stopped
 
 
-def _begun(chosen: Chosen) -> Record:
+def _begun(chosen: Chosen, select: dict[str, Any]) -> Record:
     """Return the record of a sweep that has found nothing yet."""
     from calibrate.plan import software
 
-    w = chosen.workload
-    passes = "forward and backward" if w.passes == "both" else w.passes
-    batch = f", B {w.batch}" if w.batch > 1 else ""
-    where = ", all ranks on one device" if chosen.one_device else ""
     return Record(
         profile=calibrated(chosen),
-        title=f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}",
+        title=sweep_title(chosen),
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         software=software(),
+        select=select,
         comparisons=[],
     )
 
@@ -156,6 +158,8 @@ def show(record: Record, command: Validate, console: Console) -> None:
         write_whole(Path(command.html), page(record).encode())
     if command.figure:
         write_whole(Path(command.figure), figure(record).encode())
+    if command.cases_out:
+        save_cases(record, command.cases_out)
 
 
 def _row(found: Judged) -> list[str]:

@@ -87,27 +87,29 @@ class CostModel:
         return self._kernel_cache[key]
 
     def _kernel(self, rank: int, use: KernelUse) -> Activity:
-        device, profile = self._cluster.devices[rank], self._profile
+        seconds, note = self.kernel_seconds(rank, use)
+        self.notes |= {note} if note else set()
+        memory = min(self._moved(use) / seconds, self._cluster.spec.hbm.bytes_per_s) if seconds > 0 else 0.0
+        return self._on_sms(self._cluster.devices[rank], use, seconds, memory)
+
+    def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
+        """Return what a kernel takes alone on a rank's device, and a note where the profile has nothing of its size."""
         peak = self._cluster.peak_flops_per_s(rank, use.dtype)
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
-        moved = use.hbm_bytes * (profile.traffic.get(use.kernel, 1.0) if profile else 1.0)
         found = self._kernels.seconds(use, now) if self._kernels else None
         if found:
-            seconds, note = found
-            self.notes |= {note} if note else set()
-        else:
-            efficiency = profile.memory_efficiency if profile else 1.0
-            memory_s = moved / (now.bytes_per_s * efficiency)
-            seconds = max(use.flops / now.flops_per_s, memory_s)
-            if self._kernels:
-                rate = (
-                    "datasheet rate"
-                    if seconds > memory_s or efficiency == 1
-                    else f"{efficiency:g} of the memory's rate"
-                )
-                self.notes.add(f"{use.kernel} {use.dtype}: not in the profile, {rate}")
-        memory = min(moved / seconds, now.bytes_per_s) if seconds > 0 else 0.0
-        return self._on_sms(device, use, seconds, memory)
+            return found
+        efficiency = self._profile.memory_efficiency if self._profile else 1.0
+        memory_s = self._moved(use) / (now.bytes_per_s * efficiency)
+        seconds = max(use.flops / now.flops_per_s, memory_s)
+        if not self._kernels:
+            return seconds, ""
+        rate = "datasheet rate" if seconds > memory_s or efficiency == 1 else f"{efficiency:g} of the memory's rate"
+        return seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
+
+    def _moved(self, use: KernelUse) -> float:
+        """Return the bytes that a kernel moves through its memory."""
+        return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) if self._profile else 1.0)
 
     def _on_sms(self, device: Device, use: KernelUse, seconds: float, memory: float) -> Activity:
         """Return the flow of a kernel over the SMs (or a core) and the memory of its device.

@@ -50,6 +50,7 @@ def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> Non
         ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
         ('"64K"', '"8001"', "the nearest are 8000 or 8008"),
         ("target", "goal", "unknown field `goal`"),
+        ('"a800-ultraattn"', '"none.json"', "case file .*ours.toml', profile = 'none.json': .* cannot be read"),
         ("cases = [", "cases = []\nothers = [", "unknown field `others`"),
     ],
 )

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from calibrate.cases import KernelCase, Sizes, kernel_cases
 from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
 from calibrate.plan import Plan
+from experiments.cases import read_cases
 from experiments.cli import main
-from experiments.record import read_record
+from experiments.evidence import predicted
+from experiments.record import judged, read_record
 from runtime.verify import BOUNDS
 from sim.profile import load_profile, save_profile
 from sim.trace import from_chrome
@@ -83,9 +86,9 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
 def test_validate_compares_all_cells_in_turn(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, few_points: None
 ) -> None:
-    out, html = tmp_path / "record.json", tmp_path / "page.html"
+    out, html, cases = tmp_path / "record.json", tmp_path / "page.html", tmp_path / "cases.toml"
     sweep = ["--seq", "256", "--ranks", "1,2", "--schedules", "single,ring", "--scope", "attention", "--repeats", "2"]
-    main(["validate", *sweep, "--out", str(out), "--html", str(html)])
+    main(["validate", *sweep, "--out", str(out), "--html", str(html), "--cases-out", str(cases)])
     printed = capsys.readouterr().out
     assert "left out: single, attention, S 256, P 2: " in printed
     record = read_record(str(out))
@@ -97,6 +100,8 @@ def test_validate_compares_all_cells_in_turn(
     assert record.title == "tiny, forward and backward, fp32, causal"
     assert record.software.keys() == record.profile.machine.software.keys()
     assert "by: longstep" in html.read_text()
+    found = list(predicted(read_cases(str(cases))[1], Console()))
+    assert [one.error for one in found] == pytest.approx([one.times.error for one in judged(record)], abs=1e-5)
 
 
 def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points: None) -> None:

@@ -119,7 +119,11 @@ def test_records_are_joined() -> None:
     assert both.comparisons == [(RING, one + two), (ULYSSES, one)]
     assert both.command == "a; b"
     assert joined([first]) == first
-    for other in (make_record({ULYSSES: one}, title="x"), make_record({ULYSSES: one}, profile=make_profile(name="x"))):
+    for other in (
+        make_record({ULYSSES: one}, title="x"),
+        make_record({ULYSSES: one}, profile=make_profile(name="x")),
+        make_record({ULYSSES: one}, select={"set": ["schedule.activations=host"]}),
+    ):
         with pytest.raises(InputError, match="different profiles or workloads"):
             joined([first, other])
     with pytest.raises(InputError, match="ring, attention, S 2K, P 2 differently"):
@@ -225,7 +229,7 @@ def test_what_was_found_is_kept(
         raise error
 
     monkeypatch.setattr(verb, "compared", compared)
-    monkeypatch.setattr(verb, "_begun", lambda _: make_record({}))
+    monkeypatch.setattr(verb, "_begun", lambda *_: make_record({}))
     monkeypatch.setattr(verb, "profile_names", lambda: ["host"])
     out, html = tmp_path / "record.json", tmp_path / "page.html"
     with pytest.raises(SystemExit) as stop:

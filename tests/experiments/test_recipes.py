@@ -11,13 +11,15 @@ from calibrate.host import HostCalibration
 from calibrate.plan import Plan
 from experiments import recipes
 from experiments.calibrate import Calibrate
+from experiments.cases import read_cases
 from experiments.cli import open_console
 from experiments.execute import Run
 from experiments.record import read_record
 from experiments.validate import Validate
 from sim.errors import InputError, RankError
-from sim.profile import save_profile
+from sim.profile import load_profile, save_profile
 from sim.workload import load_model
+from tests.experiments.test_parity import make_profile
 
 
 def few_points(command: Calibrate, _: object) -> None:
@@ -40,6 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
     monkeypatch.setattr(recipes, "calibrate", few_points)
+    monkeypatch.setattr(recipes, "shipped_of", lambda _: [load_profile("a100-sxm")])
     return tmp_path / "experiments" / "results"
 
 
@@ -55,7 +58,8 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
     (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
-        "profile.json", *(f"{what}.{kind}" for what in SWEEPS for kind in ("json", "html", "svg"))
+        "profile.json", "against.txt",
+        *(f"{what}.{kind}" for what in SWEEPS for kind in ("json", "html", "svg", "toml")),
     }  # fmt: skip
     cells = {
         what: [
@@ -67,6 +71,10 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
     assert cells == {
         "layers": [(1, "single", 1, 1)], "schedules": [(2, "ring", 1, 1)], "offloaded": [(1, "single", 4, 1)],
     }  # fmt: skip
+    assert "held against 'a100-sxm'" in (folder / "against.txt").read_text()
+    played = {what: [case.selection for case in read_cases(str(folder / f"{what}.toml"))[1]] for what in SWEEPS}
+    assert [(one.one_device, one.gpus) for one in played["schedules"]] == [(True, 2)]
+    assert [(one.layers, one.set) for one in played["offloaded"]] == [(4, ("schedule.activations=host",))]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, sms: int, memory: float) -> None:
@@ -87,7 +95,8 @@ def test_a_part_that_fails_does_not_end_it(
             raise RankError("out of memory")
 
     monkeypatch.setattr(recipes, "run", out_of_memory)
-    monkeypatch.setattr(recipes, "calibrate", lambda *_: None)
+    monkeypatch.setattr(recipes, "calibrate", lambda command, _: save_profile(make_profile(), Path(command.out)))
+    monkeypatch.setattr(recipes, "shipped_of", lambda _: [])
     monkeypatch.setattr(recipes, "validate", lambda command, _: swept.append(command))
     with pytest.raises(RankError, match="1 parts failed: out of memory"):
         recipes.gpu(open_console())

@@ -1,0 +1,115 @@
+"""Records as case files: what is read again is what was executed, and its errors are those of the record."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from experiments.cases import read_cases
+from experiments.cells import Cell, Sweep
+from experiments.cli import main
+from experiments.evidence import predicted
+from experiments.executed_cases import common_fields, save_cases
+from experiments.record import Record, judged, read_record, save_record
+from experiments.selection import Selection
+from sim.errors import InputError
+from sim.profile import load_profile
+from tests.experiments.test_parity import RING, make_found, make_record
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+
+
+def on_h100(sweep: Sweep, cells: list[Cell]) -> Record:
+    found = {cell: make_found(1.0, [(1 + n, 0.0)]) for n, cell in enumerate(cells)}
+    return make_record(found, profile=load_profile("h100-sxm"), select=common_fields(sweep))
+
+
+@pytest.mark.parametrize("name", ["2026-11-21-epyc-2-cores/cells", "2026-11-21-schedules-epyc-2-cores/schedules"])
+def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
+    """Wherever it is read: to predict, nobody has to have the machine."""
+    record = read_record(str(RESULTS / f"{name}.json"))
+    elsewhere = msgspec.structs.replace(record.profile.machine, gpu="a CPU of another make")
+    profile = msgspec.structs.replace(record.profile, machine=elsewhere)
+    path = str(tmp_path / "cases.toml")
+    save_cases(msgspec.structs.replace(record, profile=profile), path)
+    file, cases = read_cases(path)
+    cells = judged(record)
+    assert {group.target for group in file.group} == {one.cell.target for one in cells}
+    assert {
+        f"{one.case.selection.schedule}, {what}, S {one.case.selection.seq}, P {one.ranks}": one.error
+        for one in predicted(cases, Console())
+        for what in [one.case.group.partition(",")[0]]
+    } == pytest.approx({one.cell.name: one.times.error for one in cells}, abs=1e-5)
+    assert record.begun in file.source
+    assert record.profile.machine.gpu not in file.source
+    assert "repeats were quiet" in file.quality
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"one_device": True, "dtype": "fp16", "passes": "forward", "seed": 3, "jitter": 0.05},
+        {"set": ("schedule.activations=host", "model.num_kv_heads=4"), "layers": 3, "batch": 2, "model": "llama3-8b"},
+        {"window": "100", "pad": True, "ulysses_degree": 1},
+        {"mask": "full", "nodes": 2, "set": ('cluster.name="a \\ b"',)},
+    ],
+)
+def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> None:
+    sweep = Sweep(cluster="hgx-h100", profile="mine.json", **options)  # type: ignore[arg-type]
+    layers = sweep.layers if "layers" in options else 1
+    cells = [Cell(4, "layer", layers, "1K", "ring", 0.1), Cell(4, "layer", layers, "4K", "zigzag", 0.1)]
+    record = on_h100(sweep, cells)
+    save_record(record, str(tmp_path / "record.json"))
+    save_cases(read_record(str(tmp_path / "record.json")), str(tmp_path / "cases.toml"))
+    _, cases = read_cases(str(tmp_path / "cases.toml"))
+    names = [field.name for field in dataclasses.fields(Selection) if field.name != "profile"]
+    for case, cell in zip(cases, cells, strict=True):
+        wanted = cell.selection(sweep)
+        assert [getattr(case.selection, name) for name in names] == [getattr(wanted, name) for name in names]
+    assert [case.measured_s for case in cases] == [1, 2]
+
+
+def test_the_profile_lies_next_to_the_cases(tmp_path: Path) -> None:
+    """One for all that rest on it; another one does not take its place."""
+    record = on_h100(Sweep(cluster="hgx-h100"), [RING])
+    for name in ("first", "second"):
+        save_cases(record, str(tmp_path / f"{name}.toml"))
+    other = msgspec.structs.replace(record, profile=msgspec.structs.replace(record.profile, created="later"))
+    save_cases(other, str(tmp_path / "third.toml"))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "first.toml", "second.toml", "third.toml", "profile.json", "third-profile.json",
+    }  # fmt: skip
+    for name, created in (("first", record.profile.created), ("third", "later")):
+        file, _ = read_cases(str(tmp_path / f"{name}.toml"))
+        assert load_profile(file.profile).created == created
+
+
+def test_what_is_no_profile_stays(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("{}")
+    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), str(tmp_path / "cases.toml"))
+    assert (tmp_path / "profile.json").read_text() == "{}"
+    assert Path(read_cases(str(tmp_path / "cases.toml"))[0].profile).name == "cases-profile.json"
+
+
+def test_a_record_that_does_not_say_its_selection(tmp_path: Path) -> None:
+    record = make_record({RING: make_found(1.0, [(1.0, 0.0)])}, title="llama3-8b, forward and backward, bf16, causal")
+    with pytest.raises(InputError, match="of 'llama3-8b, .*before records said"):
+        save_cases(record, str(tmp_path / "cases.toml"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record, cases = tmp_path / "record.json", tmp_path / "cases.toml"
+    save_record(on_h100(Sweep(cluster="hgx-h100"), [RING]), str(record))
+    main(["validate", "--record", str(record), "--cases-out", str(cases)])
+    capsys.readouterr()
+    main(["validate", "--cases", str(cases)])
+    printed = capsys.readouterr().out
+    assert "+0.0 %" in printed
+    assert "profile 'profile.json', sha256" in printed
+    assert str(tmp_path) not in printed
