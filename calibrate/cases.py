@@ -50,6 +50,8 @@ class Sizes(NamedTuple):
     """Numbers of ranks that share the heads, as those of Ulysses do."""
     full_of_parts: bool = True
     """Whether fewer heads are timed without a mask, too."""
+    rectangular: range = range(0)
+    """Of attention with half as many keys as queries, and the other way about, as rings with zigzag layouts have it."""
     unfused: range = range(0)
     """Of attention by other kernels than flash."""
 
@@ -57,7 +59,7 @@ class Sizes(NamedTuple):
 QUICK_CPU = Sizes(range(8, 13), range(8, 13, 2), range(4, 15, 5), full_of_parts=False)
 FULL_CPU = Sizes(range(7, 14), range(7, 14), range(4, 15, 2), unfused=range(7, 12))
 QUICK_GPU = Sizes(range(8, 16, 2), range(7, 16, 4), range(4, 17, 6), full_of_parts=False)
-FULL_GPU = Sizes(range(8, 18), range(7, 18, 2), range(4, 17, 3), splits=(1, 2, 4, 8))
+FULL_GPU = Sizes(range(8, 18), range(7, 18, 2), range(4, 17, 3), splits=(1, 2, 4, 8), rectangular=range(9, 17, 2))
 
 
 def kernel_cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> list[KernelCase]:
@@ -80,6 +82,10 @@ def _cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> Iterator[KernelCase]
         yield from _attention(part, dtype, "causal", range(lengths.start, lengths.stop + (split > 1)))
         if split == 1 or sizes.full_of_parts:
             yield from _attention(part, dtype, "full", lengths)
+    for tokens in (2**n for n in sizes.rectangular):
+        workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
+        for program in ring.build(workload, Parallel(ring_degree=2, options=Options(layout="zigzag"))).programs:
+            yield from (case for case in cases_of(program) if _is_rectangular(case.use))
     for tokens in (2**n for n in sizes.layer):
         workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
         program = single.build(workload, Parallel()).program(0)
@@ -110,6 +116,10 @@ def _attention(
     for n in exponents:
         workload = Workload(model=model, seq=2**n, mask=mask, dtype=dtype)
         yield from cases_of(single.build(workload, Parallel(options=Options(kernel=kernel))).program(0))
+
+
+def _is_rectangular(use: KernelUse) -> bool:
+    return use.kernel in ATTENTION_KERNELS and use.shape[1] != use.shape[2]
 
 
 def cases_of(program: Program) -> Iterator[KernelCase]:

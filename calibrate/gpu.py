@@ -10,26 +10,34 @@ from functools import partial
 from typing import Self
 
 import msgspec
+import numpy as np
 import torch
 
-from calibrate.beside import Transfer
+from calibrate.beside import AMONG_RANKS, Transfer
+from calibrate.between_gpus import BetweenCase, between_cases, time_between
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
 from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
 from calibrate.interference import time_beside
-from calibrate.kernels import Timed, time_kernel, time_sustained
+from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch
 from calibrate.plan import Plan, Step, software
+from calibrate.published.host import OVERLAP_SLOWDOWN
+from calibrate.residuals import explained
 from calibrate.tiles import tile_models
 from runtime.attention import attention_kernel
 from runtime.launch import Session
 from runtime.tensors import TORCH_DTYPE
 from sim.options import Place
 from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown
+from sim.workload import ModelSpec
+from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PcieSpec
 
 _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
+_SMALL = "accumulate"
+"""The kernel that shows what a launch costs: on few elements it does nearly nothing."""
 _LOAD_S = 0.02
 """Longest kernel, at the peak, of which seconds of load are made."""
 
@@ -37,13 +45,16 @@ _LOAD_S = 0.02
 class GpuCalibration:
     """A calibration under way, of the first GPU of a machine; see ``plan.Calibration``."""
 
-    def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
+    def __init__(self, plan: Plan, spec: ClusterSpec, gpus: int = 1) -> None:
         self._plan = plan
-        self._spec = msgspec.structs.replace(spec, nodes=1)
+        self._gpus = gpus
+        self._spec = msgspec.structs.replace(spec, nodes=-(-gpus // spec.gpus_per_node))
+        self._between: list[Point] = []
         self._session: Session | None = None
         self._timed: list[Timed] = []
         self._copied: list[HostCopyTimes] = []
         self._launch_s: float | None = None
+        self._replayed_s: float | None = None
         self._budget_s = 0.05 if plan.quick else 0.2
         self._sustained: dict[str, float] = {}
         self._beside: list[Slowdown] = []
@@ -51,7 +62,6 @@ class GpuCalibration:
         self._before = _state()
 
     def __enter__(self) -> Self:
-        self._session = Session(1, device=self._spec.gpu.kind)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -59,8 +69,9 @@ class GpuCalibration:
             self._session.__exit__(kind)
 
     def steps(self) -> list[Step]:
-        """Return all measurements: what issuing costs, copies to the host and back, what load does to the clock and
-        copies to kernels, then kernels by size, so that an early end leaves the small.
+        """Return all measurements: communication between GPUs where there are several, and what it does to kernels;
+        what issuing costs, copies to the host and back, what load does to the clock and copies to kernels; then kernels
+        by size, so that an early end leaves the small.
         """
         plan, sizes = self._plan, QUICK_GPU if self._plan.quick else FULL_GPU
         cases = [case for dtype in plan.dtypes for case in kernel_cases(plan.model, dtype, sizes)]
@@ -76,12 +87,21 @@ class GpuCalibration:
             Step(f"{case.label}, {self._sustained_s:g} s", partial(self._time_sustained, case))
             for case in _heaviest(cases, most_flops)
         ]
-        beside = [
-            Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer))
-            for transfer in HOST_COPIES
-            if self._spec.socket and not plan.quick
+        beside_copies, beside = (
+            [Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer)) for transfer in transfers]
+            for transfers in (
+                HOST_COPIES if self._spec.socket and not plan.quick else (),
+                AMONG_RANKS if self._gpus > 1 and not plan.quick else (),
+            )
+        )
+        between = [
+            Step(case.label, partial(self._time_between, case)) for case in between_cases(self._gpus, quick=plan.quick)
         ]
-        return [Step("launch", self._time_launch), *copies, *sustained, *beside, *kernels]
+        small = next(case for case in cases if case.use.kernel == _SMALL)
+        launches = [
+            Step("launch", self._time_launch), Step("launch in a graph", partial(self._time_replayed, small))
+        ]  # fmt: skip
+        return [*between, *beside, *launches, *copies, *sustained, *beside_copies, *kernels]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
@@ -102,14 +122,27 @@ class GpuCalibration:
                 state={"before": self._before, "after": _state()},
             ),
             cluster=msgspec.to_builtins(spec, str_keys=True),
-            points=(*points, *copied),
+            points=(*points, *copied, *self._between),
             interference=tuple(self._beside),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
+            replayed_s=self._replayed_s,
             issue=self._issue(),
             sustained=self._sustained,
             tiles=tile_models(points, gpu.sms),
         )
-        return msgspec.structs.replace(profile, residuals=spreads(profile))
+        return msgspec.structs.replace(
+            profile,
+            residuals=spreads(profile),
+            beside_communication=_beside_communication(profile, self._plan.model) or OVERLAP_SLOWDOWN,
+        )
+
+    def _on(self, ranks: int) -> Session:
+        """Return a session of that many GPUs: the present one, or a new one in its place."""
+        if self._session is None or self._session.ranks != ranks:
+            if self._session:
+                self._session.close()
+            self._session = Session(ranks, device=self._spec.gpu.kind)
+        return self._session
 
     def _implementations(self) -> dict[str, str]:
         """Return which attention was timed, and with which CUDA."""
@@ -117,24 +150,27 @@ class GpuCalibration:
         return {"attention": attention_kernel(device, dtype).name, "cuda": torch.version.cuda or ""}
 
     def _time_launch(self) -> None:
-        assert self._session
-        self._launch_s = time_launch(self._session, self._plan.model, self._plan.dtypes[0], inline=False)
+        self._launch_s = time_launch(self._on(1), self._plan.model, self._plan.dtypes[0], inline=False)
+
+    def _time_replayed(self, case: KernelCase) -> None:
+        self._replayed_s = time_replayed(self._on(1), case)
 
     def _time(self, case: KernelCase) -> None:
-        assert self._session
-        self._timed.append(time_kernel(self._session, case, "idle", self._budget_s))
+        self._timed.append(time_kernel(self._on(1), case, "idle", self._budget_s))
+
+    def _time_between(self, case: BetweenCase) -> None:
+        plan, cluster = self._plan, Cluster(self._spec)
+        self._between += time_between(self._on(case.ranks), case.link, plan.model, plan.dtypes[0], cluster)
 
     def _time_beside(self, transfer: Transfer) -> None:
-        assert self._session
-        self._beside += time_beside(self._session, transfer, self._plan.model, self._plan.dtypes[0])
+        ranks = self._gpus if transfer in AMONG_RANKS else 1
+        self._beside += time_beside(self._on(ranks), transfer, self._plan.model, self._plan.dtypes[0])
 
     def _time_sustained(self, case: KernelCase) -> None:
-        assert self._session
-        self._sustained[case.use.kernel] = round(time_sustained(self._session, case, self._sustained_s), 4)
+        self._sustained[case.use.kernel] = round(time_sustained(self._on(1), case, self._sustained_s), 4)
 
     def _time_host_copies(self, nbytes: int, place: Place) -> None:
-        assert self._session
-        self._copied.append(time_host_copies(self._session, nbytes, self._plan.model, self._plan.dtypes[0], place))
+        self._copied.append(time_host_copies(self._on(1), nbytes, self._plan.model, self._plan.dtypes[0], place))
 
     def _pcie(self) -> PcieSpec | None:
         """Return the GPU's link, with what large copies both ways get together where that is less than twice one."""
@@ -149,11 +185,23 @@ class GpuCalibration:
         found: dict[str, list[float]] = {}
         for timed in self._timed:
             found.setdefault(timed.point.kernel, []).append(timed.cpu_s)
-        if "accumulate" not in found:
+        if _SMALL not in found:
             return {}
-        one = statistics.median(found["accumulate"])
+        one = statistics.median(found[_SMALL])
         more = {kernel: statistics.median(times) - one for kernel, times in found.items()}
         return {kernel: Issue(host_s=max(more_s, 0.0)) for kernel, more_s in more.items()}
+
+
+def _beside_communication(profile: Profile, model: ModelSpec) -> float:
+    """Return how much longer nine of ten kernels beside communication take at most than simulated; 0 if none was
+    measured.
+    """
+    longer = [
+        one.measured.high / one.simulated
+        for one in explained(profile, model)
+        if one.measured.slowed == "kernel" and one.measured.beside in AMONG_RANKS
+    ]
+    return max(round(float(np.percentile(longer, 95)), 4), 1.0) if longer else 0.0
 
 
 def _heaviest(cases: list[KernelCase], most_flops: float) -> list[KernelCase]:

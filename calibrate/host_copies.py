@@ -45,7 +45,7 @@ def time_host_copies(
     run = ScheduleRun(session, checked)
     rows: list[Row] = []
     for step in range(_WARM + _STEPS):
-        trace = run.step().trace
+        trace = run.step(ahead=True).trace
         rows += trace.of_rank(0) if step >= _WARM else []
     run.close()
     program = checked.schedule.program(0)
@@ -75,7 +75,7 @@ def _copies(tokens: int, model: ModelSpec, dtype: Dtype, place: Place) -> Schedu
         there, back = b.elsewhere(here, place), b.elsewhere(here, "hbm")
         also_there = b.elsewhere(here, place)
         for source, target in ((here, there), (there, back)):
-            for _ in range(_PER_STEP):  # without a wait, so that the host's own time is in the first one only
+            for _ in range(_PER_STEP):
                 b.host_copy(source, target, _ALONE)
             b.host_sync(OFFLOAD, FETCH)
         for _ in range(_PER_STEP):

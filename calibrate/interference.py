@@ -130,7 +130,8 @@ def time_beside(session: Session, transfer: Transfer, model: ModelSpec, dtype: D
     """Return how much longer every kernel takes beside a transfer, and the transfer beside it, on all ranks."""
     schedules = beside_schedules(transfer, session.ranks, model, dtype)
     runs = [ScheduleRun(session, check(schedule)) for schedule in (schedules.behind, schedules.beside)]
-    steps = [(runs[0].step().trace, runs[1].step().trace) for _ in range(_WARM + _REPEATS)]
+    behind, beside = runs
+    steps = [(behind.step(ahead=True).trace, beside.step(ahead=True).trace) for _ in range(_WARM + _REPEATS)]
     for run in runs:
         run.close()
     return [

@@ -15,6 +15,7 @@ from torch.distributed import Work
 
 from calibrate.cases import KernelCase
 from runtime.attention import AttentionKernel, attention_kernel
+from runtime.execute import ISSUE_S
 from runtime.groups import start_together
 from runtime.kernels import run_kernel
 from runtime.launch import RankContext, Session
@@ -30,12 +31,12 @@ _LONG_RUNS = 3
 """Kernels that take longer than this are timed that often only, warming up included: it is a small part of it."""
 _BATCH = {"cpu": 1, "cuda": 8}
 """Runs behind each other that are issued at once: on a GPU, so that the host's time is not in them."""
-_AHEAD_S = 200e-6
-"""What issuing a kernel takes a slow host."""
 _COLD_BYTES = {"compute": 64 * 2**20, "memory": 256 * 2**20}
 """Operands are rotated over this much memory: in a step, too, what a kernel reads has left the caches. Kernels that
 only move memory need more of it, since caches keep what was streamed last."""
 _MAX_SETS = 64
+_REPLAYED = 1000
+"""Kernels in a graph."""
 _SHORT_S = 0.2
 """What a point takes to measure."""
 
@@ -123,6 +124,18 @@ def _sustained(context: RankContext, program_json: bytes, seconds: float) -> flo
     return max(statistics.median(laps[-_MIN_RUNS:]) / statistics.median(laps[:short]), 1.0)
 
 
+def time_replayed(session: Session, case: KernelCase) -> float:
+    """Return the seconds from one run of a kernel to the next where rank 0's GPU replays many of them as a graph."""
+    found: list[float] = session.call(_replayed, msgspec.json.encode(case.program))
+    return found[0]
+
+
+def _replayed(context: RankContext, program_json: bytes) -> float:
+    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated.once_each()
+    return repeated.replayed(_REPLAYED)
+
+
 class Lap(NamedTuple):
     """One run of a kernel."""
 
@@ -153,7 +166,7 @@ class RepeatedKernel:
 
     def laps(self, count: int) -> list[Lap]:
         """Run it on the next operands, and the next; all are issued before the first one is waited for."""
-        self._streams.get_ahead(count * _AHEAD_S)
+        self._streams.get_ahead(count * ISSUE_S)
         cpu_begin_s = time.thread_time()
         events = [self._streams.issue(COMPUTE, self._run, []) for _ in range(count)]
         cpu_s = (time.thread_time() - cpu_begin_s) / count
@@ -161,6 +174,10 @@ class RepeatedKernel:
             event.wait()
         self._context.progress(0, False)
         return [Lap(ended_s - posted_s, cpu_s) for posted_s, ended_s in (event.times() for event in events)]
+
+    def replayed(self, count: int) -> float:
+        """Return the mean time in seconds of so many runs that the device gets at once."""
+        return self._streams.replay(self._run, count)
 
     def _run(self) -> list[Work]:
         """Run it once."""

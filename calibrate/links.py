@@ -74,17 +74,31 @@ def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
     return idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 22, 24)]
 
 
-def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) -> LinkTimes:
-    """Return the time of a communication op among all ranks of a session; ``model`` shapes what computes beside it."""
-    schedule = link_schedule(case, session.ranks, model, dtype)
-    run = ScheduleRun(session, check(schedule))
+class Played(NamedTuple):
+    """What some steps of a communication op have shown."""
+
+    rows: list[Row]
+    nbytes: int
+    """Of the whole tensor on each rank."""
+
+
+def play(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype, *, ahead: bool = False) -> Played:
+    """Play a communication op among all ranks of a session several times; ``model`` shapes what computes beside it,
+    ``ahead`` is as of ``ScheduleRun.step``.
+    """
+    run = ScheduleRun(session, check(link_schedule(case, session.ranks, model, dtype)))
     rows: list[Row] = []
     for step in range(_WARM + _STEPS):
-        trace = run.step().trace
+        trace = run.step(ahead=ahead).trace
         rows += trace.rows if step >= _WARM else []
     run.close()
+    return Played(rows, _num_tokens(case, session.ranks, model, dtype) * _row_bytes(model, dtype))
+
+
+def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) -> LinkTimes:
+    """Return the time of a communication op among all ranks of a session on a host."""
+    rows, nbytes = play(session, case, model, dtype)
     times = sample([row.busy_s for row in rows if row.stream == "link"])
-    nbytes = _num_tokens(case, session.ranks, model, dtype) * _row_bytes(model, dtype)
     point = Point(
         kernel=case.kernel,
         dtype=dtype,

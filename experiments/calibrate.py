@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.against import show_against
-from experiments.execute import here
+from experiments.execute import gpus_here, here
 from experiments.selection import command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
@@ -127,7 +127,7 @@ def _calibration(plan: Plan, spec: ClusterSpec) -> Calibration:
     from calibrate.gpu import GpuCalibration
     from calibrate.host import HostCalibration
 
-    return HostCalibration(plan) if spec.gpu.kind == "cpu" else GpuCalibration(plan, spec)
+    return HostCalibration(plan) if spec.gpu.kind == "cpu" else GpuCalibration(plan, spec, gpus_here(spec))
 
 
 def _published(name: str, out: str | None, console: Console) -> None:
@@ -222,6 +222,12 @@ def _gpu_figures(profile: Profile, console: Console) -> None:
         f"{100 * profile.memory_efficiency:.0f} % of the memory's {rate / 1e12:.3g} TB/s",
         markup=False,
     )
+    if profile.replayed_s:
+        console.print(
+            f"  {profile.replayed_s * 1e6:.3g} us from one small kernel to the next in a CUDA graph: "
+            f"--set cluster.gpu.launch_s={profile.replayed_s:.3g} asks what graphs would buy",
+            markup=False,
+        )
     for kernel, longer in profile.sustained.items():
         console.print(f"  {kernel} under sustained load takes {longer:.3g} times as long", markup=False)
     for when, state in profile.machine.state.items():

@@ -149,6 +149,14 @@ def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[str] = ()) -> None:
         raise InputError("--dtype fp64: attention on CUDA runs bf16, fp16 and fp32; set --dtype bf16")
 
 
+def gpus_here(spec: ClusterSpec) -> int:
+    """Return how many GPUs of the kind that a cluster has this machine has, counted from the first."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return next((number for number, device in enumerate(found) if not is_of(spec, device)), len(found))
+
+
 _ABOUT = 0.1
 """Share of its memory that a GPU keeps to itself, or datasheets round."""
 

@@ -20,6 +20,9 @@ from sim.schedule.check import Checked
 from sim.schedule.ops import Collective, Exchange, HostCopy, HostSync, Kernel
 from sim.trace import Row
 
+ISSUE_S = 200e-6
+"""What issuing an op takes a slow host."""
+
 
 class Executed(NamedTuple):
     """What one rank did in one step."""
@@ -61,16 +64,21 @@ class RankPlayer:
         self._storage = Storage(self._program, device)
         fill_inputs(self._program, checked.schedule.header.workload, self._storage, lambda: progress(-1, False))
 
-    def play(self) -> Executed:
-        """Carry out one step and return what happened; its outputs stay until the next one."""
+    def play(self, *, ahead: bool = False) -> Executed:
+        """Carry out one step and return what happened; its outputs stay until the next one. ``ahead``: a GPU begins
+        when most of it has been issued, so that ops do not wait for the host.
+        """
         self._storage = storage = self._fresh()
         given = watch_allocations(self._device)
         others = given - storage.in_use_bytes if given else 0
         events: list[Event] = []
         start_together(self._ranks, self._device)
         start_s = self._streams.start()
+        if ahead:
+            self._streams.get_ahead(len(self._program.ops) * ISSUE_S)
         ran, sent = self._issue(self._streams, storage, events)
-        self._wait(len(events) - 1, events)
+        for index, event in enumerate(events):  # in turn, so that a watcher sees which op does not end
+            self._wait(index, [event])
         rows = []
         for index, (op, event) in enumerate(zip(self._program.ops, events, strict=True)):
             posted_s, end_s = (at - start_s for at in event.times())

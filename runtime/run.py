@@ -40,10 +40,10 @@ class ScheduleRun:
         self._name_ops()
         session.call(_prepare, self._key, checked.schedule.to_json())
 
-    def step(self) -> Step:
-        """Execute one step on all ranks."""
+    def step(self, *, ahead: bool = False) -> Step:
+        """Execute one step on all ranks; ``ahead`` as ``RankPlayer.play``."""
         self._name_ops()
-        done: list[Executed] = self._session.call(_step, self._key)
+        done: list[Executed] = self._session.call(_step, self._key, ahead)
         zero_s = min(executed.start_s for executed in done)
         rows = {
             (row.rank, row.op): row._replace(
@@ -97,9 +97,9 @@ def _prepare(context: RankContext, key: str, schedule: bytes) -> None:
         context.state[key] = RankPlayer(checked, context.rank, context.device, context.progress)
 
 
-def _step(context: RankContext, key: str) -> Executed:
+def _step(context: RankContext, key: str, ahead: bool) -> Executed:
     player: RankPlayer = context.state[key]
-    return player.play()
+    return player.play(ahead=ahead)
 
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -171,6 +171,9 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
     blocks_per_sm: dict[str, int] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    replayed_s: Seconds | None = None
+    """Of a small kernel, from one to the next in a CUDA graph, whose launches cost the host nothing: what
+    ``--set cluster.gpu.launch_s`` may come down to."""
     issue: dict[str, Issue] = {}
     """Ops that cost the host more than one launch, by kernel or kind of communication."""
     tiles: tuple[TileModel, ...] = ()

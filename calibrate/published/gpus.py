@@ -26,7 +26,7 @@ from calibrate.published.reading import (
 )
 from calibrate.published.streaming import streaming
 from calibrate.tiles import tile_models
-from sim.engine.collectives import CollectiveKind, link_traffic, slowest_link
+from sim.engine.collectives import CollectiveKind, wire_bytes
 from sim.profile import Machine, Point, Profile
 from sim.schedule.kernels import KernelUse
 from sim.schedule.masks import CAUSAL
@@ -184,9 +184,7 @@ def _collective_point(
     kind: CollectiveKind, link: str, ranks: int, whole: int, times: list[float], cluster: Cluster
 ) -> Point:
     """Return the point of a collective, with the bytes that the simulator counts on the slowest link."""
-    part = whole if kind == "all_reduce" else whole // ranks
-    nbytes = link_traffic(kind, tuple(range(ranks)), part, cluster).nbytes
-    wire = round(nbytes[slowest_link(nbytes, cluster)])
+    wire, _ = wire_bytes(kind, tuple(range(ranks)), whole, cluster)
     return transfer_point(kind, link, ranks, wire, geometric_mean(times), len(times))
 
 

@@ -48,6 +48,21 @@ def slowest_link(nbytes: dict[int, float], cluster: Cluster) -> int:
     return max(nbytes, key=lambda link: (nbytes[link] / cluster.resources[link].capacity, -link))
 
 
+def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:
+    """Return what profiles call the way of bytes between ranks: the widest kind of link on it."""
+    groups = {cluster.resources[link].group for link in nbytes}
+    return next(kind for kind in ("nic", "nvlink", "pcie", "loopback") if kind in groups)
+
+
+def wire_bytes(kind: CollectiveKind, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
+    """Return the bytes that a collective puts on its slowest link, and what that way is called; ``whole`` is the tensor
+    that a rank ends with, or begins with, in bytes.
+    """
+    part = whole if kind == "all_reduce" else whole // len(ranks)
+    nbytes = link_traffic(kind, ranks, part, cluster).nbytes
+    return round(nbytes[slowest_link(nbytes, cluster)]), link_name(nbytes, cluster)
+
+
 def kind_of(op: Collective) -> CollectiveKind:
     """Return what a collective is called in profiles."""
     if isinstance(op, AllToAll):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.engine.collectives import kind_of, link_traffic, slowest_link
+from sim.engine.collectives import kind_of, link_name, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
@@ -208,11 +208,8 @@ class CostModel:
         ideal_s = what.load[slowest] / resources[slowest].capacity
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
         if self._transfers:
-            groups = {resources[index].group for index in what.load}
-            kinds = (
-                ("dram",) if what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES} else ("nic", "nvlink", "pcie", "loopback")
-            )
-            link = next(kind for kind in kinds if kind in groups)
+            copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
+            link = "dram" if copies else link_name(what.load, self._cluster)
             latency_s = self._link_figures(link).latency_s  # a measured time has all of its steps in it
             now = Figures(1.0, resources[slowest].capacity, latency_s)
             found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)

@@ -62,13 +62,16 @@ class TiledAttention:
     def __init__(self, models: Sequence[TileModel], points: Iterable[Point], sms: float) -> None:
         self._models = {(model.kernel, model.dtype, model.head_dim): model for model in models}
         self._sms = sms
-        self._shares: dict[TileModel, dict[str, dict[int, dict[float, float]]]] = {model: {} for model in models}
+        self._shares: dict[TileModel, dict[str, dict[float, dict[int, dict[float, float]]]]] = {
+            model: {} for model in models
+        }
+        """By variant, queries over keys, heads, and position."""
         for point in points:
             model = self._models.get((point.kernel, point.dtype, point.shape[-1]))
             if model and point.condition == "idle":
                 use = use_of(point)
-                of_heads = self._shares[model].setdefault(point.variant, {})
-                shares = of_heads.setdefault(point.shape[0] * point.shape[3], {})
+                of_shape = self._shares[model].setdefault(point.variant, {}).setdefault(_aspect(use), {})
+                shares = of_shape.setdefault(point.shape[0] * point.shape[3], {})
                 shares[_position(use)] = point.median_s / tiled_s(model, use, sms)
 
     def seconds(self, use: KernelUse, sms: float, faster: float) -> tuple[float, str] | None:
@@ -98,12 +101,18 @@ class TiledAttention:
         variants = self._shares[model]
         if not variants:
             return 1.0
-        by_heads = variants.get(use.variant) or next(iter(variants.values()))
+        by_aspect = variants.get(use.variant) or next(iter(variants.values()))
+        by_heads = by_aspect[min(by_aspect, key=lambda aspect: (abs(math.log(aspect / _aspect(use))), aspect))]
         longest = max(max(found) for found in by_heads.values())
         position, heads = _position(use), math.log(use.shape[0] * use.shape[3])
         at = min(position, longest)
         shares = {math.log(heads): _between(found, at) for heads, found in by_heads.items() if max(found) >= at}
         return _between(shares, heads + position - at)
+
+
+def _aspect(use: KernelUse) -> float:
+    """Return how many queries there are to a key."""
+    return use.shape[1] / use.shape[2]
 
 
 def _position(use: KernelUse) -> float:

@@ -55,9 +55,11 @@ def test_its_steps_time_launches_and_kernels() -> None:
     with GpuCalibration(plan, load_cluster("host")) as calibration:
         steps = calibration.steps()
         assert steps[0].label == "launch"
-        for step in [steps[0], *(step for step in steps if "256x" in step.label)]:
+        for step in [*steps[:2], *(step for step in steps if "256x" in step.label)]:
             step.run()
         profile = calibration.profile(complete=False)
+    assert steps[1].label == "launch in a graph"
+    assert 0 < (profile.replayed_s or 0) < 1
     assert not profile.complete
     assert 0 < profile.cluster["gpu"]["launch_s"] < 1
     assert {"attention_forward", "attention_backward"} <= {point.kernel for point in profile.points}
@@ -113,7 +115,7 @@ def test_measured_host_copies_are_what_copies_take() -> None:
     """
     plan = Plan("toy", load_model("llama3-8b"), ("bf16",), quick=True, command="by hand")
     calibration = GpuCalibration(plan, load_cluster("hgx-h200"))
-    assert [step.label for step in calibration.steps()][1:3] == [
+    assert [step.label for step in calibration.steps()][2:4] == [
         "host copies of 1048576 bytes, pinned", "host copies of 67108864 bytes, pinned",
     ]  # fmt: skip
     for nbytes, seconds in ((2**20, 30e-6), (2**30, 2**30 / 50e9)):
@@ -135,6 +137,18 @@ def test_measured_host_copies_are_what_copies_take() -> None:
     for op, factor in zip([op for op in program.ops if isinstance(op, HostCopy)], (1, 2, 5, 10), strict=True):
         activity = cost.host_copy(0, program, op)
         assert sum(phase.seconds for phase in activity) == pytest.approx(factor * 2**30 / 50e9)
+
+
+def test_blocks_of_rings_are_timed_too() -> None:
+    """Half as many keys as queries, and the other way about, forward and backward, up to 16K and 32K."""
+    uses = {case.use for case in kernel_cases(load_model("llama3-8b"), "bf16", FULL_GPU)}
+    for kernel in ("attention_forward", "attention_backward"):
+        shapes = {use.shape[1:3] for use in uses if use.kernel == kernel and use.shape[1] != use.shape[2]}
+        assert {(tokens, tokens // 2) for tokens, _ in shapes if tokens > _} | {
+            (keys // 2, keys) for queries, keys in shapes if keys > queries
+        } == shapes
+        assert max(shapes) == (32768, 16384)
+        assert (16384, 32768) in shapes
 
 
 def test_what_issuing_costs_is_told_from_the_kernel_itself() -> None:

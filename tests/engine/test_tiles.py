@@ -43,6 +43,23 @@ def test_tiles_of_a_causal_mask_fill_each_others_gaps() -> None:
     assert busiest(attention(1024, 1024, 1, CAUSAL), SMS) == (1, 8)
 
 
+def test_blocks_of_another_shape_keep_their_own_share() -> None:
+    """Squares take twice what the model says, blocks of twice as many queries as keys three times; what was not timed
+    goes by the nearest shape.
+    """
+    shapes = {(1024, 1024): 2.0, (4096, 4096): 2.0, (2048, 1024): 3.0}
+    points = [point(use, factor * tiled_s(MODEL, use, SMS)) for (q, k), factor in shapes.items()
+              for use in (attention(q, k, 8),)]  # fmt: skip
+    table = TiledAttention([MODEL], points, SMS)
+    for (queries, keys), factor in (
+        {(2048, 2048): 2.0, (4096, 2048): 3.0, (8192, 1024): 3.0, (1024, 2048): 2.0}
+    ).items():
+        use = attention(queries, keys, 8)
+        found = table.seconds(use, SMS, 1.0)
+        assert found
+        assert found[0] == pytest.approx(factor * tiled_s(MODEL, use, SMS)), (queries, keys)
+
+
 def test_a_window_shortens_tiles() -> None:
     """64 tiles of 4 heads see 8 of 16 pairs each at most, not all keys: fewer pairs take less."""
     whole, window = attention(2048, 2048, 4, CAUSAL), attention(2048, 2048, 4, Band(left=255, right=0))
