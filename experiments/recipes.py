@@ -19,7 +19,7 @@ from experiments.cells import Sweep
 from experiments.cli import guarded, open_console
 from experiments.compare import comparison
 from experiments.comparison import Comparison, comparison_table, drift_line
-from experiments.execute import Execution, Run, is_of, open_session, run
+from experiments.execute import Execution, Run, gpus_here, is_of, open_session, run
 from experiments.selection import DATASHEET, Selection, choose
 from experiments.simulate import predict, title, write_trace
 from experiments.tables import evidence_lines, parts_line, percent, seconds, size
@@ -116,9 +116,12 @@ class GpuPlan(NamedTuple):
 def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
     """Prove on one GPU of this machine: exact, calibrated, predicted; leave a folder that is small enough to commit.
 
-    Schedules play their ranks on it in turn, with copies for transfers; the profile is made before what it predicts.
+    Schedules play their ranks on it in turn, with copies for transfers; where there are several GPUs they are executed
+    over NCCL, too. The profile is made before what it predicts.
     """
     cluster, name = gpu_here()
+    gpus = gpus_here(load_cluster(cluster))
+    counts = [2**n for n in range(1, gpus.bit_length())]  # most degrees divide heads and tokens then
     folder = Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
     make_folder(folder)
     profile = str(folder / "profile.json")
@@ -132,19 +135,21 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
             failed.append(str(error))
             console.print(f"failed: {error}", markup=False)
 
-    console.rule(f"1. {name}: every schedule on one device, held against one process in fp64")
+    console.rule(f"1. {name}: every schedule on one device (of {gpus}), held against one process in fp64")
     for schedule in plan.schedules:
         one = Selection(
             cluster=cluster, schedule=schedule, gpus=1 if schedule == "single" else 4, seq=plan.verified, dtype="bf16",
             scope="layer", one_device=True, profile=DATASHEET,
         )  # fmt: skip
-        copied = dataclasses.replace(one, layers=3, set=(_OFFLOADED,))
-        for selection in (one, copied) if schedule == "single" else (one,):
+        also = [dataclasses.replace(one, layers=3, set=(_OFFLOADED,))] if schedule == "single" else []
+        if schedule != "single" and counts:
+            also = [dataclasses.replace(one, gpus=counts[-1], one_device=False)]
+        for selection in (one, *also):
             attempt(partial(run, Run(selection=selection, verify=True, execution=Execution(repeats=1)), console))
     console.rule(f"2. Calibrate: the kernels of {plan.model}")
     calibrate(Calibrate(cluster=cluster, name=name, model=plan.model, out=profile), console)
     attempt(partial(hold_against_shipped, profile, folder / "against.txt", console))
-    console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule on one device")
+    console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule")
     alone = Sweep(
         model=plan.model, cluster=cluster, profile=profile, scope="layer", target=0.05, seq=plan.alone, ranks="1",
         schedule="single",
@@ -152,7 +157,10 @@ def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - im
     split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
     together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
     offloaded = dataclasses.replace(alone, seq=plan.offloaded, layers=4, set=(_OFFLOADED,))
-    for what, sweep in (("layers", alone), ("schedules", together), ("offloaded", offloaded)):
+    sweeps = {"layers": alone, "schedules": together, "offloaded": offloaded}
+    if counts:
+        sweeps["nccl"] = dataclasses.replace(together, ranks=",".join(map(str, counts)), one_device=False)
+    for what, sweep in sweeps.items():
         record, html, figure, cases = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
         command = Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases)
         attempt(partial(validate, command, console))

@@ -33,7 +33,7 @@ def few_points(command: Calibrate, _: object) -> None:
         save_profile(calibration.profile(complete=False), Path(command.out))
 
 
-SWEEPS = ("layers", "schedules", "offloaded")
+SWEEPS = ("layers", "schedules", "offloaded", "nccl")
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The host in place of a GPU, in a folder of its own; where results go."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
+    monkeypatch.setattr(recipes, "gpus_here", lambda _: 2)
     monkeypatch.setattr(recipes, "calibrate", few_points)
     monkeypatch.setattr(recipes, "shipped_of", lambda _: [load_profile("a100-sxm")])
     return tmp_path / "experiments" / "results"
@@ -54,7 +55,7 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
     )  # fmt: skip
     recipes.gpu(open_console(), plan)
     printed = capsys.readouterr().out
-    assert printed.count("dwq: largest relative error") == 3
+    assert printed.count("dwq: largest relative error") == 4
     (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
@@ -70,10 +71,12 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
     }
     assert cells == {
         "layers": [(1, "single", 1, 1)], "schedules": [(2, "ring", 1, 1)], "offloaded": [(1, "single", 4, 1)],
+        "nccl": [(2, "ring", 1, 1)],
     }  # fmt: skip
     assert "held against 'a100-sxm'" in (folder / "against.txt").read_text()
     played = {what: [case.selection for case in read_cases(str(folder / f"{what}.toml"))[1]] for what in SWEEPS}
     assert [(one.one_device, one.gpus) for one in played["schedules"]] == [(True, 2)]
+    assert [(one.one_device, one.gpus) for one in played["nccl"]] == [(False, 2)]
     assert [(one.layers, one.set) for one in played["offloaded"]] == [(4, ("schedule.activations=host",))]
 
 
@@ -98,9 +101,9 @@ def test_a_part_that_fails_does_not_end_it(
     monkeypatch.setattr(recipes, "calibrate", lambda command, _: save_profile(make_profile(), Path(command.out)))
     monkeypatch.setattr(recipes, "shipped_of", lambda _: [])
     monkeypatch.setattr(recipes, "validate", lambda command, _: swept.append(command))
-    with pytest.raises(RankError, match="1 parts failed: out of memory"):
+    with pytest.raises(RankError, match="2 parts failed: out of memory"):
         recipes.gpu(open_console())
-    assert [command.sweep.one_device for command in swept] == [False, True, False]
+    assert [command.sweep.one_device for command in swept] == [False, True, False, False]
     assert "failed: out of memory" in capsys.readouterr().out
 
 
