@@ -1,0 +1,78 @@
+"""What only a GPU can show: that issuing never waits for it, what its allocator gives, its fused norms, its graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.dense import rms_norm, rms_norm_backward
+from runtime.execute import RankPlayer
+from runtime.reference import relative_error
+from runtime.streams import CudaStreams
+from sim.memory import walk
+from sim.schedule.check import Checked, check
+from sim.schedule.one_device import on_one_device
+from sim.workload import Workload, load_model
+from tests.helpers import make_checked
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+GPU = torch.device("cuda", 0)
+NEAR = 0.03
+
+
+def layers(name: str, ranks: int, count: int = 1) -> Checked:
+    """Return layers of Llama 3 8B, all ranks on one device."""
+    workload = Workload(model=load_model("llama3-8b"), seq=4096, dtype="bf16", scope="layer", layers=count)
+    checked = make_checked(name, workload, ranks)
+    return check(on_one_device(checked)) if ranks > 1 else checked
+
+
+@pytest.mark.parametrize(("name", "ranks", "count"), [("single", 1, 1), ("zigzag", 4, 1), ("upipe", 4, 1)])
+def test_issuing_never_waits_for_the_device(name: str, ranks: int, count: int) -> None:
+    player = RankPlayer(layers(name, ranks, count), 0, GPU)
+    player.play()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        player._issue(player._streams, player._fresh(), [])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        player.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "count"),
+    [("single", 1, 1), ("zigzag", 4, 1), ("ulysses", 4, 1), ("burst", 2, 1), ("single, offloaded", 1, 3)],
+)
+def test_the_allocator_gives_what_the_walk_says(name: str, ranks: int, count: int) -> None:
+    checked = layers(name, ranks, count)
+    said = walk(checked.schedule.program(0), checked.dependencies[0]).peak_bytes
+    player = RankPlayer(checked, 0, GPU)
+    given = [player.play().allocated_bytes for _ in range(3)][-1]
+    player.close()
+    assert abs(said / given - 1) <= NEAR
+
+
+def test_fused_norms_are_those_of_the_cpu() -> None:
+    x, dout = (torch.randn(2, 64, 4096, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(4096, dtype=torch.bfloat16)
+    here, there = rms_norm(x, weight, 1e-5), rms_norm(x.to(GPU), weight.to(GPU), 1e-5)
+    back = rms_norm_backward(x, weight, here.second, dout)
+    back_there = rms_norm_backward(x.to(GPU), weight.to(GPU), there.second, dout.to(GPU))
+    for one, other in ((here, there), (back, back_there)):
+        assert other.name.startswith("aten fused")
+        for tensor, found in ((one.out, other.out), (one.second, other.second)):
+            assert relative_error(found.cpu().double(), tensor.double()) <= 2e-2
+
+
+def test_graphs_replay_kernels() -> None:
+    x = torch.zeros(1024, device=GPU)
+
+    def add() -> list[torch.distributed.Work]:
+        x.add_(1)
+        return []
+
+    streams = CudaStreams(GPU)
+    streams.start()
+    assert 0 < streams.replay(add, 100) < 1e-3
+    assert x.eq(200).all()  # twice, once to warm up
+    streams.close()
