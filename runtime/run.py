@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from runtime.execute import Executed, RankPlayer
-from runtime.launch import RankContext, Session
+from runtime.launch import Session
+from runtime.rank import RankContext
 from runtime.verify import output_errors, verifiable
 from sim.errors import InputError
 from sim.schedule.check import Checked, check
