@@ -84,7 +84,7 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        _join(place)
+        _join(place, device)
         context = RankContext(place.rank, place.ranks, device, board)
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
@@ -94,7 +94,7 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
         os._exit(1)
 
 
-def _join(place: Place) -> None:
+def _join(place: Place, device: torch.device) -> None:
     """Form the process group of all ranks."""
     if place.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -107,6 +107,9 @@ def _join(place: Place) -> None:
         rank=place.rank,
         world_size=place.ranks,
         timeout=limit,
+        # NCCL then forms its communicators at once: at a first exchange it would take all ranks of the group, of which
+        # a schedule may have no more than two communicate.
+        device_id=device if device.type == "cuda" else None,
     )
 
 
