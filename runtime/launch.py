@@ -1,8 +1,8 @@
 """Starts the processes of a run, watches over them, and ends them all: a rank that dies or hangs takes nobody along.
 
-A ``Session`` keeps one process per rank, joined by gloo (or NCCL). ``call`` runs a function on every rank. The session
-watches how processes end, exceptions, and the progress that ranks report; processes end with their parent, however it
-ends.
+A ``Session`` keeps one process per rank, joined by gloo (or NCCL): on this host, or where torchrun has started workers.
+``call`` runs a function on every rank. The session watches how processes end, exceptions, and the progress that ranks
+report; processes end with their parent, however it ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from runtime.process import GRACE_S, LocalRank, RankProcess, deaf
 from runtime.rank import Job, Place, Store
+from runtime.torchrun import Workers
 from sim.errors import RankError
 
 TIMEOUT_S = 120.0
@@ -23,7 +24,10 @@ TIMEOUT_S = 120.0
 
 
 class Session:
-    """The processes of a run. A context manager: on leaving it no process stays."""
+    """The processes of a run. A context manager: on leaving it no process stays.
+
+    ``workers`` are those that torchrun has started, each for the rank of its number; without them all ranks run here.
+    """
 
     def __init__(
         self,
@@ -32,18 +36,22 @@ class Session:
         device: str = "cpu",
         timeout_s: float = TIMEOUT_S,
         threads_per_rank: int = 1,
+        workers: Workers | None = None,
     ) -> None:
         self.ranks = ranks
+        self.one_host = workers is None or ranks <= workers.world.local_size
+        """Whether all ranks run on one host, and so read one clock."""
         self._timeout_s = timeout_s
         self._describe: Callable[[int, int], str] = lambda rank, op: f"rank {rank} op {op}"
         self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
-        store = Store(str(Path(self._folder.name) / "store"))
-        place = Place(0, ranks, device, store, timeout_s, threads_per_rank, one_host=True)
+        store = workers.new_store() if workers else Store(str(Path(self._folder.name) / "store"))
+        place = Place(0, ranks, device, store, timeout_s, threads_per_rank, self.one_host)
+        start = workers.start if workers else _start_here
         self.processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
                 with deaf():
-                    self.processes.append(LocalRank(place._replace(rank=rank), number=rank))
+                    self.processes.append(start(place._replace(rank=rank)))
             self._restart_clocks()
             self._collect(max(timeout_s, TIMEOUT_S))  # loading torch from a cold disk is nobody's hanging
         except BaseException:
@@ -141,3 +149,8 @@ class Session:
             process.join(GRACE_S)
             process.close()
         self._folder.cleanup()
+
+
+def _start_here(place: Place) -> RankProcess:
+    """Start the process of a rank on this host, whose devices are counted as the ranks are."""
+    return LocalRank(place, place.rank)
