@@ -17,7 +17,8 @@ from calibrate.cases import KernelCase, cases_of
 from calibrate.fit import COMPUTE_BOUND
 from calibrate.kernels import Lap, RepeatedKernel
 from runtime.groups import start_together
-from runtime.launch import RankContext, Session
+from runtime.launch import Session
+from runtime.rank import RankContext
 from runtime.run import ScheduleRun
 from sim.profile import MeasuredJitter, Slowdown
 from sim.schedule.check import check

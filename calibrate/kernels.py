@@ -18,7 +18,8 @@ from runtime.attention import AttentionKernel, attention_kernel
 from runtime.execute import ISSUE_S
 from runtime.groups import start_together
 from runtime.kernels import run_kernel
-from runtime.launch import RankContext, Session
+from runtime.launch import Session
+from runtime.rank import RankContext
 from runtime.streams import open_streams
 from runtime.tensors import TORCH_DTYPE, Storage
 from sim.profile import Condition, Point

@@ -1,7 +1,7 @@
 """The command ``longstep``: list, show, simulate, run, compare, validate, calibrate.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
-they are run: simulating works without.
+they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import functools
 import gc
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated, assert_never
+from typing import TYPE_CHECKING, Annotated, assert_never
 
 import tyro
 from rich.console import Console
@@ -27,6 +28,9 @@ from experiments.show import List, Show, list_names, show
 from experiments.simulate import Simulate, simulate
 from experiments.validate import Validate, validate
 from sim.errors import LongstepError, RankError
+
+if TYPE_CHECKING:
+    from runtime.torchrun import Workers
 
 Command = (
     Annotated[List, tyro.conf.subcommand("list")]
@@ -41,15 +45,24 @@ Command = (
 _ABOUT = "Predict, execute and compare schedules of long-context training."
 _WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""What every process that torchrun starts has in its environment."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command; exits with 0, with 2 after a mistake of the user's, with 1 after a failed run."""
-    guarded(functools.partial(command, arguments))
+    guarded(functools.partial(_as_started if _TORCHRUN in os.environ else command, arguments))
 
 
-def command(arguments: list[str] | None) -> None:
-    """Parse and run one command."""
+def _as_started(arguments: list[str] | None) -> None:
+    """Run one command in a process that torchrun has started."""
+    from runtime.torchrun import under_torchrun
+
+    under_torchrun(functools.partial(command, arguments))
+
+
+def command(arguments: list[str] | None, workers: Workers | None = None) -> None:
+    """Parse and run one command; what it executes, it executes on the workers that torchrun has started, if it has."""
     parsed = parse(arguments)
     console = open_console()
     if isinstance(parsed, List):
@@ -59,11 +72,11 @@ def command(arguments: list[str] | None) -> None:
     elif isinstance(parsed, Simulate):
         simulate(parsed, console)
     elif isinstance(parsed, Run):
-        run(parsed, console)
+        run(parsed, console, workers)
     elif isinstance(parsed, Compare):
-        compare(parsed, console)
+        compare(parsed, console, workers)
     elif isinstance(parsed, Validate):
-        validate(parsed, console)
+        validate(parsed, console, workers)
     elif isinstance(parsed, Calibrate):
         calibrate(parsed, console)
     else:

@@ -25,6 +25,7 @@ from sim.trace import Trace
 
 if TYPE_CHECKING:
     from runtime.launch import Session
+    from runtime.torchrun import Workers
 
 
 _PROBES, _PROBE_S = 6, 0.1
@@ -45,7 +46,7 @@ class Compare:
     """Print one JSON object instead of a table."""
 
 
-def compare(command: Compare, console: Console) -> None:
+def compare(command: Compare, console: Console, workers: Workers | None = None) -> None:
     """Execute and simulate, and print both."""
     chosen = choose(command.selection)
     for path in (command.trace, command.html):
@@ -53,7 +54,7 @@ def compare(command: Compare, console: Console) -> None:
             writable(path)
     calibrated(chosen)
     checked = chosen.checked()
-    with open_session(chosen, checked, command.execution) as session:
+    with open_session(chosen, checked, command.execution, workers) as session:
         found, traces = comparison(chosen, checked, session, command.execution.repeats)
     if command.trace:
         write_trace(command.trace, checked, traces)
@@ -103,6 +104,8 @@ def comparison(
     steps = measured_steps(both, repeats)
     run.close()
     drift.append(_drift(session, profile))
+    if chosen.spec.gpu.kind == "cpu" and not session.one_host:
+        report.evidence.notes.append("executed on several hosts, predicted as on one: a host's profile knows no other")
     found = laid_side_by_side(checked, simulation.trace, report, steps, drift)
     return found, [simulation.trace, median_step(steps).trace]
 

@@ -1,4 +1,6 @@
-"""``longstep run``: execute a schedule on this machine, and see that it computes the right thing."""
+"""``longstep run``: execute a schedule on this machine, or where torchrun has put workers, and see that it computes the
+right thing.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ from topology.specs import ClusterSpec
 if TYPE_CHECKING:
     from runtime.launch import Session
     from runtime.run import Step
+    from runtime.torchrun import Workers
+    from runtime.worker import World
 
 _LONGEST_S = 1e6
 WARM_UP = 3
@@ -55,7 +59,7 @@ class Run:
     """Print one JSON object instead of a table."""
 
 
-def run(command: Run, console: Console) -> None:
+def run(command: Run, console: Console, workers: Workers | None = None) -> None:
     """Execute some steps, and print what happened."""
     from runtime.run import ScheduleRun
     from runtime.verify import BOUNDS, verifiable
@@ -66,7 +70,7 @@ def run(command: Run, console: Console) -> None:
     checked = chosen.checked()
     if command.verify or not chosen.workload.forward:  # one pass alone gets its out and lse from the reference
         verifiable(chosen.workload)
-    with open_session(chosen, checked, command.execution) as session:
+    with open_session(chosen, checked, command.execution, workers) as session:
         schedule_run = ScheduleRun(session, checked)
         steps = measured_steps(schedule_run.step, command.execution.repeats)
         errors = schedule_run.errors() if command.verify else {}
@@ -109,9 +113,11 @@ def _table(name: str, result: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def open_session(chosen: Chosen, checked: Checked, execution: Execution) -> Iterator[Session]:
+def open_session(
+    chosen: Chosen, checked: Checked, execution: Execution, workers: Workers | None = None
+) -> Iterator[Session]:
     """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
-    machine cannot.
+    machine cannot, or torchrun has not started ``workers`` enough.
     """
     from runtime.launch import Session
 
@@ -120,9 +126,28 @@ def open_session(chosen: Chosen, checked: Checked, execution: Execution) -> Iter
     if not 0 < execution.timeout < _LONGEST_S:
         raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks = checked.schedule.num_ranks
-    here(chosen.spec, ranks, [chosen.workload.dtype])
-    with Session(ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout) as session:
+    if workers:
+        enough(chosen.spec, ranks, workers.world)
+    here(chosen.spec, min(ranks, workers.world.local_size) if workers else ranks, [chosen.workload.dtype])
+    with Session(ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout, workers=workers) as session:
         yield session
+
+
+def enough(spec: ClusterSpec, ranks: int, world: World) -> None:
+    """Raise InputError if torchrun has started fewer processes than ranks, or has split them into other nodes than a
+    cluster of GPUs has.
+    """
+    if ranks > world.size:
+        raise InputError(
+            f"{ranks} ranks need as many processes, torchrun has started {world.size}: set its --nproc-per-node and "
+            f"--nnodes, or --gpus {world.size}"
+        )
+    if spec.gpu.kind == "cuda" and min(ranks, spec.gpus_per_node) != min(ranks, world.local_size):
+        raise InputError(
+            f"cluster {spec.name!r} has {spec.gpus_per_node} GPUs a node, torchrun has started {world.local_size} "
+            f"processes on each: set its --nproc-per-node {spec.gpus_per_node}, or "
+            f"--set cluster.gpus_per_node={world.local_size}"
+        )
 
 
 def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[str] = ()) -> None:

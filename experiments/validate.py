@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import tyro
@@ -35,6 +35,9 @@ from experiments.tables import percent, seconds
 from sim.errors import InputError, LongstepError
 from sim.profile import profile_names, write_whole
 
+if TYPE_CHECKING:
+    from runtime.torchrun import Workers
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validate:
@@ -57,7 +60,7 @@ class Validate:
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
 
-def validate(command: Validate, console: Console) -> None:
+def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
     for path in (command.out, command.html, command.figure, command.cases_out):
         if path:
@@ -85,10 +88,10 @@ def validate(command: Validate, console: Console) -> None:
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
-    _sweep(cells, command, console)
+    _sweep(cells, command, console, workers)
 
 
-def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
+def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
     record = _begun(choose(cells[0].selection(command.sweep)), common_fields(command.sweep))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
@@ -102,7 +105,7 @@ def _sweep(cells: list[Cell], command: Validate, console: Console) -> None:
 
     stopped: BaseException | None = None
     try:
-        compared(cells, command, console, keep)
+        compared(cells, command, console, keep, workers)
     except (KeyboardInterrupt, LongstepError) as error:
         stopped = error
     if record.comparisons:
@@ -126,7 +129,13 @@ def _begun(chosen: Chosen, select: dict[str, Any]) -> Record:
     )
 
 
-def compared(cells: list[Cell], command: Validate, console: Console, keep: Callable[[Cell, Comparison], None]) -> None:
+def compared(
+    cells: list[Cell],
+    command: Validate,
+    console: Console,
+    keep: Callable[[Cell, Comparison], None],
+    workers: Workers | None = None,
+) -> None:
     """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone."""
     steps = Execution().repeats
     with Progress(console=type(console)(stderr=True), transient=True) as progress:
@@ -135,7 +144,7 @@ def compared(cells: list[Cell], command: Validate, console: Console, keep: Calla
             for gpus in sorted({cell.gpus for cell in cells}):
                 together = [cell for cell in cells if cell.gpus == gpus]
                 first = choose(together[0].selection(command.sweep))
-                with open_session(first, first.checked(), Execution()) as session:
+                with open_session(first, first.checked(), Execution(), workers) as session:
                     for cell in together:
                         chosen = choose(cell.selection(command.sweep))
                         checked = chosen.checked()

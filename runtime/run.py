@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from runtime.execute import Executed, RankPlayer
-from runtime.launch import RankContext, Session
+from runtime.launch import Session
+from runtime.rank import RankContext
 from runtime.verify import output_errors, verifiable
 from sim.errors import InputError
 from sim.schedule.check import Checked, check
@@ -45,11 +46,13 @@ class ScheduleRun:
         self._name_ops()
         done: list[Executed] = self._session.call(_step, self._key, ahead)
         zero_s = min(executed.start_s for executed in done)
+        one_clock = self._session.one_host  # those of several hosts say nothing of each other: all start at 0
+        late_s = [executed.start_s - zero_s if one_clock else 0.0 for executed in done]
         rows = {
             (row.rank, row.op): row._replace(
-                posted_s=row.posted_s + executed.start_s - zero_s,
-                begin_s=row.begin_s + executed.start_s - zero_s,
-                end_s=row.end_s + executed.start_s - zero_s,
+                posted_s=row.posted_s + late_s[row.rank],
+                begin_s=row.begin_s + late_s[row.rank],
+                end_s=row.end_s + late_s[row.rank],
             )
             for executed in done
             for row in executed.rows

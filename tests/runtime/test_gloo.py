@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.launch import RankContext, Session, _deaf
+from runtime.launch import Session
+from runtime.process import deaf
+from runtime.rank import RankContext
 from runtime.run import ScheduleRun
 from runtime.tensors import reserve
 from runtime.verify import BOUNDS
@@ -214,7 +216,7 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
             assert process.pid is not None
             os.kill(process.pid, signal.SIGINT)
         assert session.call(their_rank) == [0, 1]
-    with pytest.raises(KeyboardInterrupt), _deaf():
+    with pytest.raises(KeyboardInterrupt), deaf():
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -1,0 +1,228 @@
+"""Processes that torchrun starts: one command over all of them, on one host and on two that share nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.execute import enough
+from runtime.verify import BOUNDS
+from runtime.worker import World
+from sim.errors import InputError
+from topology.cluster import load_cluster
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LONGSTEP = ("--no-python", sys.executable, "-c", "from experiments.cli import main; main()")
+LIMIT_S = 120
+
+
+class Programs:
+    """The programs of a test, each of which is to end with all that it has started."""
+
+    def __init__(self) -> None:
+        self._mark = f"LONGSTEP_TEST={os.getpid()}.{time.monotonic_ns()}"
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a program in a group of its own, as a shell does."""
+        own = {"PYTHONPATH": str(ROOT), **dict([self._mark.split("=")])}
+        program = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | own | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.append(program)
+        return program
+
+    def torchrun(self, *command: str) -> subprocess.Popen[str]:
+        """Start two processes on this host."""
+        return self.start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command)
+
+    def close(self) -> set[int]:
+        """End what has not ended; return what that was."""
+        left = self._alive()
+        deadline = time.monotonic() + 5
+        while left and time.monotonic() < deadline and all(program.poll() is not None for program in self._running):
+            time.sleep(0.1)
+            left = self._alive()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for program in self._running:
+            program.communicate()
+        return left
+
+    def _alive(self) -> set[int]:
+        return {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self._marked(path)}
+
+    def _marked(self, path: Path) -> bool:
+        try:
+            return self._mark.encode() in path.read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def programs() -> Iterator[Programs]:
+    started = Programs()
+    try:
+        yield started
+    finally:
+        left = started.close()
+    assert not left
+
+
+def ended(program: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Return exit code, output and errors."""
+    out, err = program.communicate(timeout=LIMIT_S)
+    return program.returncode, out, err
+
+
+def said(err: str) -> list[str]:
+    """Return what Longstep says, among all that torchrun does."""
+    return [line for line in err.splitlines() if line.startswith("longstep: ")]
+
+
+def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
+    options = ("--gpus", "2", "--seq", "256", "--repeats", "2", "--verify", "--json")
+    code, out, err = ended(programs.torchrun(*LONGSTEP, "run", *options))
+    assert code == 0, err
+    found = json.loads(out)
+    assert len(found["step_times_s"]) == 2
+    assert found["errors"].keys() == {"out", "dq", "dk", "dv"}
+    assert max(found["errors"].values()) < BOUNDS["fp32"]
+    assert "Traceback" not in err
+
+
+def test_a_command_without_a_session_ends_all_processes(programs: Programs) -> None:
+    code, out, err = ended(programs.torchrun(*LONGSTEP, "list", "schedules"))
+    assert code == 0, err
+    assert out.count("zigzag") == 1
+
+
+def test_more_ranks_than_processes_are_refused(programs: Programs) -> None:
+    code, out, err = ended(programs.torchrun(*LONGSTEP, "run", "--gpus", "3", "--seq", "48"))
+    assert code == 1
+    assert out == ""
+    (line,) = said(err)
+    assert "3 ranks need as many processes, torchrun has started 2: set its --nproc-per-node and --nnodes" in line
+
+
+def kill_the_rank(torchrun: int, rank: int, worker: int) -> None:
+    os.kill(rank, signal.SIGKILL)
+
+
+def kill_its_worker(torchrun: int, rank: int, worker: int) -> None:
+    os.kill(worker, signal.SIGKILL)
+
+
+def press_ctrl_c(torchrun: int, rank: int, worker: int) -> None:
+    os.killpg(torchrun, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "stop", "words"),
+    [
+        (["2", "1"], kill_the_rank, r"rank 1 op \d+ \(.*\) was killed by signal SIGKILL"),
+        ([], kill_its_worker, r"rank 1 op \d+ \(.*\) was lost: .*"),
+        ([], press_ctrl_c, "interrupted"),
+    ],
+)
+def test_what_ends_in_the_middle(
+    programs: Programs, earlier: list[str], stop: Callable[[int, int, int], None], words: str
+) -> None:
+    """Of the first session of a command, or after earlier ones."""
+    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun", *earlier)
+    assert torchrun.stdout is not None
+    rank, worker = map(int, re.findall(r"\d+", torchrun.stdout.readline().removeprefix("rank 1")))
+    time.sleep(0.3)  # of a step that takes a second or more
+    stop(torchrun.pid, rank, worker)
+    code, _, err = ended(torchrun)
+    assert code == 1
+    (line,) = said(err)
+    assert re.fullmatch(f"longstep: {words}", line), err
+
+
+def test_nodes_are_those_of_the_cluster() -> None:
+    h100, world = load_cluster("hgx-h100"), World(rank=0, size=16, local_rank=0, local_size=8)
+    enough(h100, 16, world)
+    enough(h100, 4, world)
+    with pytest.raises(InputError, match="--nproc-per-node 8, or --set cluster.gpus_per_node=4"):
+        enough(h100, 16, world._replace(local_size=4))
+    with pytest.raises(InputError, match="torchrun has started 16"):
+        enough(h100, 24, world)
+    enough(load_cluster("host"), 16, world._replace(local_size=4))
+
+
+# Two hosts
+
+
+def administer(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Per host, what to put before a command to run there: in a network, with files and a clock of its own."""
+    if not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare")):
+        pytest.skip("two hosts on one machine take root, ip and unshare")
+    names = [f"longstep{os.getpid()}-{host}" for host in (1, 2)]
+    own_files = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /var/tmp && exec "$@"'
+    own = ["unshare", "--mount", "--ipc", "--time", "--monotonic"]
+    hosts = [
+        ["ip", "netns", "exec", name, *own, f"{number}00000", "sh", "-c", own_files, "sh"]
+        for number, name in enumerate(names, start=1)
+    ]
+    try:
+        for name in names:
+            administer("ip", "netns", "add", name)
+        cable = ["ip", "link", "add", "cable", "netns", names[0], "type", "veth", "peer", "cable", "netns", names[1]]
+        administer(*cable)
+        for number, (name, host) in enumerate(zip(names, hosts, strict=True), start=1):
+            administer("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                administer("ip", "-n", name, "link", "set", device, "up")
+            administer(*host, "true")
+        yield hosts
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine cannot play two hosts: {error.stderr.decode().strip()}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+def test_two_hosts_that_share_nothing_but_a_network(programs: Programs, two_hosts: list[list[str]]) -> None:
+    """Their clocks are a day apart, which no step takes."""
+    options = ("--gpus", "2", "--seq", "256", "--repeats", "1", "--scope", "layer")
+    nodes = [
+        programs.start(
+            *host, *TORCHRUN, "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
+            "--master-addr", "10.77.0.1", "--master-port", "29500", *LONGSTEP, "run", *options, "--verify", "--json",
+            GLOO_SOCKET_IFNAME="cable", TMPDIR="/var/tmp",
+        )
+        for number, host in enumerate(two_hosts)
+    ]  # fmt: skip
+    (code, out, err), (other_code, other_out, other_err) = map(ended, nodes)
+    assert (code, other_code) == (0, 0), err + other_err
+    assert other_out == ""
+    found = json.loads(out)
+    assert max(found["errors"].values()) < BOUNDS["fp32"]
+    assert 0 < found["step_time_s"] < LIMIT_S
