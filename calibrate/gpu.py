@@ -141,13 +141,16 @@ class GpuCalibration:
         if self._session is None or self._session.ranks != ranks:
             if self._session:
                 self._session.close()
-            self._session = Session(ranks, device=self._spec.gpu.kind)
+            self._session = Session(ranks, device=self._spec.gpu.kind, attention=self._plan.attention)
         return self._session
 
     def _implementations(self) -> dict[str, str]:
         """Return which attention was timed, and with which CUDA."""
         device, dtype = torch.device(self._spec.gpu.kind), TORCH_DTYPE[self._plan.dtypes[0]]
-        return {"attention": attention_kernel(device, dtype).name, "cuda": torch.version.cuda or ""}
+        return {
+            "attention": attention_kernel(device, dtype, self._plan.attention).name,
+            "cuda": torch.version.cuda or "",
+        }
 
     def _time_launch(self) -> None:
         self._launch_s = time_launch(self._on(1), self._plan.model, self._plan.dtypes[0], inline=False)

@@ -156,7 +156,8 @@ class RepeatedKernel:
         self._context = context
         self._streams = open_streams(context.device)
         self._streams.start()
-        self._attention = attention_kernel(context.device, TORCH_DTYPE[program.dtype((*op.reads, *op.writes)[0])])
+        dtype = TORCH_DTYPE[program.dtype((*op.reads, *op.writes)[0])]
+        self._attention = attention_kernel(context.device, dtype, context.attention)
         first = _operands(program, op, context, self._attention)
         self._sets = [first, *(_copied(program, first, context) for _ in range(_num_sets(program, op) - 1))]
         self._next = 0

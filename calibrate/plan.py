@@ -21,6 +21,8 @@ class Plan(NamedTuple):
     dtypes: tuple[Dtype, ...]
     quick: bool
     command: str
+    attention: str = ""
+    """Name of the attention kernel of a GPU; empty: the best one."""
 
 
 class Step(NamedTuple):

@@ -56,6 +56,9 @@ class Calibrate:
     """The model whose heads and shapes are timed; by default tiny on a host, llama3-8b on a GPU."""
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Data type to time, as often as wanted; by default the model's."""
+    attention: str = ""
+    """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-cudnn or aten-efficient; by default the
+    first of them that is installed."""
     name: str | None = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
     out: str | None = None
@@ -91,15 +94,15 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     from calibrate.plan import Plan
 
     spec = load_cluster(command.cluster)
-    here(spec, 1, command.dtype)
     on_gpu = spec.gpu.kind == "cuda"
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
+    here(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
     path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:
         make_folder(path.parent)
     writable(str(path))
-    plan = Plan(name, model, tuple(dtypes), command.quick, command_line())  # type: ignore[arg-type]
+    plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)  # type: ignore[arg-type]
     limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
     state, failure = "interrupted", None
     with _calibration(plan, spec) as calibration:
@@ -164,7 +167,7 @@ def _check(profile: Profile, console: Console) -> None:
     here(spec, 1)
     title = f"profile {profile.name!r} of {profile.created}, repeated"
     table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
-    with Session(1, device=spec.gpu.kind) as session:
+    with Session(1, device=spec.gpu.kind, attention=profile.machine.software.get("attention", "")) as session:
         repeated = repeat(profile, session, most=8, budget_s=0.3)
     if not repeated:
         raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")

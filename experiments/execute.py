@@ -22,6 +22,7 @@ from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import InputError, RankError
 from sim.schedule.check import Checked
+from sim.workload import Dtype
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Execution:
     """Steps to measure."""
     timeout: float = 120.0
     """Seconds that a rank may stand still before the run is ended."""
+    attention: str = ""
+    """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-cudnn or aten-efficient; by default what
+    the profile was calibrated with, else the first of them that is installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +132,29 @@ def open_session(
     ranks = checked.schedule.num_ranks
     if workers:
         enough(chosen.spec, ranks, workers.world)
-    here(chosen.spec, min(ranks, workers.world.local_size) if workers else ranks, [chosen.workload.dtype])
-    with Session(ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout, workers=workers) as session:
+    attention = execution.attention or timed_attention(chosen)
+    here(chosen.spec, min(ranks, workers.world.local_size) if workers else ranks, [chosen.workload.dtype], attention)
+    with Session(
+        ranks,
+        device=chosen.spec.gpu.kind,
+        timeout_s=execution.timeout,
+        workers=workers,
+        attention=attention,
+    ) as session:
         yield session
+
+
+def timed_attention(chosen: Chosen) -> str:
+    """Return the name of the attention kernel that a profile was calibrated with, since what is timed is what is run;
+    empty where there is none, or none for the data type.
+    """
+    timed = chosen.profile.machine.software.get("attention", "") if chosen.profile else ""
+    if chosen.spec.gpu.kind == "cpu":
+        return ""
+    from runtime.cuda_attention import runs
+    from runtime.tensors import TORCH_DTYPE
+
+    return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""
 
 
 def enough(spec: ClusterSpec, ranks: int, world: World) -> None:
@@ -150,13 +174,17 @@ def enough(spec: ClusterSpec, ranks: int, world: World) -> None:
         )
 
 
-def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[str] = ()) -> None:
-    """Raise InputError if this machine is not what a cluster describes, has too few GPUs of it, or no attention for a
-    data type.
+def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), attention: str = "") -> None:
+    """Raise InputError if this machine is not what a cluster describes, has too few GPUs of it, or no attention (of a
+    name) for a data type.
     """
     import torch
 
     if spec.gpu.kind == "cpu":
+        if attention:
+            raise InputError(
+                f"--attention {attention}: a CPU has one kernel; leave it out, or set --cluster to a GPU's"
+            )
         return
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     if not found or not all(is_of(spec, device) for device in found[:gpus]):
@@ -170,8 +198,11 @@ def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[str] = ()) -> None:
             f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
             f"ranks on one"
         )
-    if "fp64" in dtypes:
-        raise InputError("--dtype fp64: attention on CUDA runs bf16, fp16 and fp32; set --dtype bf16")
+    from runtime.cuda_attention import cuda_kernel
+    from runtime.tensors import TORCH_DTYPE
+
+    for dtype in dtypes:
+        cuda_kernel(TORCH_DTYPE[dtype], attention)
 
 
 def gpus_here(spec: ClusterSpec) -> int:

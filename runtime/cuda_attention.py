@@ -249,8 +249,8 @@ def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
         raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {dtype}; set --dtype bf16")
     if name and name not in possible:
         raise InputError(
-            f"attention {name!r} does not run {dtype} here: {', '.join(possible)} do; set --attention, or calibrate "
-            f"with another"
+            f"attention {name!r} does not run {dtype} here, {', '.join(possible)} would: set --attention, or calibrate "
+            f"with one of them"
         )
     return possible[name or next(iter(possible))]()
 

@@ -41,12 +41,17 @@ class Executed(NamedTuple):
 class RankPlayer:
     """One rank of one schedule, ready to be played as often as wanted.
 
-    ``progress`` is told the number of the op that the host is at, and whether it waits there, so that a watcher can
-    name it.
+    ``attention`` names the kernel of a GPU, by default the best one. ``progress`` is told the number of the op that the
+    host is at, and whether it waits there, so that a watcher can name it.
     """
 
     def __init__(
-        self, checked: Checked, rank: int, device: torch.device, progress: Callable[[int, bool], None] = lambda *_: None
+        self,
+        checked: Checked,
+        rank: int,
+        device: torch.device,
+        attention: str = "",
+        progress: Callable[[int, bool], None] = lambda *_: None,
     ) -> None:
         self._rank = rank
         self._ranks = checked.schedule.num_ranks
@@ -56,7 +61,7 @@ class RankPlayer:
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
         self._groups = Groups(checked.schedule, rank)
-        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
+        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype], attention)
         self._streams = open_streams(device)
         self._progress = progress
         needed = walk(self._program, self._dependencies)

@@ -27,6 +27,7 @@ class Session:
     """The processes of a run. A context manager: on leaving it no process stays.
 
     ``workers`` are those that torchrun has started, each for the rank of its number; without them all ranks run here.
+    ``attention`` names the kernel that GPUs run; by default the best that is installed.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Session:
         timeout_s: float = TIMEOUT_S,
         threads_per_rank: int = 1,
         workers: Workers | None = None,
+        attention: str = "",
     ) -> None:
         self.ranks = ranks
         self.one_host = workers is None or ranks <= workers.world.local_size
@@ -45,7 +47,7 @@ class Session:
         self._describe: Callable[[int, int], str] = lambda rank, op: f"rank {rank} op {op}"
         self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
         store = workers.new_store() if workers else Store(str(Path(self._folder.name) / "store"))
-        place = Place(0, ranks, device, store, timeout_s, threads_per_rank, self.one_host)
+        place = Place(0, ranks, device, store, timeout_s, threads_per_rank, self.one_host, attention)
         start = workers.start if workers else _start_here
         self.processes: list[RankProcess] = []
         try:

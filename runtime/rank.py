@@ -24,10 +24,12 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class RankContext:
     """What a function that runs on a rank knows of its surroundings."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, board: MutableSequence[float]) -> None:
-        self.rank = rank
-        self.ranks = ranks
+    def __init__(self, place: Place, device: torch.device, board: MutableSequence[float]) -> None:
+        self.rank = place.rank
+        self.ranks = place.ranks
         self.device = device
+        self.attention = place.attention
+        """Name of the attention kernel to run; empty: the best one here."""
         self._board = board
         self.state: dict[str, Any] = {}
         """What one call leaves for later ones."""
@@ -57,6 +59,8 @@ class Place(NamedTuple):
     threads: int
     one_host: bool
     """Whether all ranks run on one host."""
+    attention: str
+    """As in RankContext."""
 
 
 class Job(NamedTuple):
@@ -85,7 +89,7 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
         torch.cuda.set_device(device)
     try:
         _join(place, device)
-        context = RankContext(place.rank, place.ranks, device, board)
+        context = RankContext(place, device, board)
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
             pipe.send(_attempt(job, context))

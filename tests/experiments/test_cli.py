@@ -322,6 +322,8 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("calibrate", "--quick", "--against", "h100-sxm"), "--against measures nothing"),
         (("calibrate", "--name", "h100-sxm", "--against", "h100"), "unknown profile 'h100'"),
         (("calibrate", "--cluster", "hgx-h200"), "which has no GPU"),
+        (("run", "--attention", "aten-cudnn"), "a CPU has one kernel"),
+        (("calibrate", "--attention", "aten-cudnn"), "a CPU has one kernel"),
         (("run", "--repeats", "0"), "1 or more"),
         (("run", "--timeout", "0"), "above 0"),
         (("run", "--verify", "--seq", "64K", "--gpus", "1"), "at most 32768"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -15,7 +17,9 @@ from calibrate.plan import Plan
 from experiments.cases import read_cases
 from experiments.cli import main
 from experiments.evidence import predicted
+from experiments.execute import timed_attention
 from experiments.record import judged, read_record
+from experiments.selection import Selection, choose
 from runtime.verify import BOUNDS
 from sim.profile import load_profile, save_profile
 from sim.trace import from_chrome
@@ -120,6 +124,22 @@ def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points
     assert found["peak_bytes"]["simulated"] == found["peak_bytes"]["executed"]
     main(["simulate", "--gpus", "4", "--seq", "256", "--one-device", "--cluster", "hgx-h100"])
     assert "4 ranks on one H100-SXM-80GB" in capsys.readouterr().out
+
+
+def test_the_attention_of_a_profile_is_what_runs() -> None:
+    """Where it is for the data type."""
+
+    def timed(kernel: str, dtype: str) -> str:
+        chosen = choose(Selection(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype))
+        assert chosen.profile
+        machine = msgspec.structs.replace(chosen.profile.machine, software={"attention": kernel})
+        profile = msgspec.structs.replace(chosen.profile, machine=machine)
+        return timed_attention(dataclasses.replace(chosen, profile=profile))
+
+    assert timed("flash-attn-3", "bf16") == "flash-attn-3"
+    assert timed("flash-attn-3", "fp32") == ""
+    assert timed("aten flash for cpu", "bf16") == ""
+    assert timed_attention(choose(Selection())) == ""
 
 
 def test_a_calibration_of_a_gpu_from_the_command_line(

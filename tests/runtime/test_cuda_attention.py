@@ -24,6 +24,7 @@ from runtime.cuda_attention import (
     MemoryEfficient,
     Window,
     cuda_kernel,
+    runs,
     window_of,
 )
 from runtime.reference import attention, relative_error
@@ -81,6 +82,20 @@ def test_what_no_kernel_can_do_is_refused() -> None:
         MemoryEfficient().forward(q, k, v, Band(left=7, right=0))
     with pytest.raises(InputError, match="bf16, fp16 and fp32"):
         cuda_kernel(torch.float64)
+
+
+def test_kernels_are_chosen_by_name_or_the_best_one_is() -> None:
+    """Without packages, as here."""
+    assert cuda_kernel(torch.bfloat16).name == "aten-flash"
+    assert cuda_kernel(torch.float32).name == "aten-efficient"
+    assert cuda_kernel(torch.float16, "aten-cudnn").name == "aten-cudnn"
+    with pytest.raises(InputError, match=r"'aten-cudnn' does not run torch.float32 here, aten-efficient would: set"):
+        cuda_kernel(torch.float32, "aten-cudnn")
+    with pytest.raises(InputError, match="'flash-attn-2' does not run torch.bfloat16 here, aten-flash, aten-efficient"):
+        cuda_kernel(torch.bfloat16, "flash-attn-2")
+    assert runs("flash-attn-3", torch.bfloat16)
+    assert not runs("flash-attn-3", torch.float32)
+    assert not runs("", torch.bfloat16)
 
 
 def answered(q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
