@@ -1,4 +1,5 @@
 # make setup | demo | test | lint | bench | validate | gpu - each sets up what it needs on a fresh machine.
+# make gpu PARTS="verify calibrate compare" - some of it, for a GPU that is there for minutes only.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -33,4 +34,4 @@ validate: $(READY)
 
 gpu: $(READY)
 	-$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m experiments.recipes gpu
+	$(BIN)/python -m experiments.recipes gpu $(PARTS)

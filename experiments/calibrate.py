@@ -70,18 +70,18 @@ def calibrate(command: Calibrate, console: Console) -> None:
     name = command.name or Path(command.cluster).stem
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
-    measures = command.quick or command.dtype or command.model
-    if command.check + bool(command.against) + bool(command.published) > 1:
+    measures = command.quick or command.dtype or command.model or command.attention
+    if command.check + (command.against is not None) + (command.published is not None) > 1:
         raise InputError("--check, --against and --published exclude each other: choose one of them")
     if command.check:
         _check(load_profile(command.out or name), console)
-    elif command.against:
+    elif command.against is not None:
         if measures:
             raise InputError(
                 "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
             )
         show_against(load_profile(command.out or name), load_profile(command.against), console)
-    elif command.published:
+    elif command.published is not None:
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)

@@ -113,60 +113,100 @@ class GpuPlan(NamedTuple):
     """Lengths of four layers whose activations lie in the host's memory."""
 
 
-def gpu(console: Console, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
+def gpu(console: Console, *parts: str, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
     """Prove on one GPU of this machine: exact, calibrated, predicted; leave a folder that is small enough to commit.
 
     Schedules play their ranks on it in turn, with copies for transfers; where there are several GPUs they are executed
-    over NCCL, too. The profile is made before what it predicts.
+    over NCCL, too. The profile is made before what it predicts. ``parts`` are some of ``GPU_PARTS``, for a GPU that is
+    there for minutes only; by default all.
     """
+    for part in parts:
+        if part not in GPU_PARTS:
+            raise unknown("part", part, GPU_PARTS, "PARTS of make gpu")
     cluster, name = gpu_here()
     gpus = gpus_here(load_cluster(cluster))
     counts = [2**n for n in range(1, gpus.bit_length())]  # most degrees divide heads and tokens then
     folder = Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
     make_folder(folder)
-    profile = str(folder / "profile.json")
-    failed: list[str] = []
+    run_of = GpuRun(plan, cluster, name, counts, folder, console, [])
+    for part, do in GPU_PARTS.items():
+        if not parts or part in parts:
+            console.rule(f"{part}: {name}, {gpus} here")
+            do(run_of)
+    console.print(f"written to {folder}", markup=False)
+    if run_of.failed:
+        raise RankError(f"{len(run_of.failed)} parts failed: {'; '.join(run_of.failed)}")
 
-    def attempt(part: Callable[[], None]) -> None:
+
+class GpuRun(NamedTuple):
+    """A run of ``gpu``."""
+
+    plan: GpuPlan
+    cluster: str
+    name: str
+    counts: list[int]
+    """Numbers of ranks to execute over NCCL; none where there is one GPU."""
+    folder: Path
+    console: Console
+    failed: list[str]
+
+    @property
+    def profile(self) -> str:
+        """The profile that is made here."""
+        return str(self.folder / "profile.json")
+
+    def attempt(self, part: Callable[[], None]) -> None:
         """Do a part; what fails is told at the end, so that time on a GPU is not lost."""
         try:
             part()
         except LongstepError as error:
-            failed.append(str(error))
-            console.print(f"failed: {error}", markup=False)
+            self.failed.append(str(error))
+            self.console.print(f"failed: {error}", markup=False)
 
-    console.rule(f"1. {name}: every schedule on one device (of {gpus}), held against one process in fp64")
-    for schedule in plan.schedules:
+
+def _verify(gpu: GpuRun) -> None:
+    """Hold every schedule against one process in fp64: on one device, and over NCCL."""
+    for schedule in gpu.plan.schedules:
+        alone = schedule == "single"
         one = Selection(
-            cluster=cluster, schedule=schedule, gpus=1 if schedule == "single" else 4, seq=plan.verified, dtype="bf16",
+            cluster=gpu.cluster, schedule=schedule, gpus=1 if alone else 4, seq=gpu.plan.verified, dtype="bf16",
             scope="layer", one_device=True, profile=DATASHEET,
         )  # fmt: skip
-        also = [dataclasses.replace(one, layers=3, set=(_OFFLOADED,))] if schedule == "single" else []
-        if schedule != "single" and counts:
-            also = [dataclasses.replace(one, gpus=counts[-1], one_device=False)]
+        also = [dataclasses.replace(one, layers=3, set=(_OFFLOADED,))] if alone else []
+        if gpu.counts and not alone:
+            also = [dataclasses.replace(one, gpus=gpu.counts[-1], one_device=False)]
         for selection in (one, *also):
-            attempt(partial(run, Run(selection=selection, verify=True, execution=Execution(repeats=1)), console))
-    console.rule(f"2. Calibrate: the kernels of {plan.model}")
-    calibrate(Calibrate(cluster=cluster, name=name, model=plan.model, out=profile), console)
-    attempt(partial(hold_against_shipped, profile, folder / "against.txt", console))
-    console.rule(f"3. Predicted and executed: layers of {plan.model}, and every schedule")
+            command = Run(selection=selection, verify=True, execution=Execution(repeats=1))
+            gpu.attempt(partial(run, command, gpu.console))
+
+
+def _calibrate(gpu: GpuRun) -> None:
+    """Calibrate, and hold the profile against those that ship."""
+    calibrate(Calibrate(cluster=gpu.cluster, name=gpu.name, model=gpu.plan.model, out=gpu.profile), gpu.console)
+    gpu.attempt(partial(hold_against_shipped, gpu.profile, gpu.folder / "against.txt", gpu.console))
+
+
+def _compare(gpu: GpuRun) -> None:
+    """Predict and execute layers, with activations on the host, too, and every schedule on one device and over NCCL."""
+    plan = gpu.plan
     alone = Sweep(
-        model=plan.model, cluster=cluster, profile=profile, scope="layer", target=0.05, seq=plan.alone, ranks="1",
-        schedule="single",
+        model=plan.model, cluster=gpu.cluster, profile=gpu.profile, scope="layer", target=0.05, seq=plan.alone,
+        ranks="1", schedule="single",
     )  # fmt: skip
     split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
     together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
     offloaded = dataclasses.replace(alone, seq=plan.offloaded, layers=4, set=(_OFFLOADED,))
     sweeps = {"layers": alone, "schedules": together, "offloaded": offloaded}
-    if counts:
-        sweeps["nccl"] = dataclasses.replace(together, ranks=",".join(map(str, counts)), one_device=False)
+    if gpu.counts:
+        sweeps["nccl"] = dataclasses.replace(together, ranks=",".join(map(str, gpu.counts)), one_device=False)
     for what, sweep in sweeps.items():
-        record, html, figure, cases = (str(folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
+        record, html, figure, cases = (str(gpu.folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
         command = Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases)
-        attempt(partial(validate, command, console))
-    console.print(f"written to {folder}", markup=False)
-    if failed:
-        raise RankError(f"{len(failed)} parts failed: {'; '.join(failed)}")
+        gpu.attempt(partial(validate, command, gpu.console))
+
+
+GPU_PARTS: dict[str, Callable[[GpuRun], None]] = {"verify": _verify, "calibrate": _calibrate, "compare": _compare}
+"""What ``make gpu`` consists of, in this order; comparing takes the profile of the same day's calibration."""
 
 
 def hold_against_shipped(profile: str, path: Path, console: Console) -> None:
@@ -194,7 +234,7 @@ def gpu_here() -> tuple[str, str]:
     )
 
 
-RECIPES = {"demo": demo, "gpu": gpu}
+RECIPES: dict[str, Callable[..., None]] = {"demo": demo, "gpu": gpu}
 
 
 def main() -> None:
@@ -202,7 +242,9 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES, "python -m experiments.recipes NAME")
-    RECIPES[name](open_console())
+    if sys.argv[2:] and name != "gpu":
+        raise InputError(f"recipe {name!r} has no parts: leave out {' '.join(sys.argv[2:])}")
+    RECIPES[name](open_console(), *sys.argv[2:])
 
 
 if __name__ == "__main__":

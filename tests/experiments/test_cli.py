@@ -321,6 +321,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("calibrate", "--check", "--against", "h100-sxm"), "choose one"),
         (("calibrate", "--quick", "--against", "h100-sxm"), "--against measures nothing"),
         (("calibrate", "--name", "h100-sxm", "--against", "h100"), "unknown profile 'h100'"),
+        (("calibrate", "--name", "h100-sxm", "--against", ""), "unknown profile ''"),
         (("calibrate", "--cluster", "hgx-h200"), "which has no GPU"),
         (("run", "--attention", "aten-cudnn"), "a CPU has one kernel"),
         (("calibrate", "--attention", "aten-cudnn"), "a CPU has one kernel"),

@@ -53,7 +53,7 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
         schedules=("single", "ring"), verified="128", model="tiny", alone="256", together="256", ranks="2",
         offloaded="128",
     )  # fmt: skip
-    recipes.gpu(open_console(), plan)
+    recipes.gpu(open_console(), plan=plan)
     printed = capsys.readouterr().out
     assert printed.count("dwq: largest relative error") == 4
     (folder,) = toy.iterdir()
@@ -105,6 +105,23 @@ def test_a_part_that_fails_does_not_end_it(
         recipes.gpu(open_console())
     assert [command.sweep.one_device for command in swept] == [False, True, False, False]
     assert "failed: out of memory" in capsys.readouterr().out
+
+
+def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU that is there for minutes: the profile of one run is what a later one takes."""
+    done: list[str] = []
+    monkeypatch.setattr(recipes, "calibrate", lambda command, _: done.append(command.out))
+    monkeypatch.setattr(recipes, "hold_against_shipped", lambda *_: done.append("against"))
+    monkeypatch.setattr(recipes, "validate", lambda command, _: done.append(command.sweep.profile))
+    recipes.gpu(open_console(), "calibrate")
+    recipes.gpu(open_console(), "compare")
+    (folder,) = toy.iterdir()
+    assert folder.name.endswith("-toy")
+    profile = done[0]
+    assert profile.endswith("-toy/profile.json")
+    assert done == [profile, "against", *[profile] * len(SWEEPS)]
+    with pytest.raises(InputError, match="verify, calibrate, compare"):
+        recipes.gpu(open_console(), "calibrat")
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
