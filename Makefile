@@ -1,5 +1,5 @@
 # make setup | demo | test | lint | bench | validate | gpu - each sets up what it needs on a fresh machine.
-# make gpu PARTS="verify calibrate compare" - some of it, for a GPU that is there for minutes only.
+# make gpu PARTS="test verify calibrate compare" - some of it, for a GPU that is there for minutes only.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -33,5 +33,4 @@ validate: $(READY)
 	$(BIN)/longstep validate
 
 gpu: $(READY)
-	-$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m experiments.recipes gpu $(PARTS)

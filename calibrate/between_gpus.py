@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 from calibrate.kernels import sample
-from calibrate.links import LinkCase, LinkKernel, play
+from calibrate.links import LinkCase, LinkKernel, Played, play
 from runtime.launch import Session
 from sim.engine.collectives import link_name, wire_bytes
 from sim.profile import Point
-from sim.trace import Row
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 
@@ -34,7 +34,7 @@ def between_cases(gpus: int, *, quick: bool) -> list[BetweenCase]:
     """Return what is to be timed on so many GPUs, by numbers of them; exchanges, which only neighbours take part in,
     once around all.
     """
-    counts = sorted({2**n for n in range(1, gpus.bit_length()) if 2**n <= gpus} | {gpus}) if gpus > 1 else []
+    counts = sorted({2**n for n in range(1, gpus.bit_length())} | {gpus}) if gpus > 1 else []
     return [
         BetweenCase(LinkCase(kind, nbytes, "idle"), ranks)
         for ranks in counts
@@ -49,14 +49,31 @@ def time_between(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtyp
     the same node or not, one point for every kind of link.
     """
     played = play(session, case, model, dtype, ahead=True)
-    rows = [row for row in played.rows if row.stream == "link"]
+    ranks = tuple(range(session.ranks))
     if case.kernel != "exchange":
-        nbytes, link = wire_bytes(case.kernel, tuple(range(session.ranks)), played.nbytes, cluster)
-        return [_point(case.kernel, link, dtype, (session.ranks, nbytes), rows)]
-    by_link: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_link[exchanged_over(row.rank, session.ranks, cluster)].append(row)
-    return [_point(case.kernel, link, dtype, (2, played.nbytes), found) for link, found in sorted(by_link.items())]
+        nbytes, link = wire_bytes(case.kernel, ranks, played.nbytes, cluster)
+        return [_point(case.kernel, link, dtype, (session.ranks, nbytes), _times(played, ranks))]
+    by_link: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_link[exchanged_over(rank, session.ranks, cluster)].append(rank)
+    return [
+        _point(case.kernel, link, dtype, (2, played.nbytes), _times(played, some))
+        for link, some in sorted(by_link.items())
+    ]
+
+
+def _times(played: Played, ranks: Sequence[int]) -> list[float]:
+    """Return the seconds of every run, from when the last of some ranks was there: the shortest of their own times,
+    since clocks of GPUs are but about the same.
+    """
+    found = []
+    for step in played.steps:
+        by_op: dict[int, list[float]] = defaultdict(list)
+        for row in step:
+            if row.stream == "link" and row.rank in ranks:
+                by_op[row.op].append(row.end_s - row.posted_s)
+        found += [min(times) for times in by_op.values()]
+    return found
 
 
 def exchanged_over(rank: int, ranks: int, cluster: Cluster) -> str:
@@ -65,8 +82,8 @@ def exchanged_over(rank: int, ranks: int, cluster: Cluster) -> str:
     return link_name(min(routes, key=lambda route: route.bytes_per_s).load(1), cluster)
 
 
-def _point(kernel: str, link: str, dtype: Dtype, shape: tuple[int, int], rows: list[Row]) -> Point:
-    times = sample([row.busy_s for row in rows])
+def _point(kernel: str, link: str, dtype: Dtype, shape: tuple[int, int], seconds: list[float]) -> Point:
+    times = sample(seconds)
     return Point(
         kernel=kernel, variant=link, dtype=dtype, shape=shape, condition="idle", nbytes=shape[1], **times._asdict()
     )

@@ -180,7 +180,7 @@ class GpuCalibration:
         if self._spec.pcie is None or not self._copied:
             return self._spec.pcie
         one = self._spec.pcie.bytes_per_s * self._spec.pcie.payload
-        both = max(one, *(times.both_bytes_per_s for times in self._copied))
+        both = max(one, *(times.both_bytes_per_s for times in self._copied if times.both_bytes_per_s))
         return msgspec.structs.replace(self._spec.pcie, both_ways_bytes_per_s=both if both < 2 * one else None)
 
     def _issue(self) -> dict[str, Issue]:

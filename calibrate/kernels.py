@@ -15,6 +15,7 @@ from torch.distributed import Work
 
 from calibrate.cases import KernelCase
 from runtime.attention import AttentionKernel, attention_kernel
+from runtime.cuda_attention import runs
 from runtime.execute import ISSUE_S
 from runtime.groups import start_together
 from runtime.kernels import run_kernel
@@ -157,7 +158,8 @@ class RepeatedKernel:
         self._streams = open_streams(context.device)
         self._streams.start()
         dtype = TORCH_DTYPE[program.dtype((*op.reads, *op.writes)[0])]
-        self._attention = attention_kernel(context.device, dtype, context.attention)
+        named = context.attention if runs(context.attention, dtype) else ""  # others are of another data type's points
+        self._attention = attention_kernel(context.device, dtype, named)
         first = _operands(program, op, context, self._attention)
         self._sets = [first, *(_copied(program, first, context) for _ in range(_num_sets(program, op) - 1))]
         self._next = 0

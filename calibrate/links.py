@@ -77,7 +77,7 @@ def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
 class Played(NamedTuple):
     """What some steps of a communication op have shown."""
 
-    rows: list[Row]
+    steps: list[list[Row]]
     nbytes: int
     """Of the whole tensor on each rank."""
 
@@ -87,17 +87,15 @@ def play(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype, *, ah
     ``ahead`` is as of ``ScheduleRun.step``.
     """
     run = ScheduleRun(session, check(link_schedule(case, session.ranks, model, dtype)))
-    rows: list[Row] = []
-    for step in range(_WARM + _STEPS):
-        trace = run.step(ahead=ahead).trace
-        rows += trace.rows if step >= _WARM else []
+    steps = [run.step(ahead=ahead).trace.rows for _ in range(_WARM + _STEPS)]
     run.close()
-    return Played(rows, _num_tokens(case, session.ranks, model, dtype) * _row_bytes(model, dtype))
+    return Played(steps[_WARM:], _num_tokens(case, session.ranks, model, dtype) * _row_bytes(model, dtype))
 
 
 def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) -> LinkTimes:
     """Return the time of a communication op among all ranks of a session on a host."""
-    rows, nbytes = play(session, case, model, dtype)
+    steps, nbytes = play(session, case, model, dtype)
+    rows = [row for step in steps for row in step]
     times = sample([row.busy_s for row in rows if row.stream == "link"])
     point = Point(
         kernel=case.kernel,
@@ -174,7 +172,8 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
         heads, kv_heads = Span(0, model.num_heads), Span(0, model.num_kv_heads)
-        given = b.input("dq", (Span(0, tokens),), heads)
+        given = b.tensor("given", tokens, model.num_heads, "communication")
+        b.zero(given, "fill")  # drawn at random as inputs are, a large one would take the host seconds
         taken = b.like("taken", given, "communication")
         block = (Span(0, _BESIDE_TOKENS),)
         q, k, v = b.input("q", block, heads), b.input("k", block, kv_heads), b.input("v", block, kv_heads)

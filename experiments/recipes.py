@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -164,6 +165,18 @@ class GpuRun(NamedTuple):
             self.console.print(f"failed: {error}", markup=False)
 
 
+def _test(gpu: GpuRun) -> None:
+    """Run the tests that need a GPU."""
+    gpu.attempt(gpu_tests)
+
+
+def gpu_tests() -> None:
+    """Run the tests that need a GPU; raises RankError if one fails."""
+    ended = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], check=False)
+    if ended.returncode:
+        raise RankError(f"pytest -m gpu: exit code {ended.returncode}")
+
+
 def _verify(gpu: GpuRun) -> None:
     """Hold every schedule against one process in fp64: on one device, and over NCCL."""
     for schedule in gpu.plan.schedules:
@@ -205,7 +218,12 @@ def _compare(gpu: GpuRun) -> None:
         gpu.attempt(partial(validate, command, gpu.console))
 
 
-GPU_PARTS: dict[str, Callable[[GpuRun], None]] = {"verify": _verify, "calibrate": _calibrate, "compare": _compare}
+GPU_PARTS: dict[str, Callable[[GpuRun], None]] = {
+    "test": _test,
+    "verify": _verify,
+    "calibrate": _calibrate,
+    "compare": _compare,
+}
 """What ``make gpu`` consists of, in this order; comparing takes the profile of the same day's calibration."""
 
 

@@ -30,6 +30,13 @@ _HOPPER = 9
 """Compute capability that flash-attention 3 is for."""
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
 class Window(NamedTuple):
     """A mask as flash-attention takes it: keys from ``left`` before to ``right`` behind the diagonal; -1: no limit."""
 
@@ -120,7 +127,7 @@ class FlashAttention2(_Flash):
     @staticmethod
     def is_here() -> bool:
         """See _Kernel."""
-        return importlib.util.find_spec("flash_attn") is not None
+        return _is_installed("flash_attn.flash_attn_interface")  # the folder alone may be version 4's
 
     def __init__(self) -> None:
         self._package = importlib.import_module("flash_attn.flash_attn_interface")
@@ -149,8 +156,7 @@ class FlashAttention3(_Flash):
     @staticmethod
     def is_here() -> bool:
         """See _Kernel."""
-        installed = importlib.util.find_spec("flash_attn_interface") is not None
-        return installed and torch.cuda.get_device_capability()[0] == _HOPPER
+        return _is_installed("flash_attn_interface") and torch.cuda.get_device_capability()[0] == _HOPPER
 
     def __init__(self) -> None:
         self._package = importlib.import_module("flash_attn_interface")

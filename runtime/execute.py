@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, assert_never
 
@@ -30,7 +31,7 @@ class Executed(NamedTuple):
     rows: list[Row]
     """Times since ``start_s``; group ops begin when posted here, since one rank cannot see the others."""
     start_s: float
-    """On the clock of the host, or 0 on CUDA, where ranks start together."""
+    """On the clock of the host."""
     peak_bytes: int
     """Largest sum of the rank's buffers."""
     allocated_bytes: int
@@ -42,7 +43,8 @@ class RankPlayer:
     """One rank of one schedule, ready to be played as often as wanted.
 
     ``attention`` names the kernel of a GPU, by default the best one. ``progress`` is told the number of the op that the
-    host is at, and whether it waits there, so that a watcher can name it.
+    host is at, and whether it waits there, so that a watcher can name it; ``limit`` is what its process groups may
+    take for an op, by default torch's.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RankPlayer:
         device: torch.device,
         attention: str = "",
         progress: Callable[[int, bool], None] = lambda *_: None,
+        limit: timedelta | None = None,
     ) -> None:
         self._rank = rank
         self._ranks = checked.schedule.num_ranks
@@ -60,7 +63,7 @@ class RankPlayer:
         self._lifetimes = lifetimes(self._program, self._dependencies)
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
-        self._groups = Groups(checked.schedule, rank)
+        self._groups = Groups(checked.schedule, rank, limit)
         self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype], attention)
         self._streams = open_streams(device)
         self._progress = progress

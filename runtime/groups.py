@@ -6,6 +6,7 @@ Buffers are contiguous (``check`` proves it) and no rank sends to itself, which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import assert_never
 
 import torch
@@ -19,11 +20,11 @@ from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective
 class Groups:
     """The process groups of one schedule. Every rank makes them all, in the same order."""
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
+    def __init__(self, schedule: Schedule, rank: int, limit: timedelta | None) -> None:
         self._mine: dict[str, dist.ProcessGroup] = {}
         for communicator in schedule.header.communicators:
             for ranks in communicator.groups:
-                group = dist.new_group(list(ranks))
+                group = dist.new_group(list(ranks), timeout=limit)
                 if rank in ranks:
                     self._mine[communicator.name] = group
 

@@ -30,6 +30,8 @@ class RankContext:
         self.device = device
         self.attention = place.attention
         """Name of the attention kernel to run; empty: the best one here."""
+        self.limit = timedelta(seconds=place.timeout_s + 60)
+        """Longest time that communication may take: the session, which can name the op, is to notice first."""
         self._board = board
         self.state: dict[str, Any] = {}
         """What one call leaves for later ones."""
@@ -88,8 +90,8 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        _join(place, device)
         context = RankContext(place, device, board)
+        _join(place, context)
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
             pipe.send(_attempt(job, context))
@@ -98,22 +100,21 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
         os._exit(1)
 
 
-def _join(place: Place, device: torch.device) -> None:
+def _join(place: Place, context: RankContext) -> None:
     """Form the process group of all ranks."""
     if place.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=place.timeout_s + 60)  # the session, which can name the op, is to notice first
     store = _open_store(place)
-    store.set_timeout(limit)
+    store.set_timeout(context.limit)
     dist.init_process_group(
         BACKENDS[place.kind],
         store=store,
         rank=place.rank,
         world_size=place.ranks,
-        timeout=limit,
+        timeout=context.limit,
         # NCCL then forms its communicators at once: at a first exchange it would take all ranks of the group, of which
         # a schedule may have no more than two communicate.
-        device_id=device if device.type == "cuda" else None,
+        device_id=context.device if place.kind == "cuda" else None,
     )
 
 

@@ -97,7 +97,9 @@ def _with_group_begins(rows: dict[tuple[int, int], Row], checked: Checked) -> li
 def _prepare(context: RankContext, key: str, schedule: bytes) -> None:
     if key not in context.state:
         checked = check(Schedule.from_json(schedule))
-        context.state[key] = RankPlayer(checked, context.rank, context.device, context.attention, context.progress)
+        context.state[key] = RankPlayer(
+            checked, context.rank, context.device, context.attention, context.progress, context.limit
+        )
 
 
 def _step(context: RankContext, key: str, ahead: bool) -> Executed:

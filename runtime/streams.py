@@ -172,6 +172,8 @@ class HostStreams:
                 event.run(work)
 
 
+_GRAPH_S = 1e-3
+"""What issuing a graph takes the host at most."""
 _CYCLES_PER_S = 2e9
 """About the clock of a GPU."""
 
@@ -179,8 +181,9 @@ _CYCLES_PER_S = 2e9
 class _CudaEvent:
     """The end of an op on a CUDA stream."""
 
-    def __init__(self, base: torch.cuda.Event) -> None:
+    def __init__(self, base: torch.cuda.Event, base_s: float) -> None:
         self._base = base
+        self._base_s = base_s
         self.posted = torch.cuda.Event(enable_timing=True)
         self.ended = torch.cuda.Event(enable_timing=True)
 
@@ -188,11 +191,14 @@ class _CudaEvent:
         self.ended.synchronize()
 
     def times(self) -> tuple[float, float]:
-        return (self._base.elapsed_time(self.posted) * 1e-3, self._base.elapsed_time(self.ended) * 1e-3)
+        posted, ended = (self._base_s + self._base.elapsed_time(one) * 1e-3 for one in (self.posted, self.ended))
+        return posted, ended
 
 
 class CudaStreams:
-    """Streams of a CUDA rank; the host never blocks but for HostSync. Reviewed, but not run yet: see README."""
+    """Streams of a CUDA rank; the host never blocks but for HostSync (and NCCL's barriers). Reviewed, but not run yet:
+    see README.
+    """
 
     inline = False
 
@@ -200,12 +206,15 @@ class CudaStreams:
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream(device)}
         self._base = torch.cuda.Event(enable_timing=True)
+        self._base_s = 0.0
 
     def start(self) -> float:
-        """See Streams."""
+        """See Streams: on the host's clock, which the ranks of a host share, but for what an event takes to be seen."""
         torch.cuda.synchronize(self._device)
         self._base.record(self._streams[COMPUTE])
-        return 0.0
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
+        return self._base_s
 
     def outlast(self, tensor: torch.Tensor, streams: Iterable[str]) -> None:
         """See Streams."""
@@ -223,6 +232,7 @@ class CudaStreams:
             for _ in range(count):
                 work()
         graph.replay()  # the first one uploads it
+        self.get_ahead(_GRAPH_S)
 
         def again() -> list[dist.Work]:
             graph.replay()
@@ -238,7 +248,7 @@ class CudaStreams:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.Stream(self._device)
         on = self._streams[stream]
-        event = _CudaEvent(self._base)
+        event = _CudaEvent(self._base, self._base_s)
         if stream != COMPUTE:
             # A receive buffer may take memory that a kernel issued before still reads, under another name. Waiting for
             # the kernels issued so far is what torch's own process groups do, for the same reason.

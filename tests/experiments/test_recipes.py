@@ -42,6 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
     monkeypatch.setattr(recipes, "gpus_here", lambda _: 2)
+    monkeypatch.setattr(recipes, "gpu_tests", lambda: None)
     monkeypatch.setattr(recipes, "calibrate", few_points)
     monkeypatch.setattr(recipes, "shipped_of", lambda _: [load_profile("a100-sxm")])
     return tmp_path / "experiments" / "results"
@@ -120,7 +121,7 @@ def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = done[0]
     assert profile.endswith("-toy/profile.json")
     assert done == [profile, "against", *[profile] * len(SWEEPS)]
-    with pytest.raises(InputError, match="verify, calibrate, compare"):
+    with pytest.raises(InputError, match="test, verify, calibrate, compare"):
         recipes.gpu(open_console(), "calibrat")
 
 
