@@ -14,6 +14,7 @@ from calibrate.tiles import tile_models
 from sim.engine.cost import measured_cluster
 from sim.engine.tables import series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
+from sim.schedule.kernels import ATTENTION_KERNELS
 
 
 class Residual(NamedTuple):
@@ -59,8 +60,11 @@ def _errors(profile: Profile) -> dict[str, list[float]]:
 
 
 def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | None:
-    """Return a profile without a point, of attention with a tile model the model too; None at the ends of a series."""
-    others = [other for other in idle if other is not point]
+    """Return what speaks of a point in a profile without it, of attention with a tile model the model too; None at the
+    ends of a series.
+    """
+    kernels = ATTENTION_KERNELS if point.kernel in ATTENTION_KERNELS else (point.kernel,)
+    others = [other for other in idle if other is not point and other.kernel in kernels]
     rest = msgspec.structs.replace(profile, points=tuple(others))
     if any((model.kernel, model.dtype) == (point.kernel, point.dtype) for model in profile.tiles):
         return msgspec.structs.replace(rest, tiles=tile_models(others, measured_cluster(profile).gpu.sms))

@@ -207,6 +207,7 @@ class CostModel:
         slowest = slowest_link(what.load, self._cluster)
         ideal_s = what.load[slowest] / resources[slowest].capacity
         delay_s, flow_s = what.hop_s * what.steps, ideal_s
+        found = None
         if self._transfers:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
@@ -221,6 +222,10 @@ class CostModel:
                 flow_s = ideal_s / efficiency
                 note = f"{what.kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
+        if what.kernel in PAGEABLE_COPIES and not found:
+            self.notes.add(
+                f"{what.kernel}: not measured, at the rate of pinned memory; real ones take several times as long"
+            )
         if flow_s <= 0:
             return (Latency(delay_s),)
         demands = {link: min(nbytes / flow_s, resources[link].capacity) for link, nbytes in what.load.items()}
@@ -248,7 +253,7 @@ class CostModel:
 
 
 def _kind(op: Op) -> str:
-    """Return what an op that is no kernel is called in profiles; empty if it is in none."""
+    """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
     if isinstance(op, Collective):
         return kind_of(op)
     if isinstance(op, HostCopy):

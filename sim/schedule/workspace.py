@@ -38,7 +38,10 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 def workspace_bytes(op: Kernel, program: Program) -> int:
     """Return the most bytes that a kernel holds beside its op's buffers."""
     if isinstance(op, Attend):
-        return _unfused(op, program) if op.kernel != "flash" else _masked(op.lse, program) + _twice(op, program)
+        if op.kernel != "flash":
+            return _unfused(op, program)
+        where_unseen = math.prod(op.lse.shape)  # a byte each
+        return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
     if isinstance(op, AttendBackward):
         return _attend_backward(op, program)
     if isinstance(op, Merge):
@@ -51,8 +54,10 @@ def workspace_bytes(op: Kernel, program: Program) -> int:
         return program.nbytes(op.target.view) if op.order else 0
     if isinstance(op, Fold):
         return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
-    if isinstance(op, RmsNorm | RmsNormBackward):
-        return _twice(op, program)
+    if isinstance(op, RmsNorm):
+        return _copied(op, program, _with_sums(op.x, program))
+    if isinstance(op, RmsNormBackward):
+        return _copied(op, program, [program.dtype(op.x)] * 2)
     if isinstance(op, Accumulate | Gemm | SwiGlu | SwiGluBackward | Zero):
         return 0
     assert_never(op)
@@ -63,7 +68,8 @@ def _attend_backward(op: AttendBackward, program: Program) -> int:
     if op.kernel != "flash":
         return _unfused(op, program)
     held = flash_backward_bytes(program.dtype(op.q), op.q.shape, op.k.shape)
-    held += program.nbytes(op.lse) + _twice(op, program)  # lse in the way that the kernel marks queries without keys
+    held += program.nbytes(op.lse)  # in the way that the kernel marks queries without keys
+    held += _copied(op, program, [program.dtype(op.q)] * 3)
     if not op.from_delta:
         return held
     made = program.nbytes(op.q)
@@ -101,21 +107,18 @@ def _unfused(op: Attend | AttendBackward, program: Program) -> int:
     return (wide + size + cast) * chunk + program.nbytes(op.q)
 
 
-def _masked(lse: View, program: Program) -> int:
-    """Return what replacing values of an lse takes: another one, and where."""
-    return program.nbytes(lse) + math.prod(lse.shape)
-
-
 def _wide_bytes(view: View, program: Program) -> int:
     """Return the bytes of a view in the accumulation data type."""
     return math.prod(view.shape) * DTYPE_BYTES[accumulation_dtype(program.dtype(view))]
 
 
-def _twice(op: Attend | AttendBackward | RmsNorm | RmsNormBackward, program: Program) -> int:
-    """Return the bytes of results that are copied to where they belong."""
-    reads = program.dtype(op.reads[0])
-    second = accumulation_dtype(reads)
-    made = {Attend: (reads, second), RmsNorm: (reads, second)}.get(type(op), (reads,) * len(op.writes))
+def _with_sums(view: View, program: Program) -> list[Dtype]:
+    """Return the data types of a result like a view, and of one number per row of it."""
+    return [program.dtype(view), accumulation_dtype(program.dtype(view))]
+
+
+def _copied(op: Kernel, program: Program, made: list[Dtype]) -> int:
+    """Return the bytes of results, of the data types that the kernel makes, that are copied to where they belong."""
     return sum(
         math.prod(view.shape) * DTYPE_BYTES[dtype]
         for view, dtype in zip(op.writes, made, strict=True)

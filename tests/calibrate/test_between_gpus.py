@@ -17,7 +17,6 @@ from sim.engine.cost import CostModel, measured_cluster
 from sim.profile import Slowdown
 from sim.schedule.ops import AllReduce, AllToAll
 from sim.schedule.views import Split, View
-from sim.workload import load_model
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
@@ -26,7 +25,7 @@ SPEC = load_cluster("hgx-h200")
 
 
 def calibration(gpus: int, *, quick: bool = False, spec: ClusterSpec = SPEC) -> GpuCalibration:
-    return GpuCalibration(Plan("toy", load_model("tiny"), ("fp32",), quick=quick, command="by hand"), spec, gpus)
+    return GpuCalibration(Plan("toy", make_model(4, 2), ("fp32",), quick=quick, command="by hand"), spec, gpus)
 
 
 def test_every_kind_is_timed_among_every_number_of_gpus() -> None:

@@ -223,7 +223,7 @@ def test_what_was_found_is_kept(
     """A sweep that stops after three of four comparisons."""
     found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0), (1.2, 0.0)])
 
-    def compared(cells: list[Cell], command: object, console: object, keep: Any) -> None:
+    def compared(cells: list[Cell], command: object, console: object, keep: Any, workers: object) -> None:
         for cell, result in zip((RING, ULYSSES, RING), found, strict=True):
             keep(cell, result)
         raise error

@@ -135,6 +135,15 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
 
 
+def test_what_flash_attention_allocates_by_hand() -> None:
+    """1024 queries of 8 heads of 64 and 512 keys of 2: delta in fp32; of bf16 dq in fp32, too; dk and dv of 8 heads."""
+    shapes = (1, 1024, 8, 64), (1, 512, 2, 64)
+    delta = 8 * 1024 * 4
+    assert flash_backward_bytes("bf16", *shapes) == delta + 1024 * 8 * 64 * 4 + 2 * 512 * 8 * 64 * 2
+    assert flash_backward_bytes("fp32", *shapes) == delta + 2 * 512 * 8 * 64 * 4
+    assert flash_backward_bytes("bf16", shapes[0], (1, 512, 8, 64)) == delta + 1024 * 8 * 64 * 4
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["standard attention", "memory-efficient attention"])
 def test_unfused_attention_holds_about_what_is_said(name: str, dtype: Dtype) -> None:
