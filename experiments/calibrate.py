@@ -57,8 +57,8 @@ class Calibrate:
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Data type to time, as often as wanted; by default the model's."""
     attention: str = ""
-    """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-cudnn or aten-efficient; by default the
-    first of them that is installed."""
+    """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
+    first of them that is installed and runs the data type."""
     name: str | None = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
     out: str | None = None

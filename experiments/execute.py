@@ -45,8 +45,8 @@ class Execution:
     timeout: float = 120.0
     """Seconds that a rank may stand still before the run is ended."""
     attention: str = ""
-    """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-cudnn or aten-efficient; by default what
-    the profile was calibrated with, else the first of them that is installed."""
+    """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
+    the profile was calibrated with, else the first of them that is installed and runs the data type."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

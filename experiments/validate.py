@@ -46,6 +46,9 @@ class Validate:
     sweep: Annotated[Sweep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sweep)
     repeats: int = 5
     """Comparisons of every cell; all cells take turns."""
+    attention: str = ""
+    """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
+    the profile was calibrated with, else the first of them that is installed and runs the data type."""
     record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Measure nothing: show this record, or several as one."""
     cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -137,18 +140,21 @@ def compared(
     workers: Workers | None = None,
 ) -> None:
     """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone."""
-    steps = Execution().repeats
+    execution = Execution(attention=command.attention)
     with Progress(console=type(console)(stderr=True), transient=True) as progress:
-        task = progress.add_task("comparing", total=command.repeats * len(cells) * (steps + WARM_UP))
+        task = progress.add_task("comparing", total=command.repeats * len(cells) * (execution.repeats + WARM_UP))
         for _ in range(command.repeats):
             for gpus in sorted({cell.gpus for cell in cells}):
                 together = [cell for cell in cells if cell.gpus == gpus]
                 first = choose(together[0].selection(command.sweep))
-                with open_session(first, first.checked(), Execution(), workers) as session:
+                with open_session(first, first.checked(), execution, workers) as session:
                     for cell in together:
                         chosen = choose(cell.selection(command.sweep))
                         checked = chosen.checked()
-                        keep(cell, comparison(chosen, checked, session, steps, lambda: progress.advance(task))[0])
+                        keep(
+                            cell,
+                            comparison(chosen, checked, session, execution.repeats, lambda: progress.advance(task))[0],
+                        )
 
 
 def show(record: Record, command: Validate, console: Console) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.attention import AttentionKernel, Backward, Forward, Saved, Tensor, TopLeft
-from sim.errors import InputError
+from sim.errors import InputError, unknown
 from sim.schedule.kernels import mask_variant
 from sim.schedule.masks import Band
 
@@ -250,13 +250,16 @@ _KERNELS = (FlashAttention3, FlashAttention2, AtenFlash, MemoryEfficient, Cudnn)
 
 def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
     """Return the kernel of a name, or the best one here, for a data type; raises InputError where there is none."""
+    if name and name not in (names := [kernel.name for kernel in _KERNELS]):
+        raise unknown("attention kernel", name, names, "--attention")
     possible = {kernel.name: kernel for kernel in _KERNELS if dtype in kernel.dtypes and kernel.is_here()}
+    given = str(dtype).removeprefix("torch.")
     if not possible:
-        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {dtype}; set --dtype bf16")
+        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {given}; set --dtype bf16")
     if name and name not in possible:
         raise InputError(
-            f"attention {name!r} does not run {dtype} here, {', '.join(possible)} would: set --attention, or calibrate "
-            f"with one of them"
+            f"attention kernel {name!r} does not run {given} here, {', '.join(possible)} would: set --attention, or "
+            f"calibrate with one of them"
         )
     return possible[name or next(iter(possible))]()
 

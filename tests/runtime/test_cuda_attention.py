@@ -7,6 +7,7 @@ behind their signatures. Where there is a GPU, every kernel that it has is held 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import sys
 from types import ModuleType
@@ -15,8 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.calibrate import Calibrate
+from experiments.execute import Execution
+from experiments.validate import Validate
 from runtime.attention import AttentionKernel
 from runtime.cuda_attention import (
+    _KERNELS,
     AtenFlash,
     Cudnn,
     FlashAttention2,
@@ -89,10 +94,14 @@ def test_kernels_are_chosen_by_name_or_the_best_one_is() -> None:
     assert cuda_kernel(torch.bfloat16).name == "aten-flash"
     assert cuda_kernel(torch.float32).name == "aten-efficient"
     assert cuda_kernel(torch.float16, "aten-cudnn").name == "aten-cudnn"
-    with pytest.raises(InputError, match=r"'aten-cudnn' does not run torch.float32 here, aten-efficient would: set"):
+    with pytest.raises(InputError, match=r"'aten-cudnn' does not run float32 here, aten-efficient would: set"):
         cuda_kernel(torch.float32, "aten-cudnn")
-    with pytest.raises(InputError, match="'flash-attn-2' does not run torch.bfloat16 here, aten-flash, aten-efficient"):
+    with pytest.raises(InputError, match="'flash-attn-2' does not run bfloat16 here, aten-flash, aten-efficient"):
         cuda_kernel(torch.bfloat16, "flash-attn-2")
+    with pytest.raises(InputError, match="unknown attention kernel 'aten-cudn'"):
+        cuda_kernel(torch.bfloat16, "aten-cudn")
+    for verb in (Calibrate, Execution, Validate):
+        assert all(kernel.name in inspect.getsource(verb) for kernel in _KERNELS)
     assert runs("flash-attn-3", torch.bfloat16)
     assert not runs("flash-attn-3", torch.float32)
     assert not runs("", torch.bfloat16)
