@@ -153,13 +153,13 @@ def _peak(profile: Profile) -> str:
 
 
 def _issued(kernel: str) -> Callable[[Profile], str]:
-    from calibrate.against import issue_s
+    from calibrate.points import issue_s
 
     return lambda one: seconds(issue_s(one, kernel)) if one.issue else ""
 
 
 def _rate(kernel: str, variant: str | None = None) -> Callable[[Profile], str]:
-    from calibrate.against import largest_rate
+    from calibrate.points import largest_rate
 
     def stated(profile: Profile) -> str:
         rate = largest_rate(profile, kernel, variant)
