@@ -70,7 +70,12 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     if command.cases_out and not command.cases_out.endswith(".toml"):
         raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
     if command.cases:
-        if command.figure or command.out or command.cases_out or command.record or command.sweep.named:
+        if command.cases_out:
+            raise InputError(
+                "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
+                "--cases-out a --record"
+            )
+        if command.figure or command.out or command.record or command.sweep.named:
             raise InputError("--cases goes with --html only: what is predicted stands in the files")
         found = show_evidence(command.cases, console)
         if command.html:
