@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.against import show_against
-from experiments.execute import gpus_here, here
+from experiments.machine import gpus_here, require_machine
 from experiments.selection import DATASHEET, command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
@@ -126,7 +126,7 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     on_gpu = spec.gpu.kind == "cuda"
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
-    here(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
+    require_machine(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
     path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:
         make_folder(path.parent)
@@ -193,7 +193,7 @@ def _check(profile: Profile, console: Console) -> None:
     from runtime.launch import Session
 
     spec = measured_cluster(profile)
-    here(spec, 1)
+    require_machine(spec, 1)
     title = f"profile {profile.name!r} of {profile.created}, repeated"
     table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
     with Session(1, device=spec.gpu.kind, attention=profile.machine.software.get("attention", "")) as session:
