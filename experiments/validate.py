@@ -26,7 +26,7 @@ from experiments.comparison import Comparison
 from experiments.evidence import show_evidence
 from experiments.evidence_page import page as evidence_page
 from experiments.execute import WARM_UP, Execution, open_session
-from experiments.executed_cases import common_fields, save_cases
+from experiments.executed_cases import common_fields, require_portable, save_cases
 from experiments.parity import figure, page
 from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary, sweep_title
 from experiments.selection import Chosen, choose, command_line
@@ -90,6 +90,8 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     if command.sweep.profile is None and "host" not in profile_names():
         dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
         calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
+    if command.cases_out:
+        require_portable(common_fields(command.sweep), cells)
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
