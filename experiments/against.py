@@ -78,7 +78,8 @@ def _legend(near: float) -> list[str]:
         "short, long": "medians of the shortest and of the longest third of the points",
         "by": "how much longer the short ones are predicted than measured",
         "they differ in": f"what is apart by more than {100 * near:g} %: a fixed time (launches, first tiles), if only "
-        "the short ones are, a rate, if only the long ones; all alike, by one factor, or short and long, by two",
+        "the short ones are, a rate, if only the long ones; all alike, by one factor, where short and long are no "
+        "further apart than that, else short and long, by two; between: only others",
         "in 90 %": "measured times in the interval that the latter promises of nine in ten",
         "predictions": "of shapes that it has measured, interpolated, borrowed from another shape, variant or data "
         "type, extrapolated beyond twice its sizes, or at the roofline, without a point of the kernel",

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from runtime.worker import World
 
 
+_ABOUT = 0.1
+"""Share of its memory that a GPU keeps to itself, or datasheets round."""
+
+
 def require_processes(spec: ClusterSpec, ranks: int, world: World) -> None:
     """Raise InputError if torchrun has started fewer processes than ranks, or has split them into other nodes than a
     cluster of GPUs has.
@@ -68,10 +72,6 @@ def gpus_here(spec: ClusterSpec) -> int:
 
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return next((number for number, device in enumerate(found) if not is_of(spec, device)), len(found))
-
-
-_ABOUT = 0.1
-"""Share of its memory that a GPU keeps to itself, or datasheets round."""
 
 
 def is_of(spec: ClusterSpec, device: Any) -> bool:
