@@ -18,7 +18,7 @@ import numpy as np
 from calibrate.points import Basis, Predicted, Predictor, measured_s
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError
-from sim.profile import Issue, Point, Profile, Spread
+from sim.profile import Point, Profile, Spread
 from sim.workload import Dtype
 from topology.specs import ClusterSpec
 
@@ -89,12 +89,15 @@ class Row(NamedTuple):
     @property
     def differs(self) -> Differs:
         """Return where the profiles are apart."""
-        short, long = (abs(ratio - 1) > NEAR for ratio in (self.short, self.long))
-        if short and long:
-            return "all alike" if abs(self.short / self.long - 1) <= NEAR else "short and long"
-        if short or long:
-            return "fixed time" if short else "rate"
-        return "between" if abs(self.quartiles[1] - 1) > NEAR else "nothing"
+        short, middle, long = self.short, self.quartiles[1], self.long
+        short_is_off, long_is_off, off = (not _near(ratio, 1) for ratio in (short, long, middle))
+        if _near(short, long) and _near(short, middle):  # one factor, on whichever side of the threshold each lies
+            return "all alike" if off else "nothing"
+        if short_is_off and long_is_off:
+            return "all alike" if _near(short, long) else "short and long"
+        if _near(short, long) or not (short_is_off or long_is_off):
+            return "between" if off else "nothing"
+        return "fixed time" if short_is_off else "rate"
 
     @property
     def _third(self) -> int:
@@ -103,6 +106,10 @@ class Row(NamedTuple):
     @property
     def _shortest(self) -> Sequence[Held]:
         return self.held[: self._third]
+
+
+def _near(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) <= NEAR
 
 
 class Against(NamedTuple):
@@ -138,7 +145,9 @@ def against(profile: Profile, other: Profile) -> Against:
 
 
 def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
-    """Return a machine under the name of another's GPU, whose profile is taken for it."""
+    """Return a machine under the name of another's GPU: the cost model refuses a profile of a GPU of another name, so
+    that nobody mistakes one machine's times for another's; here that is what is asked for, and said in print.
+    """
     return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, name=theirs.gpu.name))
 
 
@@ -147,29 +156,3 @@ def _predicted(predictor: Predictor, point: Point) -> Predicted | None:
         return predictor.predicted(point)
     except InputError:  # the machine has no such link, or no peak for the data type
         return None
-
-
-class Rate(NamedTuple):
-    """What the largest point of a kernel gets."""
-
-    point: Point
-    share: float
-    """Of the peak."""
-
-
-def largest_rate(profile: Profile, kernel: str, variant: str | None = None) -> Rate | None:
-    """Return the share of the peak that the point of a kernel (of all its variants, or one) with most FLOPs gets; None
-    if there is no such point, or no peak for its data type.
-    """
-    idle = [one for one in profile.points if one.kernel == kernel and one.condition == "idle" and one.flops]
-    point = max((one for one in idle if variant in {None, one.variant}), key=lambda one: one.flops, default=None)
-    peaks = measured_cluster(profile).gpu.peak_flops_per_s
-    if point is None or point.dtype not in peaks:
-        return None
-    return Rate(point, point.flops / measured_s(point) / peaks[point.dtype])
-
-
-def issue_s(profile: Profile, kernel: str) -> float:
-    """Return what issuing an op costs the host, in seconds."""
-    issue = profile.issue.get(kernel, Issue(host_s=0.0))
-    return issue.host_s + issue.launches * measured_cluster(profile).gpu.launch_s

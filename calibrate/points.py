@@ -1,4 +1,6 @@
-"""Points of profiles: what was measured, how large that is, and what a profile, which may be another, says of it."""
+"""Points of profiles: what was measured, how large that is, what a profile, which may be another, says of it, and the
+figures that come of the points.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Literal, NamedTuple
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.tables import TransferTable, series_size
 from sim.engine.tiles import use_of
-from sim.profile import HOST_COPIES, TRANSFERS, Point, Profile
+from sim.profile import HOST_COPIES, TRANSFERS, Issue, Point, Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
@@ -96,3 +98,29 @@ class Predictor:
     @cached_property
     def _transfers(self) -> TransferTable:
         return TransferTable(self._profile, link_figures(Cluster(measured_cluster(self._profile))))
+
+
+class Rate(NamedTuple):
+    """What the largest point of a kernel gets."""
+
+    point: Point
+    share: float
+    """Of the peak."""
+
+
+def largest_rate(profile: Profile, kernel: str, variant: str | None = None) -> Rate | None:
+    """Return the share of the peak that the point of a kernel (of all its variants, or one) with most FLOPs gets; None
+    if there is no such point, or no peak for its data type.
+    """
+    idle = [one for one in profile.points if one.kernel == kernel and one.condition == "idle" and one.flops]
+    point = max((one for one in idle if variant in {None, one.variant}), key=lambda one: one.flops, default=None)
+    peaks = measured_cluster(profile).gpu.peak_flops_per_s
+    if point is None or point.dtype not in peaks:
+        return None
+    return Rate(point, point.flops / measured_s(point) / peaks[point.dtype])
+
+
+def issue_s(profile: Profile, kernel: str) -> float:
+    """Return what issuing an op costs the host, in seconds."""
+    issue = profile.issue.get(kernel, Issue(host_s=0.0))
+    return issue.host_s + issue.launches * measured_cluster(profile).gpu.launch_s

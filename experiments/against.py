@@ -43,6 +43,8 @@ def show_against(profile: Profile, other: Profile, console: Console) -> None:
             markup=False,
         )
     table = Table(*_HEADS)
+    for named in (table.columns[0], table.columns[-1]):
+        named.overflow = "fold"  # kernels and shapes are read whole, or not at all
     for row in found.rows:
         table.add_row(*_cells(row, other))
     console.print(table)
@@ -50,7 +52,7 @@ def show_against(profile: Profile, other: Profile, console: Console) -> None:
         console.print(line)
     if found.left_out:
         what = ", ".join(f"{kernel} ({count} points)" for kernel, count in sorted(found.left_out.items()))
-        console.print(f"of these {other.name!r} says nothing: {what}", markup=False)
+        console.print(f"{other.name!r} has no points of: {what}", markup=False)
     console.print("what they state:")
     console.print(_figures(profile, other))
 
@@ -76,10 +78,13 @@ def _legend(near: float) -> list[str]:
         "short, long": "medians of the shortest and of the longest third of the points",
         "by": "how much longer the short ones are predicted than measured",
         "they differ in": f"what is apart by more than {100 * near:g} %: a fixed time (launches, first tiles), if only "
-        "the short ones are, a rate, if only the long ones; all alike, by one factor, or short and long, by two",
+        "the short ones are, a rate, if only the long ones; all alike, by one factor, where short and long are no "
+        "further apart than that, else short and long, by two; between: only others",
         "in 90 %": "measured times in the interval that the latter promises of nine in ten",
         "predictions": "of shapes that it has measured, interpolated, borrowed from another shape, variant or data "
         "type, extrapolated beyond twice its sizes, or at the roofline, without a point of the kernel",
+        "worst": "ratio and shape: of attention batch x queries x keys x heads x kv heads x head dim, of a gemm tokens "
+        "x in x out, of a transfer ranks x bytes",
     }
     return [f"  {column}: {meaning}" for column, meaning in said.items()]
 
@@ -98,7 +103,7 @@ def _cells(row: Row, other: Profile) -> list[str]:
         str(len(row.held)),
         f"{middle:.3f} ({low:.3f}, {high:.3f})",
         f"{row.short:.3f}",
-        seconds(row.short_by_s),
+        seconds(round(row.short_by_s, 9) + 0.0),  # to nanoseconds: below are errors of rounding, and -0
         f"{row.long:.3f}",
         row.differs,
         f"{100 * row.share_within(spread):.0f} %" if spread else "",
@@ -130,7 +135,7 @@ def _rows(profile: Profile, other: Profile) -> dict[str, Callable[[Profile], str
         "made": lambda one: one.created,
         "peak": _peak,
         "memory": lambda one: f"{measured_cluster(one).hbm.bytes_per_s / 1e9:.5g} GB/s",
-        "  of it what has no points gets": lambda one: f"{100 * one.memory_efficiency:.3g} %",
+        "memory rate of kernels without points": lambda one: f"{100 * one.memory_efficiency:.3g} %",
         "launch": lambda one: seconds(measured_cluster(one).gpu.launch_s),
     }
     rows |= {f"host, to issue {kernel}": _issued(kernel) for kernel in issued}
@@ -153,13 +158,13 @@ def _peak(profile: Profile) -> str:
 
 
 def _issued(kernel: str) -> Callable[[Profile], str]:
-    from calibrate.against import issue_s
+    from calibrate.points import issue_s
 
     return lambda one: seconds(issue_s(one, kernel)) if one.issue else ""
 
 
 def _rate(kernel: str, variant: str | None = None) -> Callable[[Profile], str]:
-    from calibrate.against import largest_rate
+    from calibrate.points import largest_rate
 
     def stated(profile: Profile) -> str:
         rate = largest_rate(profile, kernel, variant)

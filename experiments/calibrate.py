@@ -18,13 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.against import show_against
-from experiments.execute import gpus_here, here
-from experiments.selection import command_line, one_of
+from experiments.machine import gpus_here, require_machine
+from experiments.selection import DATASHEET, command_line, one_of
 from experiments.simulate import writable
 from experiments.tables import percent, seconds
 from sim.engine.cost import measured_cluster
-from sim.errors import InputError, RankError
-from sim.profile import Profile, load_profile, make_folder, profile_folder, save_profile
+from sim.errors import InputError, RankError, unknown
+from sim.presets import read_bytes
+from sim.profile import Profile, load_profile, make_folder, profile_folder, profile_names, save_profile
 from sim.workload import DTYPE_BYTES, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
@@ -74,19 +75,47 @@ def calibrate(command: Calibrate, console: Console) -> None:
     if command.check + (command.against is not None) + (command.published is not None) > 1:
         raise InputError("--check, --against and --published exclude each other: choose one of them")
     if command.check:
-        _check(load_profile(command.out or name), console)
+        if measures:
+            raise InputError(
+                "--check repeats points as they were measured: it goes with --out, --name or --cluster, which name a "
+                "profile"
+            )
+        _check(_own_profile(command, name), console)
     elif command.against is not None:
         if measures:
             raise InputError(
                 "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
             )
-        show_against(load_profile(command.out or name), load_profile(command.against), console)
+        show_against(_own_profile(command, name), _profile(command.against, "--against"), console)
     elif command.published is not None:
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.out, console)
     else:
         _calibrated(command, name, console)
+
+
+def _own_profile(command: Calibrate, name: str) -> Profile:
+    """Return the profile that a calibration has written; raises InputError if there is none."""
+    if command.out:
+        return _profile(command.out, "--out")
+    if command.name is None and name not in profile_names():
+        cluster = "" if command.cluster == "host" else f" --cluster {command.cluster}"
+        raise InputError(
+            f"there is no profile {name!r} yet: longstep calibrate{cluster} makes one, or name one with --name or --out"
+        )
+    return _profile(name, "--name")
+
+
+def _profile(name: str, option: str) -> Profile:
+    """Return a profile; raises InputError that names the option where there is none."""
+    if name == DATASHEET:
+        raise InputError(f"{option} {name}: a datasheet has no points; name a profile: {', '.join(profile_names())}")
+    if name.endswith(".json") or "/" in name:
+        read_bytes("profile", name, option)
+    elif name not in profile_names():
+        raise unknown("profile", name, [*profile_names(), "FILE.json"], option)
+    return load_profile(name)
 
 
 def _calibrated(command: Calibrate, name: str, console: Console) -> None:
@@ -97,7 +126,7 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     on_gpu = spec.gpu.kind == "cuda"
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
     dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
-    here(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
+    require_machine(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
     path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:
         make_folder(path.parent)
@@ -164,7 +193,7 @@ def _check(profile: Profile, console: Console) -> None:
     from runtime.launch import Session
 
     spec = measured_cluster(profile)
-    here(spec, 1)
+    require_machine(spec, 1)
     title = f"profile {profile.name!r} of {profile.created}, repeated"
     table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
     with Session(1, device=spec.gpu.kind, attention=profile.machine.software.get("attention", "")) as session:

@@ -72,6 +72,9 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the machine, as ``--profile`` takes it, FILE.json from the folder of the case file; at datasheet rates there
     are no intervals."""
     group: list[Group]
+    profile_sha256: str = ""
+    """Of the profile's file when the cases were written, or the beginning of it; where the file is another one since,
+    the evidence says so."""
     together: list[Together] = []
     select: dict[str, Any] = {}
     """What all cases have in common."""

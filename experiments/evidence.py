@@ -90,9 +90,9 @@ def _predicted(case: Case) -> Prediction:
     return Prediction(case, op_s, low_s, high_s, "", checked.schedule.num_ranks)
 
 
-def profile_hash(name: str) -> str:
-    """Return the beginning of the SHA-256 of a profile's file."""
-    return hashlib.sha256(profile_bytes(name)).hexdigest()[:16]
+def profile_sha256(name: str) -> str:
+    """Return the SHA-256 of a profile's file."""
+    return hashlib.sha256(profile_bytes(name)).hexdigest()
 
 
 def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
@@ -113,10 +113,14 @@ def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
 
 def provenance(file: CaseFile) -> list[str]:
     """Return what cases are of, where they come from, and what predictions of them rest on."""
-    rests_on = "rates of datasheets"
-    if file.profile != DATASHEET:
-        rests_on = f"profile {Path(file.profile).name!r}, sha256 {profile_hash(file.profile)}"
-    return [file.title, f"  {file.source}; {file.quality}", f"  {rests_on}"]
+    head = [file.title, f"  {file.source}; {file.quality}"]
+    if file.profile == DATASHEET:
+        return [*head, "  rates of datasheets"]
+    sha256 = profile_sha256(file.profile)
+    head.append(f"  profile {Path(file.profile).name!r}, sha256 {sha256[:16]}")
+    if not sha256.startswith(file.profile_sha256):
+        head.append(f"  not the profile that the cases were written with: that was sha256 {file.profile_sha256[:16]}")
+    return head
 
 
 HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 90 %", "target", "worst is")

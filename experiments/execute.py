@@ -5,9 +5,8 @@ right thing.
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,20 +15,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.machine import require_machine, require_processes
 from experiments.selection import Chosen, Selection, choose
 from experiments.simulate import title, writable, write_trace
 from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import InputError, RankError
 from sim.schedule.check import Checked
-from sim.workload import Dtype
-from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
     from runtime.launch import Session
     from runtime.run import Step
     from runtime.torchrun import Workers
-    from runtime.worker import World
 
 _LONGEST_S = 1e6
 WARM_UP = 3
@@ -131,9 +128,10 @@ def open_session(
         raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks = checked.schedule.num_ranks
     if workers:
-        enough(chosen.spec, ranks, workers.world)
+        require_processes(chosen.spec, ranks, workers.world)
     attention = execution.attention or timed_attention(chosen)
-    here(chosen.spec, min(ranks, workers.world.local_size) if workers else ranks, [chosen.workload.dtype], attention)
+    gpus = min(ranks, workers.world.local_size) if workers else ranks
+    require_machine(chosen.spec, gpus, [chosen.workload.dtype], attention)
     with Session(
         ranks,
         device=chosen.spec.gpu.kind,
@@ -155,81 +153,6 @@ def timed_attention(chosen: Chosen) -> str:
     from runtime.tensors import TORCH_DTYPE
 
     return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""
-
-
-def enough(spec: ClusterSpec, ranks: int, world: World) -> None:
-    """Raise InputError if torchrun has started fewer processes than ranks, or has split them into other nodes than a
-    cluster of GPUs has.
-    """
-    if ranks > world.size:
-        raise InputError(
-            f"{ranks} ranks need as many processes, torchrun has started {world.size}: set its --nproc-per-node and "
-            f"--nnodes, or --gpus {world.size}"
-        )
-    if spec.gpu.kind == "cuda" and min(ranks, spec.gpus_per_node) != min(ranks, world.local_size):
-        raise InputError(
-            f"cluster {spec.name!r} has {spec.gpus_per_node} GPUs a node, torchrun has started {world.local_size} "
-            f"processes on each: set its --nproc-per-node {spec.gpus_per_node}, or "
-            f"--set cluster.gpus_per_node={world.local_size}"
-        )
-
-
-def here(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), attention: str = "") -> None:
-    """Raise InputError if this machine is not what a cluster describes, has too few GPUs of it, or no attention (of a
-    name) for a data type.
-    """
-    import torch
-
-    if spec.gpu.kind == "cpu":
-        if attention:
-            raise InputError(
-                f"--attention {attention}: a CPU has one kernel; leave it out, or set --cluster to a GPU's"
-            )
-        return
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    if not found or not all(is_of(spec, device) for device in found[:gpus]):
-        has = ", ".join(sorted({f"{device.name} ({device.total_memory / 1e9:.0f} GB)" for device in found})) or "no GPU"
-        raise InputError(
-            f"cluster {spec.name!r} is not this machine, which has {has}: executing takes --cluster host, or a cluster "
-            f"of this machine's GPUs"
-        )
-    if len(found) < gpus:
-        raise InputError(
-            f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
-            f"ranks on one"
-        )
-    from runtime.cuda_attention import cuda_kernel
-    from runtime.tensors import TORCH_DTYPE
-
-    for dtype in dtypes:
-        cuda_kernel(TORCH_DTYPE[dtype], attention)
-
-
-def gpus_here(spec: ClusterSpec) -> int:
-    """Return how many GPUs of the kind that a cluster has this machine has, counted from the first."""
-    import torch
-
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return next((number for number, device in enumerate(found) if not is_of(spec, device)), len(found))
-
-
-_ABOUT = 0.1
-"""Share of its memory that a GPU keeps to itself, or datasheets round."""
-
-
-def is_of(spec: ClusterSpec, device: Any) -> bool:
-    """Return whether a GPU, by the properties that torch sees, is of the kind that a cluster has. Drivers name the
-    cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
-    """
-    named = spec.gpu.name.partition("-")[0] in re.split("[ -]", device.name)
-    capacity = spec.hbm.capacity_bytes
-    card = [bool({"PCIE", "NVL"} & set(re.split("[ -]", name.upper()))) for name in (spec.gpu.name, device.name)]
-    return (
-        named
-        and card[0] == card[1]
-        and device.multi_processor_count == spec.gpu.sms
-        and abs(device.total_memory - capacity) < _ABOUT * capacity
-    )
 
 
 def measured_steps(step: Any, repeats: int) -> list[Step]:

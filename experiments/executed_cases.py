@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.cases import case_fields
 from experiments.cells import Cell, Sweep
+from experiments.evidence import profile_sha256
 from experiments.record import Judged, Record, judged, provenance, steadiness, sweep_title
 from experiments.selection import DATASHEET, Selection, choose
 from sim.errors import InputError
@@ -15,6 +17,10 @@ from sim.profile import Profile, load_profile, save_profile, write_whole
 
 _OF_CASES = ("schedule", "seq")
 """What every case says for itself, also where it is the same in all."""
+_OF_CELLS = ("--seq", "--ranks", "--schedules", "--scope", "--layers", "--target")
+"""Options of ``longstep validate`` that cells keep."""
+_OF_NO_CASE = ("--profile", "--repeats", "--out", "--html", "--figure", "--cases-out")
+"""Those that a record keeps otherwise, or that say nothing of what was executed."""
 
 Fields = dict[str, Any]
 
@@ -26,10 +32,27 @@ def common_fields(sweep: Sweep) -> Fields:
 
 def save_cases(record: Record, path: str) -> None:
     """Write a record as a case file, with its profile next to it; raises InputError where the record does not say what
-    its cells have in common.
+    its cells have in common, or that lies in files of the user's.
     """
     _check_select(record)
-    write_whole(Path(path), case_file(record, _profile_beside(record.profile, Path(path))).encode())
+    require_portable(record.select, [cell for cell, _ in record.comparisons])
+    profile = _profile_beside(record.profile, Path(path))
+    write_whole(Path(path), case_file(record, profile, profile_sha256(str(Path(path).with_name(profile)))).encode())
+
+
+def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
+    """Raise InputError where a model, a cluster or a schedule is a file: a case file, which others read elsewhere and
+    later, does not hold it.
+    """
+    named = [(f"--{key}", select[key]) for key in ("model", "cluster") if key in select]
+    named += [("--schedules", schedule) for schedule in dict.fromkeys(cell.schedule for cell in cells)]
+    for option, value in named:
+        if value.endswith((".toml", ".json")) or "/" in value or ":" in value:
+            kind = "a schedule that ships" if option == "--schedules" else "a preset, with --set for what differs"
+            raise InputError(
+                f"--cases-out: {option} {value} is a file of yours, which a case file does not hold: take {kind}, or "
+                f"leave --cases-out away and keep the record (--out)"
+            )
 
 
 def _check_select(record: Record) -> None:
@@ -42,6 +65,26 @@ def _check_select(record: Record) -> None:
                 f"--cases-out: the record is of {record.title!r}, and was made before records said all of their "
                 f"selection; compare again, or write the case file by hand"
             )
+        _check_commands(record.command)
+
+
+def _check_commands(commands: str) -> None:
+    """Raise InputError where what has made a record, or several that were joined, had options that neither its cells
+    nor its title tell.
+    """
+    for command in commands.split("; "):
+        if not command.startswith("longstep validate"):
+            raise InputError(
+                f"--cases-out: the record was made by {command!r}, before records said all of their selection; run "
+                f"that anew, or write the case file by hand"
+            )
+        for word in command.split():
+            option = word.partition("=")[0].replace("_", "-")
+            if option.startswith("--") and option not in _OF_CELLS + _OF_NO_CASE:
+                raise InputError(
+                    f"--cases-out: the record was made with {option}, before records said all of their selection: run "
+                    f"{command!r} anew, or write the case file by hand"
+                )
 
 
 def _profile_beside(profile: Profile, path: Path) -> str:
@@ -64,13 +107,13 @@ def _holds(path: Path, profile: Profile) -> bool:
         return False
 
 
-def case_file(record: Record, profile: str) -> str:
+def case_file(record: Record, profile: str, sha256: str) -> str:
     """Return a record as the TOML of a case file, a group for every scope, number of ranks and target."""
     cells = judged(record)
     described = [_fields(record, one.cell) for one in cells]
     common = _common(described)
     head = {"title": record.title, "source": "; ".join(provenance(record)), "quality": _quality(record, cells)}
-    lines = [*_lines(head | {"profile": profile}), "", "[select]", *_lines(common)]
+    lines = [*_lines(head | {"profile": profile, "profile_sha256": sha256}), "", "[select]", *_lines(common)]
     groups: dict[tuple[str, float], list[str]] = {}
     for one, fields in zip(cells, described, strict=True):
         rest = {key: value for key, value in fields.items() if key not in common}

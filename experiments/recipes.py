@@ -20,7 +20,8 @@ from experiments.cells import Sweep
 from experiments.cli import guarded, open_console
 from experiments.compare import comparison
 from experiments.comparison import Comparison, comparison_table, drift_line
-from experiments.execute import Execution, Run, gpus_here, is_of, open_session, run
+from experiments.execute import Execution, Run, open_session, run
+from experiments.machine import gpus_here, is_of
 from experiments.selection import DATASHEET, Selection, choose
 from experiments.simulate import predict, title, write_trace
 from experiments.tables import evidence_lines, parts_line, percent, seconds, size

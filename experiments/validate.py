@@ -26,7 +26,7 @@ from experiments.comparison import Comparison
 from experiments.evidence import show_evidence
 from experiments.evidence_page import page as evidence_page
 from experiments.execute import WARM_UP, Execution, open_session
-from experiments.executed_cases import common_fields, save_cases
+from experiments.executed_cases import common_fields, require_portable, save_cases
 from experiments.parity import figure, page
 from experiments.record import Judged, Record, Tally, joined, judged, read_record, save_record, summary, sweep_title
 from experiments.selection import Chosen, choose, command_line
@@ -73,7 +73,12 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     if command.cases_out and not command.cases_out.endswith(".toml"):
         raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
     if command.cases:
-        if command.figure or command.out or command.cases_out or command.record or command.sweep.named:
+        if command.cases_out:
+            raise InputError(
+                "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
+                "--cases-out a --record"
+            )
+        if command.figure or command.out or command.record or command.sweep.named:
             raise InputError("--cases goes with --html only: what is predicted stands in the files")
         found = show_evidence(command.cases, console)
         if command.html:
@@ -88,6 +93,8 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     if command.sweep.profile is None and "host" not in profile_names():
         dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
         calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
+    if command.cases_out:
+        require_portable(common_fields(command.sweep), cells)
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.against import Against, Row, against, issue_s, largest_rate
+from calibrate.against import Against, Row, against
+from calibrate.points import issue_s, largest_rate
 from calibrate.published.reading import kernel_point, transfer_point
 from sim.profile import Issue, Machine, Point, Profile, Spread
 from sim.schedule.kernels import KernelUse
@@ -76,6 +77,29 @@ def test_a_slower_clock_shows_in_all() -> None:
     assert found.quartiles == pytest.approx((1.1, 1.1, 1.1))
     assert found.differs == "all alike"
     assert row(against(mine, profile(gemms(20 * US, 4.4 * US)))).differs == "short and long"
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "differs"),
+    [
+        (0.952, 0.923, "all alike"),
+        (0.945, 0.930, "all alike"),
+        (1.049, 1.049, "nothing"),
+        (1.051, 1.051, "all alike"),
+        (0.949, 0.953, "nothing"),
+        (0.97, 1.04, "nothing"),
+        (0.94, 1.0, "fixed time"),
+        (1.0, 1.06, "rate"),
+    ],
+)
+def test_near_the_threshold(short: float, long: float, differs: str) -> None:
+    """Thirds that are as near to each other as to 1 are not told apart by the side that each falls on."""
+    mine = profile(gemms(0, 4 * US, (1, 2, 4)))
+    factors = (short, (short + long) / 2, long)
+    other = profile([gemm(2**n, 4 * US * 2**n * factor) for n, factor in enumerate(factors)])
+    found = row(against(mine, other))
+    assert (found.short, found.long) == (pytest.approx(short), pytest.approx(long))
+    assert found.differs == differs
 
 
 def test_what_differs_between() -> None:

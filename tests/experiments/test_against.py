@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,43 @@ from experiments.against import shipped_of, write_against
 from experiments.cli import main, open_console
 from sim.profile import load_profile, save_profile
 
+WIDE = 300
+"""Columns in which no row is broken."""
 
-def test_two_that_ship(capsys: pytest.CaptureFixture[str]) -> None:
+
+SAME = re.escape(
+    "attention_backward causal bf16 20 1.000 (1.000, 1.000) 1.000 0 us 1.000 nothing 100 % 20 measured "
+) + (r"1\.000 of [0-9x]+")
+
+
+def rows(text: str) -> list[str]:
+    """Return the rows of tables, their cells apart by one space."""
+    return [" ".join(line.replace("│", " ").split()) for line in text.splitlines() if line.startswith("│")]
+
+
+def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
     main(["calibrate", "--name", "a100-sxm", "--against", "h100-sxm"])
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    out = capsys.readouterr().out
+    printed = " ".join(out.replace("│", " ").split())
     assert "different machines: the efficiencies of 'h100-sxm' are taken on 'A100-SXM-80GB'" in printed
-    assert "gemm bf16 512 0." in printed
-    assert "512 measured" in printed
-    assert "2 roofline" in printed
+    found = rows(out)
+    assert (
+        "gemm bf16 512 0.967 (0.805, 1.023) 0.777 -10.31 us 0.997 fixed time 57 % 512 measured 0.450 of 256x1024x16384"
+    ) in found
+    assert (
+        "rms_norm_backward bf16 2 0.390 (0.380, 0.401) 0.370 -112.2 us 0.411 short and long 2 roofline "
+        "0.370 of 16777216"
+    ) in found
+    assert "memory rate of kernels without points 77 % 75 %" in found
     assert "launch 2.7 us 2.5 us" in printed
     assert "host, to issue attention_forward 15.2 us 15 us" in printed
     assert "of the peak: gemm 81.7 % (bf16 16384x16384x16384) 71.0 %" in printed
 
 
-def test_of_one_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both print and keep the same, but for the width of the tables."""
+    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
     shipped = shipped_of("A100-SXM-80GB")
     assert [profile.name for profile in shipped] == ["a100-sxm", "a100-sxm-eager"]
     write_against(load_profile("a100-sxm"), shipped, tmp_path / "against.txt", open_console())
@@ -32,12 +55,23 @@ def test_of_one_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     for text in (printed, kept):
         assert "different machines" not in text
         assert text.count("what they state") == 2
-        assert "nothing" in text
+        assert any(re.fullmatch(SAME, row) for row in rows(text)), rows(text)
     assert shipped_of("a CPU") == []
 
 
-def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
     path = tmp_path / "measured.json"
     save_profile(load_profile("h800-ultraattn"), path)
     main(["calibrate", "--out", str(path), "--against", str(path)])
-    assert "nothing" in capsys.readouterr().out
+    assert any(re.fullmatch(SAME, row) for row in rows(capsys.readouterr().out))
+
+
+def test_kernels_and_shapes_stand_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken, where they are wider than their columns, but not cut."""
+    main(["calibrate", "--name", "h100-sxm", "--against", "h100-sxm"])
+    table, _, legend = capsys.readouterr().out.partition("short, long: ")
+    assert "…" not in table
+    firsts = "".join(line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│"))
+    assert "attention_backward" in firsts
+    assert "worst: ratio and shape: of attention batch x queries" in legend

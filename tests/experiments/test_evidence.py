@@ -12,7 +12,7 @@ from rich.console import Console
 
 from experiments.cases import Case, read_cases
 from experiments.cli import main
-from experiments.evidence import Evidence, Prediction, judged, order, predicted, profile_hash, provenance, r_squared
+from experiments.evidence import Evidence, Prediction, judged, order, predicted, profile_sha256, provenance, r_squared
 from experiments.selection import DATASHEET, Selection
 from sim.errors import InputError, LengthError
 from sim.schedule.alone import Attended, Sent
@@ -61,7 +61,7 @@ def test_how_predictions_are_judged() -> None:
 
 def test_the_hash_is_that_of_the_file() -> None:
     data = (Path(__file__).parents[2] / "sim/profiles/a100-sxm.json").read_bytes()
-    assert profile_hash("a100-sxm") == hashlib.sha256(data).hexdigest()[:16]
+    assert profile_sha256("a100-sxm") == hashlib.sha256(data).hexdigest()
 
 
 def test_what_goes_wrong_comes_back_from_workers() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,12 +14,12 @@ from rich.console import Console
 from experiments.cases import read_cases
 from experiments.cells import Cell, Sweep
 from experiments.cli import main
-from experiments.evidence import predicted
+from experiments.evidence import predicted, provenance
 from experiments.executed_cases import common_fields, save_cases
 from experiments.record import Record, judged, read_record, save_record
 from experiments.selection import Selection
 from sim.errors import InputError
-from sim.profile import load_profile
+from sim.profile import load_profile, save_profile
 from tests.experiments.test_parity import RING, make_found, make_record
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
@@ -101,6 +103,72 @@ def test_a_record_that_does_not_say_its_selection(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="of 'llama3-8b, .*before records said"):
         save_cases(record, str(tmp_path / "cases.toml"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("{} --window 512 --set schedule.communicators=one", "made with --window, .* run 'longstep .*=one' anew"),
+        ("{} --set=schedule.communicators=one", "made with --set, "),
+        ("{} --one_device", "made with --one-device, "),
+        ("{}; {} --pad", "made with --pad, "),
+        ("python -m experiments.recipes gpu", "made by 'python -m experiments.recipes gpu', before"),
+        ("", "made by '', before"),
+    ],
+)
+def test_options_of_records_that_do_not_say_their_selection(tmp_path: Path, command: str, message: str) -> None:
+    """Their titles are those of records without these options."""
+    record = read_record(str(RESULTS / "2026-11-21-schedules-epyc-2-cores/schedules.json"))
+    with pytest.raises(InputError, match=message):
+        save_cases(
+            msgspec.structs.replace(record, command=command.format(*[record.command] * 2)), str(tmp_path / "cases.toml")
+        )
+    assert not list(tmp_path.iterdir())
+    outputs = f"{record.command} --html=page.html --cases-out cases.toml"
+    save_cases(msgspec.structs.replace(record, command=f"{record.command}; {outputs}"), str(tmp_path / "cases.toml"))
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "message"),
+    [
+        ({"model": "models/ours.toml"}, "ring", "--model models/ours.toml is a file of yours.*a preset, with --set"),
+        ({"model": "config.json"}, "ring", "--model config.json is"),
+        ({"cluster": "ours.toml"}, "ring", "--cluster ours.toml is"),
+        ({}, "mine.py:build", "--schedules mine.py:build is a file of yours.*a schedule that ships"),
+    ],
+)
+def test_files_of_the_user_are_in_no_case_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, str], schedule: str, message: str
+) -> None:
+    """That is said before anything is executed."""
+    path = str(tmp_path / "cases.toml")
+    record = on_h100(Sweep(**({"cluster": "hgx-h100"} | options)), [RING._replace(schedule=schedule)])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=message):
+        save_cases(record, path)
+    typed = [word for name, value in options.items() for word in (f"--{name}", value)]
+    with pytest.raises(SystemExit):
+        main(["validate", *typed, "--seq", "1K", "--ranks", "2", "--schedules", schedule, "--profile", "datasheet",
+              "--cases-out", path])  # fmt: skip
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
+    """The cases are predicted all the same."""
+    path = str(tmp_path / "cases.toml")
+    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), path)
+    file, _ = read_cases(path)
+    assert file.profile_sha256 == hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
+    as_written = provenance(file)
+    save_profile(msgspec.structs.replace(load_profile("h100-sxm"), created="later"), tmp_path / "profile.json")
+    file, cases = read_cases(path)
+    now = provenance(file)
+    assert len(cases) == 1
+    assert now[2] != as_written[2]
+    assert now[3:] == [
+        f"  not the profile that the cases were written with: that was sha256 {file.profile_sha256[:16]}"
+    ]
+    assert len(as_written) == 3
 
 
 def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.execute import enough
+from experiments.machine import require_processes
 from runtime.verify import BOUNDS
 from runtime.worker import World
 from sim.errors import InputError
@@ -163,13 +163,13 @@ def test_what_ends_in_the_middle(
 
 def test_nodes_are_those_of_the_cluster() -> None:
     h100, world = load_cluster("hgx-h100"), World(rank=0, size=16, local_rank=0, local_size=8)
-    enough(h100, 16, world)
-    enough(h100, 4, world)
+    require_processes(h100, 16, world)
+    require_processes(h100, 4, world)
     with pytest.raises(InputError, match="--nproc-per-node 8, or --set cluster.gpus_per_node=4"):
-        enough(h100, 16, world._replace(local_size=4))
+        require_processes(h100, 16, world._replace(local_size=4))
     with pytest.raises(InputError, match="torchrun has started 16"):
-        enough(h100, 24, world)
-    enough(load_cluster("host"), 16, world._replace(local_size=4))
+        require_processes(h100, 24, world)
+    require_processes(load_cluster("host"), 16, world._replace(local_size=4))
 
 
 # Two hosts
