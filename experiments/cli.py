@@ -1,7 +1,8 @@
 """The command ``longstep``: list, show, simulate, run, compare, validate, calibrate.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
-they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command.
+they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command; the others
+serve it if its verb is one that executes over them, and end at once if not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from experiments.execute import Run, run
 from experiments.show import List, Show, list_names, show
 from experiments.simulate import Simulate, simulate
 from experiments.validate import Validate, validate
-from sim.errors import LongstepError, RankError
+from sim.errors import InputError, LongstepError, RankError
 
 if TYPE_CHECKING:
     from runtime.torchrun import Workers
@@ -45,20 +46,31 @@ Command = (
 _ABOUT = "Predict, execute and compare schedules of long-context training."
 _WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_TORCHRUN = (
+    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+)  # fmt: skip
 """What every process that torchrun starts has in its environment."""
+_OVER_WORKERS = ("run", "compare", "validate")
+"""Verbs that execute over the processes that torchrun has started."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command; exits with 0, with 2 after a mistake of the user's, with 1 after a failed run."""
-    guarded(functools.partial(_as_started if _TORCHRUN in os.environ else command, arguments))
+    started = all(name in os.environ for name in _TORCHRUN)
+    guarded(functools.partial(_as_started if started else command, arguments))
 
 
 def _as_started(arguments: list[str] | None) -> None:
-    """Run one command in a process that torchrun has started."""
-    from runtime.torchrun import under_torchrun
+    """Run one command in a process that torchrun has started, of which only rank 0's prints."""
+    verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    if verb in _OVER_WORKERS:
+        from runtime.torchrun import under_torchrun
 
-    under_torchrun(functools.partial(command, arguments))
+        under_torchrun(functools.partial(command, arguments))
+    elif os.environ["RANK"] == "0":
+        if verb == "calibrate":
+            raise InputError("calibrate runs without torchrun: it starts the processes that it needs, on this host")
+        command(arguments)
 
 
 def command(arguments: list[str] | None, workers: Workers | None = None) -> None:

@@ -91,6 +91,8 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
         raise InputError(f"--repeats {command.repeats}: expected 1 or more")
     cells = cells_of(command.sweep)
     if command.sweep.profile is None and "host" not in profile_names():
+        if workers:
+            raise InputError("this host has no profile: run longstep calibrate first, without torchrun")
         dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
         calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
     if command.cases_out:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from runtime.process import GRACE_S, LocalRank, RankProcess, deaf
-from runtime.rank import Job, Place, Store
+from runtime.rank import Job, Rendezvous, Seat
 from runtime.torchrun import Workers
 from sim.errors import RankError
 
@@ -46,14 +46,15 @@ class Session:
         self._timeout_s = timeout_s
         self._describe: Callable[[int, int], str] = lambda rank, op: f"rank {rank} op {op}"
         self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
-        store = workers.new_store() if workers else Store(str(Path(self._folder.name) / "store"))
-        place = Place(0, ranks, device, store, timeout_s, threads_per_rank, self.one_host, attention)
+        here = Rendezvous(str(Path(self._folder.name) / "store"))
+        rendezvous = workers.new_rendezvous() if workers else here
+        seat = Seat(0, ranks, device, rendezvous, timeout_s, threads_per_rank, self.one_host, attention)
         start = workers.start if workers else _start_here
         self.processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
                 with deaf():
-                    self.processes.append(start(place._replace(rank=rank)))
+                    self.processes.append(start(seat._replace(rank=rank)))
             self._restart_clocks()
             self._collect(max(timeout_s, TIMEOUT_S))  # loading torch from a cold disk is nobody's hanging
         except BaseException:
@@ -153,6 +154,6 @@ class Session:
         self._folder.cleanup()
 
 
-def _start_here(place: Place) -> RankProcess:
+def _start_here(seat: Seat) -> RankProcess:
     """Start the process of a rank on this host, whose devices are counted as the ranks are."""
-    return LocalRank(place, place.rank)
+    return LocalRank(seat, seat.rank)

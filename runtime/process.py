@@ -8,29 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch.multiprocessing as mp
 
-from runtime.rank import Answer, Job, Place, serve
+from runtime.rank import Answer, Board, Job, Seat, Seen, serve
 
 GRACE_S = 5.0
 """Longest time for what should take none, such as ending."""
-
-
-class Seen(NamedTuple):
-    """How far a rank is."""
-
-    op: int
-    """Number of the op that its host is at, or -1 before the first."""
-    at_s: float
-    """When it reported that, on the monotonic clock of this host."""
-    waiting: bool
-    """Whether it waits for others there."""
 
 
 class RankProcess(Protocol):
@@ -73,25 +61,24 @@ class RankProcess(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was needed to talk to it."""
+        """Give back what served to talk to it alone; it is told and asked nothing afterwards."""
         ...
 
 
 class LocalRank:
     """A rank whose process is a child of this one; ``number`` is that of its device on this host."""
 
-    def __init__(self, place: Place, number: int) -> None:
+    def __init__(self, seat: Seat, number: int) -> None:
         context = mp.get_context("spawn")
-        self._board: MutableSequence[float] = context.Array("d", 3, lock=False)
-        self.restart_clock()
+        self._board = Board()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=serve,
-            args=(theirs, place, number, os.getpid(), self._board),
-            name=f"longstep rank {place.rank}",
+            args=(theirs, seat, number, os.getpid(), self._board),
+            name=f"longstep rank {seat.rank}",
             daemon=True,
         )
-        with _environment(place.threads):
+        with _environment(seat.threads):
             self._process.start()
         theirs.close()
 
@@ -125,12 +112,11 @@ class LocalRank:
 
     def seen(self) -> Seen:
         """See RankProcess."""
-        op, at_s, waiting = self._board
-        return Seen(int(op), at_s, bool(waiting))
+        return self._board.seen()
 
     def restart_clock(self) -> None:
         """See RankProcess."""
-        self._board[:] = (-1.0, time.monotonic(), 0.0)
+        self._board.restart()
 
     def is_alive(self) -> bool:
         """See RankProcess."""
@@ -161,8 +147,9 @@ def how_ended(code: int) -> str:
 
 @contextlib.contextmanager
 def deaf() -> Iterator[None]:
-    """Let a child not hear Ctrl-C from its first moment, since that is the parent's to handle; which, if it comes
-    meanwhile, hears it afterwards.
+    """Let children that are started here ignore Ctrl-C from their first moment: the parent handles it.
+
+    A Ctrl-C that comes meanwhile reaches the parent when this ends.
     """
     resource_tracker.ensure_running()  # which multiprocessing would start now, and then let signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

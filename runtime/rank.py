@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +22,60 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries communication, by the kind of device that ranks compute on."""
 
 
+class Seen(NamedTuple):
+    """How far a rank is."""
+
+    op: int
+    """Number of the op that its host is at, or -1 before the first."""
+    at_s: float
+    """When it reported that, on the monotonic clock of this host."""
+    waiting: bool
+    """Whether it waits for others there."""
+
+
+class Board:
+    """What a rank has last reported, in memory that its process shares with the one that started it.
+
+    It holds three floats: the number of the op, seconds of the monotonic clock, which both read as they are on one
+    host, and 1 where the rank waits for others, else 0.
+    """
+
+    def __init__(self) -> None:
+        self._shared = RawArray("d", 3)
+        self.restart()
+
+    def report(self, op: int, waiting: bool) -> None:
+        """Say which op the host is at, and whether it waits for others there."""
+        self._shared[:] = (float(op), time.monotonic(), float(waiting))
+
+    def restart(self) -> None:
+        """Count the rank as before its first op, reported now."""
+        self.report(-1, False)
+
+    def seen(self) -> Seen:
+        """Return the last report."""
+        op, at_s, waiting = self._shared
+        return Seen(int(op), at_s, bool(waiting))
+
+
 class RankContext:
     """What a function that runs on a rank knows of its surroundings."""
 
-    def __init__(self, place: Place, device: torch.device, board: MutableSequence[float]) -> None:
-        self.rank = place.rank
-        self.ranks = place.ranks
+    def __init__(self, seat: Seat, device: torch.device, board: Board) -> None:
+        self.rank = seat.rank
+        self.ranks = seat.ranks
         self.device = device
-        self.attention = place.attention
+        self.attention = seat.attention
         """Name of the attention kernel to run; empty: the best one here."""
-        self.limit = timedelta(seconds=place.timeout_s + 60)
+        self.limit = timedelta(seconds=seat.timeout_s + 60)
         """Longest time that communication may take: the session, which can name the op, is to notice first."""
-        self._board = board
+        self.progress = board.report
+        """Report which op the host is at, and whether it waits for others there; restarts the time limit."""
         self.state: dict[str, Any] = {}
         """What one call leaves for later ones."""
 
-    def progress(self, op: int, waiting: bool) -> None:
-        """Report which op the host is at, and whether it waits for others there; restarts the time limit."""
-        self._board[:] = (float(op), time.monotonic(), float(waiting))
 
-
-class Store(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the ranks of a session find each other: a file, or the keys under a name in a store that listens."""
 
     name: str
@@ -49,14 +83,14 @@ class Store(NamedTuple):
     port: int = 0
 
 
-class Place(NamedTuple):
-    """Where a rank stands."""
+class Seat(NamedTuple):
+    """Where a rank sits: which of how many, on what, and with what."""
 
     rank: int
     ranks: int
     kind: str
     """Of device that it computes on."""
-    store: Store
+    rendezvous: Rendezvous
     timeout_s: float
     threads: int
     one_host: bool
@@ -79,19 +113,19 @@ class Answer(NamedTuple):
     error: str
 
 
-def serve(pipe: Connection, place: Place, number: int, parent: int, board: MutableSequence[float]) -> None:
+def serve(pipe: Connection, seat: Seat, number: int, parent: int, board: Board) -> None:
     """Be a rank on the device of a number: join the others, then run what the parent sends until it sends None."""
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see deaf
-    torch.set_num_threads(place.threads)
+    torch.set_num_threads(seat.threads)
     torch.set_num_interop_threads(1)
-    device = torch.device("cpu") if place.kind == "cpu" else torch.device(place.kind, number)
+    device = torch.device("cpu") if seat.kind == "cpu" else torch.device(seat.kind, number)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        context = RankContext(place, device, board)
-        _join(place, context)
+        context = RankContext(seat, device, board)
+        _join(seat, context)
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
             pipe.send(_attempt(job, context))
@@ -100,29 +134,29 @@ def serve(pipe: Connection, place: Place, number: int, parent: int, board: Mutab
         os._exit(1)
 
 
-def _join(place: Place, context: RankContext) -> None:
+def _join(seat: Seat, context: RankContext) -> None:
     """Form the process group of all ranks."""
-    if place.one_host:
+    if seat.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _open_store(place)
+    store = _open_store(seat)
     store.set_timeout(context.limit)
     dist.init_process_group(
-        BACKENDS[place.kind],
+        BACKENDS[seat.kind],
         store=store,
-        rank=place.rank,
-        world_size=place.ranks,
+        rank=seat.rank,
+        world_size=seat.ranks,
         timeout=context.limit,
         # NCCL then forms its communicators at once: at a first exchange it would take all ranks of the group, of which
         # a schedule may have no more than two communicate.
-        device_id=context.device if place.kind == "cuda" else None,
+        device_id=context.device if seat.kind == "cuda" else None,
     )
 
 
-def _open_store(place: Place) -> dist.Store:
-    """Return the store that a place names."""
-    name, host, port = place.store
+def _open_store(seat: Seat) -> dist.Store:
+    """Return the store by which the ranks find each other."""
+    name, host, port = seat.rendezvous
     if not host:
-        return dist.FileStore(name, place.ranks)
+        return dist.FileStore(name, seat.ranks)
     return dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False))
 
 

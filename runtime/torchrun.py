@@ -21,14 +21,14 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Self
 
-from runtime.process import GRACE_S, LocalRank, RankProcess, Seen, how_ended
-from runtime.rank import Answer, Job, Place, Store
+from runtime.process import GRACE_S, LocalRank, RankProcess, how_ended
+from runtime.rank import Answer, Job, Rendezvous, Seat, Seen
 from runtime.worker import KEY, Ended, Farewell, Kill, World, serve_command, torchruns_store
 from sim.errors import InputError, RankError
 
 
 def under_torchrun(command: Callable[[Workers], None]) -> None:
-    """Run a command in rank 0's process; in all others serve it, and exit."""
+    """Run a command in rank 0's process, over all others, which serve it and exit."""
     world = World.here()
     if world.rank:
         serve_command(world)
@@ -46,6 +46,7 @@ class Workers:
         self.world = world
         self._sessions = 0
         self._connections: dict[int, Connection] = {}
+        self._started: dict[int, _RemoteRank] = {}
         key = secrets.token_bytes(32)
         self._listener = Listener(("", 0), backlog=world.size, authkey=key)
         self._store = torchruns_store()
@@ -66,20 +67,21 @@ class Workers:
                 connection.send(Farewell(well))
         self._listener.close()
 
-    def new_store(self) -> Store:
+    def new_rendezvous(self) -> Rendezvous:
         """Return where the ranks of a session are to find each other, once all workers are there to start them."""
         self._connect()
         self._sessions += 1
-        return Store(f"longstep/{self._sessions}", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return Rendezvous(f"longstep/{self._sessions}", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
-    def start(self, place: Place) -> RankProcess:
+    def start(self, seat: Seat) -> RankProcess:
         """Start the process of a rank: of rank 0 beside this one, of others by the worker of that number."""
-        if place.rank == 0:
-            return LocalRank(place, self.world.local_rank)
-        connection = self._connections[place.rank]
-        if connection.closed:
-            raise RankError(f"rank {place.rank} still hangs in an earlier session")
-        return _RemoteRank(connection, place)
+        if seat.rank == 0:
+            return LocalRank(seat, self.world.local_rank)
+        earlier = self._started.get(seat.rank)
+        if earlier and earlier.is_alive():
+            raise RankError(f"rank {seat.rank} still hangs in an earlier session")
+        self._started[seat.rank] = _RemoteRank(self._connections[seat.rank], seat)
+        return self._started[seat.rank]
 
     def _connect(self) -> None:
         """Await the connections of all workers; if one dies before, torchrun ends this process."""
@@ -92,12 +94,12 @@ class Workers:
 class _RemoteRank:
     """A rank whose process is a child of a worker."""
 
-    def __init__(self, connection: Connection, place: Place) -> None:
+    def __init__(self, connection: Connection, seat: Seat) -> None:
         self._connection = connection
         self._answers: deque[Answer] = deque()
         self._ended = ""
         self.restart_clock()
-        self._tell(place)
+        self._tell(seat)
 
     def send(self, job: Job | None) -> None:
         """See RankProcess."""
@@ -141,11 +143,9 @@ class _RemoteRank:
             wait([self._connection], timeout=deadline - time.monotonic())
 
     def close(self) -> None:
-        """See RankProcess. The connection stays, for the next session, unless this one's process does."""
-        if self.is_alive():
-            self._connection.close()
+        """See RankProcess. The connection is the worker's, which serves later sessions over it."""
 
-    def _tell(self, message: Place | Job | Kill | None) -> None:
+    def _tell(self, message: Seat | Job | Kill | None) -> None:
         try:
             self._connection.send(message)
         except OSError:
@@ -172,8 +172,10 @@ class _RemoteRank:
 
 
 def _own_address() -> str:
-    """Return at which address other hosts reach this one: its own end of a way to torchrun's store, or where that is on
-    this host the store's, by which they reach it already.
+    """Return the address at which other hosts reach this one.
+
+    It is the address from which this host reaches torchrun's store. If the store is on this host itself, it is the
+    store's address, which the others know already.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:

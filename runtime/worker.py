@@ -17,17 +17,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from runtime.process import LocalRank
-from runtime.rank import Job, Place
+from runtime.rank import Job, Seat
 from sim.errors import RankError
 
 _REPORT_S = 0.05
 """How often a worker says how far its rank is."""
 
 KEY = "longstep/controller"
-"""Under which the store of torchrun has the address of rank 0's process."""
+"""The key under which torchrun's store holds the address of rank 0's process."""
 
 _JOIN = timedelta(minutes=5)
-"""Longest time between the starts of two processes."""
+"""How long a process waits for one that starts later than itself."""
 
 
 class World(NamedTuple):
@@ -70,7 +70,7 @@ def serve_command(world: World) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command hears them too, and is to end first
             signal.signal(number, signal.SIG_IGN)
         while not isinstance(message := controller.recv(), Farewell):
-            if isinstance(message, Place):
+            if isinstance(message, Seat):
                 _play(controller, message, world.local_rank)
         with contextlib.suppress(EOFError, OSError):
             controller.recv()  # ends when the command's process does: torchrun blames whichever fails first
@@ -94,9 +94,9 @@ def _connected(world: World) -> Connection:
     return connection
 
 
-def _play(controller: Connection, place: Place, number: int) -> None:
+def _play(controller: Connection, seat: Seat, number: int) -> None:
     """Be the go-between of the controller and the process of a rank, from its start to its end."""
-    process = LocalRank(place, number)
+    process = LocalRank(seat, number)
     try:
         code, told = None, process.seen()
         while code is None:

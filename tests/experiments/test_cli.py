@@ -10,10 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from experiments.cli import main
 from experiments.selection import command_line
+from experiments.validate import Validate, validate
 from sim.engine.report import Report
+from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from sim.schedule.ir import Schedule
@@ -442,3 +445,52 @@ def test_executing_without_torch_says_what_to_install() -> None:
     assert ended.returncode == 2
     assert "longstep[runtime]" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+# In the processes that torchrun starts
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", **WORLD, **STORE, "RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("missing", ["TORCHELASTIC_RUN_ID", *WORLD, *STORE])
+def test_a_process_that_torchrun_has_not_started_runs_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    as_rank(monkeypatch, 1)
+    monkeypatch.delenv(missing)
+    assert "llama3-8b" in run(capsys, "list", "models")
+
+
+@pytest.mark.parametrize("verb", ["run", "compare", "validate"])
+def test_verbs_that_execute_do_so_over_what_torchrun_has_started(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    given: list[object] = []
+    monkeypatch.setattr("runtime.torchrun.under_torchrun", given.append)
+    for rank in (0, 1):
+        as_rank(monkeypatch, rank)
+        main([verb, "--gpus", "2"])
+    assert len(given) == 2
+
+
+def test_all_other_verbs_run_in_rank_0_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.torchrun.under_torchrun", None)
+    as_rank(monkeypatch, 1)
+    for words in (["list", "models"], ["calibrate"], ["nonsense"], []):
+        assert run(capsys, *words) == ""
+    as_rank(monkeypatch, 0)
+    assert "llama3-8b" in run(capsys, "list", "models")
+    assert "calibrate runs without torchrun" in fails(capsys, "calibrate", "--quick")
+
+
+def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: Any = object()
+    monkeypatch.setattr("experiments.validate.calibrate", None)
+    with pytest.raises(InputError, match="run longstep calibrate first, without torchrun"):
+        validate(Validate(), Console(), world)

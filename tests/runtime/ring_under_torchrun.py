@@ -1,17 +1,22 @@
-"""A command for torchrun: sessions of so many ranks in turn, then one of two that steps until it is ended."""
+"""A command for torchrun: sessions of so many ranks in turn, then one of two that steps until it is ended.
+
+The word ``survive`` among the numbers is a session of two that steps until it is ended, whose end is not the command's.
+Ranks load this file too, and so no more than they need.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from experiments.cli import guarded
-from runtime.launch import Session
-from runtime.rank import RankContext
-from runtime.run import ScheduleRun
-from runtime.torchrun import Workers, under_torchrun
-from sim.workload import Workload
-from tests.helpers import make_checked, make_model
+from sim.errors import RankError
+
+if TYPE_CHECKING:
+    from runtime.launch import Session
+    from runtime.rank import RankContext
+    from runtime.run import ScheduleRun
+    from runtime.torchrun import Workers
 
 
 def process_and_parent(context: RankContext) -> tuple[int, int]:
@@ -19,23 +24,52 @@ def process_and_parent(context: RankContext) -> tuple[int, int]:
 
 
 def rings(workers: Workers) -> None:
-    for ranks in map(int, sys.argv[1:]):
-        with Session(ranks, timeout_s=30, workers=workers) as session:
-            ring(session, seq=32).step()
+    from runtime.launch import Session
+
+    for word in sys.argv[1:]:
+        if word == "survive":
+            try:
+                step_on(workers)
+            except RankError as error:
+                say(str(error))
+        else:
+            with Session(int(word), timeout_s=30, workers=workers) as session:
+                ring(session, seq=32).step()
+    step_on(workers)
+
+
+def step_on(workers: Workers) -> None:
+    """Say which process rank 1 is; then step."""
+    from runtime.launch import Session
+
     with Session(2, timeout_s=30, workers=workers) as session:
         run = ring(session, seq=8192)
-        run.step()
         _, (process, parent) = session.call(process_and_parent)
-        sys.stdout.write(f"rank 1 is {process} of {parent}\n")
-        sys.stdout.flush()
+        say(f"rank 1 is {process} of {parent}")
         while True:
             run.step()
 
 
+def say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
 def ring(session: Session, seq: int) -> ScheduleRun:
+    from runtime.run import ScheduleRun
+    from sim.workload import Workload
+    from tests.helpers import make_checked, make_model
+
     workload = Workload(model=make_model(8, 4, head_dim=64), seq=seq)
     return ScheduleRun(session, make_checked("ring", workload, session.ranks))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    from experiments.cli import guarded
+    from runtime.torchrun import under_torchrun
+
     guarded(lambda: under_torchrun(rings))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,7 +102,7 @@ def said(err: str) -> list[str]:
 
 
 def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
-    options = ("--gpus", "2", "--seq", "256", "--repeats", "2", "--verify", "--json")
+    options = ("--gpus", "2", "--seq", "64", "--repeats", "2", "--verify", "--json")
     code, out, err = ended(programs.torchrun(*LONGSTEP, "run", *options))
     assert code == 0, err
     found = json.loads(out)
@@ -112,53 +112,52 @@ def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
     assert "Traceback" not in err
 
 
-def test_a_command_without_a_session_ends_all_processes(programs: Programs) -> None:
-    code, out, err = ended(programs.torchrun(*LONGSTEP, "list", "schedules"))
-    assert code == 0, err
-    assert out.count("zigzag") == 1
-
-
-def test_more_ranks_than_processes_are_refused(programs: Programs) -> None:
-    code, out, err = ended(programs.torchrun(*LONGSTEP, "run", "--gpus", "3", "--seq", "48"))
+def test_commands_that_have_no_session_run_once_and_end_all_processes(programs: Programs) -> None:
+    """Those that take no workers leave torchrun's store as it was for the one that does."""
+    commands = 'for words in "list schedules" calibrate "run --gpus 3 --seq 48"; do "$@" $words; done'
+    code, out, err = ended(programs.torchrun("--no-python", "sh", "-c", commands, "sh", *LONGSTEP[1:]))
     assert code == 1
-    assert out == ""
-    (line,) = said(err)
-    assert "3 ranks need as many processes, torchrun has started 2: set its --nproc-per-node and --nnodes" in line
+    assert out.count("zigzag") == 1
+    refused, too_few = said(err)
+    assert "calibrate runs without torchrun" in refused
+    assert "3 ranks need as many processes, torchrun has started 2: set its --nproc-per-node and --nnodes" in too_few
 
 
-def kill_the_rank(torchrun: int, rank: int, worker: int) -> None:
-    os.kill(rank, signal.SIGKILL)
+LOST = "rank 1 op [0-9]+ [(].*[)] was "
 
 
-def kill_its_worker(torchrun: int, rank: int, worker: int) -> None:
-    os.kill(worker, signal.SIGKILL)
-
-
-def press_ctrl_c(torchrun: int, rank: int, worker: int) -> None:
-    os.killpg(torchrun, signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("earlier", "stop", "words"),
-    [
-        (["2", "1"], kill_the_rank, r"rank 1 op \d+ \(.*\) was killed by signal SIGKILL"),
-        ([], kill_its_worker, r"rank 1 op \d+ \(.*\) was lost: .*"),
-        ([], press_ctrl_c, "interrupted"),
-    ],
-)
-def test_what_ends_in_the_middle(
-    programs: Programs, earlier: list[str], stop: Callable[[int, int, int], None], words: str
-) -> None:
-    """Of the first session of a command, or after earlier ones."""
-    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun", *earlier)
+def rank_and_its_worker(torchrun: subprocess.Popen[str]) -> tuple[int, int]:
+    """Return the processes of rank 1, in the middle of a step that takes a second or more."""
     assert torchrun.stdout is not None
-    rank, worker = map(int, re.findall(r"\d+", torchrun.stdout.readline().removeprefix("rank 1")))
-    time.sleep(0.3)  # of a step that takes a second or more
-    stop(torchrun.pid, rank, worker)
+    rank, worker = map(int, re.findall("[0-9]+", torchrun.stdout.readline().removeprefix("rank 1")))
+    time.sleep(0.3)
+    return rank, worker
+
+
+def test_a_command_outlives_a_rank_that_is_killed_and_hears_ctrl_c(programs: Programs) -> None:
+    """Both in the middle of a step, after earlier sessions, one of fewer ranks than processes."""
+    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun", "2", "1", "survive")
+    rank, worker = rank_and_its_worker(torchrun)
+    os.kill(rank, signal.SIGKILL)
+    assert torchrun.stdout is not None
+    assert re.fullmatch(f"{LOST}killed by signal SIGKILL\n", torchrun.stdout.readline())
+    later, same_worker = rank_and_its_worker(torchrun)
+    assert later != rank
+    assert same_worker == worker
+    os.killpg(torchrun.pid, signal.SIGINT)
+    code, _, err = ended(torchrun)
+    assert code == 1
+    assert said(err) == ["longstep: interrupted"]
+
+
+def test_a_worker_that_is_killed_ends_the_command_which_names_it(programs: Programs) -> None:
+    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun")
+    _, worker = rank_and_its_worker(torchrun)
+    os.kill(worker, signal.SIGKILL)
     code, _, err = ended(torchrun)
     assert code == 1
     (line,) = said(err)
-    assert re.fullmatch(f"longstep: {words}", line), err
+    assert re.fullmatch(f"longstep: {LOST}lost: .*", line), err
 
 
 def test_nodes_are_those_of_the_cluster() -> None:
@@ -211,7 +210,7 @@ def two_hosts() -> Iterator[list[list[str]]]:
 
 def test_two_hosts_that_share_nothing_but_a_network(programs: Programs, two_hosts: list[list[str]]) -> None:
     """Their clocks are a day apart, which no step takes."""
-    options = ("--gpus", "2", "--seq", "256", "--repeats", "1", "--scope", "layer")
+    options = ("--gpus", "2", "--seq", "64", "--repeats", "1", "--scope", "layer")
     nodes = [
         programs.start(
             *host, *TORCHRUN, "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
