@@ -65,21 +65,8 @@ class Validate:
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
-    for path in (command.out, command.html, command.figure, command.cases_out):
-        if path:
-            writable(path)
-    if command.figure and not command.figure.endswith(".svg"):
-        raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
-    if command.cases_out and not command.cases_out.endswith(".toml"):
-        raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
+    _require_outputs(command)
     if command.cases:
-        if command.cases_out:
-            raise InputError(
-                "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
-                "--cases-out a --record"
-            )
-        if command.figure or command.out or command.record or command.sweep.named:
-            raise InputError("--cases goes with --html only: what is predicted stands in the files")
         found = show_evidence(command.cases, console)
         if command.html:
             write_whole(Path(command.html), evidence_page(found).encode())
@@ -101,6 +88,24 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
     _sweep(cells, command, console, workers)
+
+
+def _require_outputs(command: Validate) -> None:
+    """Raise InputError for files that cannot be written, or that what is asked for does not fill."""
+    for path in (command.out, command.html, command.figure, command.cases_out):
+        if path:
+            writable(path)
+    if command.figure and not command.figure.endswith(".svg"):
+        raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
+    if command.cases_out and not command.cases_out.endswith(".toml"):
+        raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
+    if command.cases and command.cases_out:
+        raise InputError(
+            "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
+            "--cases-out a --record"
+        )
+    if command.cases and (command.figure or command.out or command.record or command.sweep.named):
+        raise InputError("--cases goes with --html only: what is predicted stands in the files")
 
 
 def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
