@@ -1,4 +1,4 @@
-"""Calibrates one GPU: what to time, in which order, and its profile, with the tile model of its attention."""
+"""Calibrates GPUs of a kind: what to time, in which order, and their profile, with the tile model of attention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ _LOAD_S = 0.02
 
 
 class GpuCalibration:
-    """A calibration under way, of the first GPU of a machine; see ``plan.Calibration``."""
+    """A calibration under way, of the first GPU of a machine, and of what is between it and so many in all; see
+    ``plan.Calibration``.
+    """
 
     def __init__(self, plan: Plan, spec: ClusterSpec, gpus: int = 1) -> None:
         self._plan = plan
@@ -180,7 +182,7 @@ class GpuCalibration:
         if self._spec.pcie is None or not self._copied:
             return self._spec.pcie
         one = self._spec.pcie.bytes_per_s * self._spec.pcie.payload
-        both = max(one, *(times.both_bytes_per_s for times in self._copied if times.both_bytes_per_s))
+        both = max([one, *(times.both_bytes_per_s for times in self._copied if times.both_bytes_per_s)])
         return msgspec.structs.replace(self._spec.pcie, both_ways_bytes_per_s=both if both < 2 * one else None)
 
     def _issue(self) -> dict[str, Issue]:

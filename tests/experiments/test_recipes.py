@@ -51,7 +51,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.gloo
 def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = recipes.GpuPlan(
-        schedules=("single", "ring"), verified="128", model="tiny", alone="256", together="256", ranks="2",
+        schedules=("single", "ring"), verified="16", model="tiny", alone="256", together="256", ranks="2",
         offloaded="128",
     )  # fmt: skip
     recipes.gpu(open_console(), plan=plan)

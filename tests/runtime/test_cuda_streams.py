@@ -102,7 +102,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 def play(checked: Checked, device: Device) -> list[tuple[int, int]]:
     """Issue rank 0's ops as ``execute`` does; return when each began and ended, by the device's clock."""
     streams = CudaStreams(torch.device("cuda"))
-    streams.start()
+    start_s = streams.start()
     program, waits = checked.schedule.program(0), checked.dependencies[0].waits
     events: list[Event] = []
     begun: dict[int, int] = {}
@@ -122,7 +122,7 @@ def play(checked: Checked, device: Device) -> list[tuple[int, int]]:
     for event in events:
         event.wait()
     streams.close()
-    times = [event.times() for event in events]
+    times = [(posted_s - start_s, ended_s - start_s) for posted_s, ended_s in (event.times() for event in events)]
     assert all(posted_s <= ended_s for posted_s, ended_s in times)
     return [(begun.get(index, round(1e3 * posted)), round(1e3 * end)) for index, (posted, end) in enumerate(times)]
 
