@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 
-from sim.schedule import single
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.ir import Communicator, Header, Program, Schedule
-from sim.schedule.kernels import KernelUse, kernel_use
-from sim.schedule.masks import CAUSAL, FULL, Span
-from sim.schedule.ops import Kernel, Message, Op
-from sim.schedule.views import Split, renumbered
+from sim.schedule.derive.kernels import KernelUse, kernel_use
+from sim.schedule.ir.masks import CAUSAL, FULL, Span
+from sim.schedule.ir.ops import Kernel, Message, Op
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
+from sim.schedule.ir.views import Split, renumbered
+from sim.schedule.methods import single
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]

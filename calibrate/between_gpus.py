@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 from calibrate.kernels import sample
 from calibrate.links import LinkCase, LinkKernel, Played, play
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.collectives import link_name, wire_bytes
 from sim.profile import Point
 from sim.workload import Dtype, ModelSpec

@@ -11,12 +11,12 @@ import msgspec
 from sim.errors import InputError
 from sim.options import AttentionName, Options
 from sim.profile import Point
-from sim.schedule import allgather, ring, single, ulysses
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.ir import Program
-from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
-from sim.schedule.ops import Kernel
-from sim.schedule.views import renumbered
+from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
+from sim.schedule.ir.ops import Kernel
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import renumbered
+from sim.schedule.methods import allgather, ring, single, ulysses
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
 
 

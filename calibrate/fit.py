@@ -10,7 +10,7 @@ import msgspec
 
 from calibrate.links import LinkTimes
 from sim.profile import Point, Slowdown
-from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from topology.specs import ClusterSpec, HostSpec, LinkSpec
 
 _LARGE_BYTES = 2**22

@@ -25,9 +25,9 @@ from calibrate.plan import Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.residuals import explained
 from calibrate.tiles import tile_models
-from runtime.attention import attention_kernel
-from runtime.launch import Session
-from runtime.tensors import TORCH_DTYPE
+from runtime.execution.attention import attention_kernel
+from runtime.execution.tensors import TORCH_DTYPE
+from runtime.processes.launch import Session
 from sim.options import Place
 from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown
 from sim.workload import ModelSpec

@@ -17,9 +17,9 @@ from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import spreads
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.profile import Condition, Machine, Point, Profile, Slowdown
-from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import load_cluster
 from topology.host import host_facts

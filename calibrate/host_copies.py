@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from calibrate.kernels import sample
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.engine.cost import HOST_COPY_KINDS
 from sim.options import Place
 from sim.profile import Point
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.check import check
-from sim.schedule.ir import Header, Program, Schedule
-from sim.schedule.ops import FETCH, OFFLOAD, HostCopy
+from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy
+from sim.schedule.ir.program import Header, Program, Schedule
+from sim.schedule.proof.check import check
+from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 

@@ -16,14 +16,14 @@ from calibrate.beside import Place, Transfer, beside_schedules
 from calibrate.cases import KernelCase, cases_of
 from calibrate.fit import COMPUTE_BOUND
 from calibrate.kernels import Lap, RepeatedKernel
-from runtime.groups import start_together
-from runtime.launch import Session
-from runtime.rank import RankContext
+from runtime.execution.groups import start_together
+from runtime.processes.launch import Session
+from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
 from sim.profile import MeasuredJitter, Slowdown
-from sim.schedule.check import check
-from sim.schedule.ir import Program
-from sim.schedule.kernels import KernelUse
+from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.ir.program import Program
+from sim.schedule.proof.check import check
 from sim.trace import Trace
 from sim.workload import Dtype, ModelSpec
 

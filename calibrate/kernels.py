@@ -14,18 +14,18 @@ import torch
 from torch.distributed import Work
 
 from calibrate.cases import KernelCase
-from runtime.attention import AttentionKernel, attention_kernel
-from runtime.cuda_attention import runs
-from runtime.execute import ISSUE_S
-from runtime.groups import start_together
-from runtime.kernels import run_kernel
-from runtime.launch import Session
-from runtime.rank import RankContext
-from runtime.streams import open_streams
-from runtime.tensors import TORCH_DTYPE, Storage
+from runtime.execution.attention import AttentionKernel, attention_kernel
+from runtime.execution.cuda_attention import runs
+from runtime.execution.execute import ISSUE_S
+from runtime.execution.groups import start_together
+from runtime.execution.kernels import run_kernel
+from runtime.execution.streams import open_streams
+from runtime.execution.tensors import TORCH_DTYPE, Storage
+from runtime.processes.launch import Session
+from runtime.processes.rank import RankContext
 from sim.profile import Condition, Point
-from sim.schedule.ir import Program
-from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Gemm, Kernel
+from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Gemm, Kernel
+from sim.schedule.ir.program import Program
 
 _MIN_RUNS = 5
 _LONG_S = 0.2

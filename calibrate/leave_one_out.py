@@ -14,7 +14,7 @@ from calibrate.tiles import tile_models
 from sim.engine.cost import measured_cluster
 from sim.engine.tables import series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
-from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 
 
 class Residual(NamedTuple):

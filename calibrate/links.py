@@ -6,14 +6,14 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from calibrate.kernels import sample
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.profile import Condition, Point
-from sim.schedule.alone import communicate
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.check import check
-from sim.schedule.ir import Communicator, Header, Program, Schedule
-from sim.schedule.masks import FULL, Span
+from sim.schedule.ir.masks import FULL, Span
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
+from sim.schedule.methods.single_op import communicate
+from sim.schedule.proof.check import check
+from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Row
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
 

@@ -11,12 +11,12 @@ from calibrate.beside import Transfer, beside_schedules
 from calibrate.cases import KernelCase, case_of
 from calibrate.interference import compared
 from calibrate.kernels import time_kernel
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.network import Activity, Flow
 from sim.engine.simulate import simulate
 from sim.profile import TRANSFERS, Point, Profile, Slowdown
-from sim.schedule.check import check
+from sim.schedule.proof.check import check
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.engine.tiles import busiest, use_of
 from sim.profile import Point, TileModel
-from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.workload import Dtype
 
 _BACKWARD_KERNELS = 3

@@ -15,7 +15,7 @@ from experiments.tables import seconds
 from sim.engine.cost import measured_cluster
 from sim.presets import preset_names
 from sim.profile import Point, Profile, load_profile, write_whole
-from sim.schedule.kernels import ATTENTION_KERNELS
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 
 if TYPE_CHECKING:
     from calibrate.against import Row

@@ -18,13 +18,13 @@ from experiments.cli import guarded, open_console
 from experiments.tables import seconds
 from sim.engine.simulate import simulate
 from sim.options import DEFAULTS, Options
-from sim.schedule import ring, ulysses
-from sim.schedule.attention import all_heads, attention_program
-from sim.schedule.check import check
-from sim.schedule.ir import Communicator, Header, Schedule
-from sim.schedule.layout import contiguous
-from sim.schedule.ops import Message
-from sim.schedule.views import View
+from sim.schedule.ir.layout import contiguous
+from sim.schedule.ir.ops import Message
+from sim.schedule.ir.program import Communicator, Header, Schedule
+from sim.schedule.ir.views import View
+from sim.schedule.methods import ring, ulysses
+from sim.schedule.proof.check import check
+from sim.schedule.write.attention import all_heads, attention_program
 from sim.workload import Parallel, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu

@@ -190,7 +190,7 @@ def _residuals(profile: Profile, console: Console) -> None:
 def _check(profile: Profile, console: Console) -> None:
     """Repeat some points of a profile, and print how they compare."""
     from calibrate.residuals import repeat
-    from runtime.launch import Session
+    from runtime.processes.launch import Session
 
     spec = measured_cluster(profile)
     require_machine(spec, 1)

@@ -21,9 +21,9 @@ from experiments.tables import size
 from sim.errors import InputError, unknown
 from sim.presets import load_toml
 from sim.profile import load_profile
-from sim.schedule.alone import ALONE, Attended, Sent, Size, build
-from sim.schedule.ir import Schedule
-from sim.schedule.ops import HostSync
+from sim.schedule.ir.ops import HostSync
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
 from sim.trace import Trace
 from sim.workload import parse_length
 

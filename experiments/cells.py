@@ -10,7 +10,7 @@ import tyro
 
 from experiments.selection import SCOPES, Selection, choose, one_of
 from sim.errors import InputError
-from sim.schedule.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.workload import parse_length
 from topology.host import host_facts
 

@@ -31,7 +31,7 @@ from experiments.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError
 
 if TYPE_CHECKING:
-    from runtime.torchrun import Workers
+    from runtime.processes.torchrun import Workers
 
 Command = (
     Annotated[List, tyro.conf.subcommand("list")]
@@ -64,7 +64,7 @@ def _as_started(arguments: list[str] | None) -> None:
     """Run one command in a process that torchrun has started, of which only rank 0's prints."""
     verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     if verb in _OVER_WORKERS:
-        from runtime.torchrun import under_torchrun
+        from runtime.processes.torchrun import under_torchrun
 
         under_torchrun(functools.partial(command, arguments))
     elif os.environ["RANK"] == "0":

@@ -20,12 +20,12 @@ from experiments.simulate import predict, title, writable, write_trace
 from experiments.stragglers import straggler_costs
 from sim.errors import InputError
 from sim.profile import Profile, write_whole
-from sim.schedule.check import Checked
+from sim.schedule.proof.check import Checked
 from sim.trace import Trace
 
 if TYPE_CHECKING:
-    from runtime.launch import Session
-    from runtime.torchrun import Workers
+    from runtime.processes.launch import Session
+    from runtime.processes.torchrun import Workers
 
 
 _PROBES, _PROBE_S = 6, 0.1

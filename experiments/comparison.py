@@ -13,7 +13,7 @@ from experiments.execute import median_step
 from experiments.tables import evidence_lines, percent, seconds, size
 from sim.engine.report import Report
 from sim.memory import walk
-from sim.schedule.check import Checked
+from sim.schedule.proof.check import Checked
 from sim.trace import Trace
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from experiments.simulate import title, writable, write_trace
 from experiments.tables import parts_line, seconds, size
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import InputError, RankError
-from sim.schedule.check import Checked
+from sim.schedule.proof.check import Checked
 
 if TYPE_CHECKING:
-    from runtime.launch import Session
+    from runtime.processes.launch import Session
+    from runtime.processes.torchrun import Workers
     from runtime.run import Step
-    from runtime.torchrun import Workers
 
 _LONGEST_S = 1e6
 WARM_UP = 3
@@ -62,8 +62,8 @@ class Run:
 
 def run(command: Run, console: Console, workers: Workers | None = None) -> None:
     """Execute some steps, and print what happened."""
+    from runtime.execution.verify import BOUNDS, verifiable
     from runtime.run import ScheduleRun
-    from runtime.verify import BOUNDS, verifiable
 
     chosen = choose(command.selection)
     if command.trace:
@@ -120,7 +120,7 @@ def open_session(
     """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
     machine cannot, or torchrun has not started ``workers`` enough.
     """
-    from runtime.launch import Session
+    from runtime.processes.launch import Session
 
     if execution.repeats < 1:
         raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
@@ -149,8 +149,8 @@ def timed_attention(chosen: Chosen) -> str:
     timed = chosen.profile.machine.software.get("attention", "") if chosen.profile else ""
     if chosen.spec.gpu.kind == "cpu":
         return ""
-    from runtime.cuda_attention import runs
-    from runtime.tensors import TORCH_DTYPE
+    from runtime.execution.cuda_attention import runs
+    from runtime.execution.tensors import TORCH_DTYPE
 
     return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""
 

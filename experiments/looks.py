@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from experiments.plots import CIRCLE, HUES, SHAPES, SWATCH, Entry, Legend, band_looks, legend
-from sim.schedule.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES
 
 BANDS = (0.05, 0.10, 0.20)
 """Errors that parity plots shade: the project's targets lie between the first and the last."""

@@ -11,7 +11,7 @@ from sim.workload import Dtype
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
-    from runtime.worker import World
+    from runtime.processes.worker import World
 
 
 _ABOUT = 0.1
@@ -59,8 +59,8 @@ def require_machine(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), 
             f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
             f"ranks on one"
         )
-    from runtime.cuda_attention import cuda_kernel
-    from runtime.tensors import TORCH_DTYPE
+    from runtime.execution.cuda_attention import cuda_kernel
+    from runtime.execution.tensors import TORCH_DTYPE
 
     for dtype in dtypes:
         cuda_kernel(TORCH_DTYPE[dtype], attention)

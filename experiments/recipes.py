@@ -29,7 +29,7 @@ from experiments.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.presets import preset_names
 from sim.profile import load_profile, make_folder
-from sim.schedule.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES
 from topology.cluster import load_cluster
 
 TRACE_FILE = "demo-trace.json"

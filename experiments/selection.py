@@ -20,10 +20,10 @@ from sim.engine.simulate import STEADY, Jitter
 from sim.errors import InputError, LengthError, LongstepError, unknown
 from sim.presets import override
 from sim.profile import HOST_COPIES, Profile, load_profile, profile_names
-from sim.schedule.catalog import SCHEDULES, Build, Entry
-from sim.schedule.check import Checked, check
-from sim.schedule.ir import Schedule
-from sim.schedule.one_device import on_one_device
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import Checked, check
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.host import device_name, host_facts
@@ -183,7 +183,7 @@ def _built(build: Build, workload: Workload, parallel: Parallel) -> Schedule:
     with _blaming_the_builder():
         schedule = build(workload, parallel)
         if not isinstance(schedule, Schedule):
-            raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.Schedule")
+            raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
         return schedule
 
 

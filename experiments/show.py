@@ -15,8 +15,8 @@ from experiments.simulate import title, writable
 from sim.errors import InputError, ScheduleError
 from sim.presets import preset_names
 from sim.profile import load_profile, profile_names, write_whole
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.show import LEGEND, dot, grid, logical_times
+from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.workload import load_model
 from topology.cluster import load_cluster
 

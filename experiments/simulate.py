@@ -20,7 +20,7 @@ from sim.errors import InputError
 from sim.memory import walk
 from sim.options import DEFAULTS
 from sim.profile import write_whole
-from sim.schedule.check import Checked
+from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Player, Trace, to_chrome
 
 

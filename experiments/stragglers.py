@@ -7,8 +7,8 @@ import msgspec
 from experiments.selection import Chosen
 from sim.engine.simulate import simulate
 from sim.errors import InputError
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import Checked, check
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import Checked, check
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PerGpu
 

@@ -36,7 +36,7 @@ from sim.errors import InputError, LongstepError
 from sim.profile import profile_names, write_whole
 
 if TYPE_CHECKING:
-    from runtime.torchrun import Workers
+    from runtime.processes.torchrun import Workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from runtime.execute import Executed, RankPlayer
-from runtime.launch import Session
-from runtime.rank import RankContext
-from runtime.verify import output_errors, verifiable
+from runtime.execution.execute import Executed, RankPlayer
+from runtime.execution.verify import output_errors, verifiable
+from runtime.processes.launch import Session
+from runtime.processes.rank import RankContext
 from sim.errors import InputError
-from sim.schedule.check import Checked, check
-from sim.schedule.ir import Schedule
-from sim.schedule.matching import describe
+from sim.schedule.derive.matching import describe
+from sim.schedule.ir.program import Schedule
+from sim.schedule.proof.check import Checked, check
 from sim.trace import Row, Trace
 
 

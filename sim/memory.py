@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from sim.options import Place
-from sim.schedule.dependencies import Dependencies
-from sim.schedule.ir import Program
-from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Kernel
-from sim.schedule.views import Buffer, Category
-from sim.schedule.workspace import workspace_bytes
+from sim.schedule.derive.dependencies import Dependencies
+from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Kernel
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import Buffer, Category
 
 
 class Lifetime(NamedTuple):

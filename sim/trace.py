@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sim.errors import InputError
-from sim.schedule.ops import Part
+from sim.schedule.ir.ops import Part
 
 Player = Literal["simulated", "executed"]
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sim.errors import InputError, ScheduleError
-from sim.schedule.attention import attention_flops
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import Checked, check
-from sim.schedule.ir import Claims, Communicator, Header, Program, Schedule
-from sim.schedule.layout import contiguous, num_tokens
-from sim.schedule.masks import Span, block_band, mask_of
-from sim.schedule.views import Split
+from sim.schedule.ir.layout import contiguous, num_tokens
+from sim.schedule.ir.masks import Span, block_band, mask_of
+from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.views import Split
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import Checked, check
+from sim.schedule.write.attention import attention_flops
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 

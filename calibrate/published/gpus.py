@@ -28,8 +28,8 @@ from calibrate.published.streaming import streaming
 from calibrate.tiles import tile_models
 from sim.engine.collectives import CollectiveKind, wire_bytes
 from sim.profile import Machine, Point, Profile
-from sim.schedule.kernels import KernelUse
-from sim.schedule.masks import CAUSAL
+from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.ir.masks import CAUSAL
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 

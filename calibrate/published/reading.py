@@ -11,8 +11,8 @@ from importlib import resources
 from typing import NamedTuple
 
 from sim.profile import Point
-from sim.schedule.kernels import KernelUse, attention_use
-from sim.schedule.masks import Band
+from sim.schedule.derive.kernels import KernelUse, attention_use
+from sim.schedule.ir.masks import Band
 
 Row = dict[str, str]
 

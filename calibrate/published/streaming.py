@@ -17,8 +17,8 @@ import msgspec
 from calibrate.cases import cases_of
 from calibrate.published.reading import Averaged, geometric_mean, kernel_point, rows
 from sim.profile import Point
-from sim.schedule import single
-from sim.schedule.kernels import KernelUse
+from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.methods import single
 from sim.workload import Parallel, Workload, load_model
 
 _VLLM = {

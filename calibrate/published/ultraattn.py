@@ -18,8 +18,8 @@ from calibrate.published.reading import (
     transfer_point,
 )
 from sim.profile import Machine, Point, Profile
-from sim.schedule.kernels import attention_use
-from sim.schedule.masks import CAUSAL, FULL
+from sim.schedule.derive.kernels import attention_use
+from sim.schedule.ir.masks import CAUSAL, FULL
 from topology.cluster import load_cluster
 
 _HEAD_DIM = 128

@@ -12,7 +12,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Literal, NamedTuple, assert_never
 
-from sim.schedule.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
 from topology.cluster import Cluster
 
 CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "barrier"]

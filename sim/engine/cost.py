@@ -14,9 +14,9 @@ from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.options import Place
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
-from sim.schedule.ir import Program
-from sim.schedule.kernels import KernelUse
-from sim.schedule.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
+from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
+from sim.schedule.ir.program import Program
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
 from topology.specs import ClusterSpec

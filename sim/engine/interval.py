@@ -9,7 +9,7 @@ import msgspec
 from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.simulate import STEADY, Jitter, Simulation, simulate
 from sim.profile import Bound, Profile
-from sim.schedule.check import Checked
+from sim.schedule.proof.check import Checked
 from sim.trace import Trace
 
 _BOUNDS: tuple[Bound, Bound] = ("low", "high")

@@ -10,10 +10,10 @@ from sim.engine.interval import Interval, interval
 from sim.engine.simulate import STEADY, Jitter, Simulation, part_bytes
 from sim.memory import MemoryWalk, walk
 from sim.profile import Profile
-from sim.schedule.attention import attention_flops
-from sim.schedule.check import Checked
-from sim.schedule.layer import gemm_flops
-from sim.schedule.ops import OFFLOAD, Collective, HostCopy
+from sim.schedule.ir.ops import OFFLOAD, Collective, HostCopy
+from sim.schedule.model.layer import gemm_flops
+from sim.schedule.proof.check import Checked
+from sim.schedule.write.attention import attention_flops
 from topology.cluster import Cluster
 from topology.fabrics import socket_of
 

@@ -22,10 +22,8 @@ from sim.engine.cost import CostModel
 from sim.engine.network import Activity, Flow, Network
 from sim.errors import InputError, ScheduleError
 from sim.profile import Profile
-from sim.schedule.check import Checked
-from sim.schedule.ir import Program
-from sim.schedule.matching import Key
-from sim.schedule.ops import (
+from sim.schedule.derive.matching import Key
+from sim.schedule.ir.ops import (
     COMPUTE,
     HOST,
     AllToAll,
@@ -38,6 +36,8 @@ from sim.schedule.ops import (
     Op,
     ReduceScatter,
 )
+from sim.schedule.ir.program import Program
+from sim.schedule.proof.check import Checked
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from sim.engine.tiles import TiledAttention
 from sim.profile import TRANSFERS, Point, Profile
-from sim.schedule.kernels import ATTENTION_KERNELS, KernelUse
+from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
 from sim.workload import Dtype
 
 Count = TypeVar("Count", bound=float)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.profile import Point, TileModel
-from sim.schedule.kernels import TILE, KernelUse
+from sim.schedule.derive.kernels import TILE, KernelUse
 
 
 class Load(NamedTuple):

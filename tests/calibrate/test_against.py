@@ -11,7 +11,7 @@ from calibrate.against import Against, Row, against
 from calibrate.points import issue_s, largest_rate
 from calibrate.published.reading import kernel_point, transfer_point
 from sim.profile import Issue, Machine, Point, Profile, Spread
-from sim.schedule.kernels import KernelUse
+from sim.schedule.derive.kernels import KernelUse
 from tests.helpers import make_cluster_spec
 from topology.specs import GpuSpec
 

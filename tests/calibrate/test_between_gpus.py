@@ -11,12 +11,12 @@ from calibrate.links import LinkCase
 from calibrate.plan import Plan
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.published.reading import transfer_point
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.profile import Slowdown
-from sim.schedule.ops import AllReduce, AllToAll
-from sim.schedule.views import Split, View
+from sim.schedule.ir.ops import AllReduce, AllToAll
+from sim.schedule.ir.views import Split, View
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec

@@ -21,13 +21,13 @@ from calibrate.leave_one_out import leave_one_out
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
 from calibrate.plan import Plan
 from calibrate.residuals import repeat
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate
 from sim.profile import Machine, Point, Profile
-from sim.schedule.check import check
-from sim.schedule.kernels import attention_use
-from sim.schedule.masks import CAUSAL
+from sim.schedule.derive.kernels import attention_use
+from sim.schedule.ir.masks import CAUSAL
+from sim.schedule.proof.check import check
 from sim.workload import Workload, load_model
 from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster

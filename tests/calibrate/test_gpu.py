@@ -17,14 +17,14 @@ from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
 from calibrate.residuals import explained
 from experiments.selection import Selection, choose
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.options import Place
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.kernels import KernelUse, attention_use
-from sim.schedule.masks import CAUSAL
-from sim.schedule.ops import HostCopy
+from sim.schedule.derive.kernels import KernelUse, attention_use
+from sim.schedule.ir.masks import CAUSAL
+from sim.schedule.ir.ops import HostCopy
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload, load_model
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster

@@ -15,12 +15,12 @@ from calibrate.host import HostCalibration
 from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_beside, time_crowded
 from calibrate.plan import Plan
 from calibrate.residuals import explained
-from runtime.launch import Session
+from runtime.processes.launch import Session
 from sim.engine.cost import CostModel
 from sim.engine.network import Flow
 from sim.engine.simulate import simulate
 from sim.profile import Machine, Point, Profile, Slowdown
-from sim.schedule.check import check
+from sim.schedule.proof.check import check
 from sim.workload import load_model
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster

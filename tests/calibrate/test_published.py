@@ -26,10 +26,10 @@ from sim.engine.collectives import kind_of, link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.network import Flow
 from sim.profile import TRANSFERS, Point, Profile, load_profile
-from sim.schedule.kernels import ATTENTION_KERNELS, attention_use
-from sim.schedule.masks import CAUSAL, FULL, Band
-from sim.schedule.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
-from sim.schedule.views import Split, View
+from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
+from sim.schedule.ir.masks import CAUSAL, FULL, Band
+from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from sim.schedule.ir.views import Split, View
 from topology.cluster import Cluster, load_cluster
 
 

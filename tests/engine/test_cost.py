@@ -17,10 +17,10 @@ from sim.engine.tables import Figures, Series, Work
 from sim.errors import InputError
 from sim.presets import override
 from sim.profile import Machine, Point, Profile
-from sim.schedule.kernels import KernelUse, attention_use
-from sim.schedule.masks import CAUSAL, FULL
-from sim.schedule.ops import AllGather, AllReduce
-from sim.schedule.views import Split, View
+from sim.schedule.derive.kernels import KernelUse, attention_use
+from sim.schedule.ir.masks import CAUSAL, FULL
+from sim.schedule.ir.ops import AllGather, AllReduce
+from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster

@@ -9,8 +9,8 @@ from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import interval
 from sim.engine.simulate import simulate
 from sim.profile import Machine, Point, Profile, Spread
-from sim.schedule.check import Checked
-from sim.schedule.kernels import kernel_uses
+from sim.schedule.derive.kernels import kernel_uses
+from sim.schedule.proof.check import Checked
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster

@@ -13,10 +13,10 @@ from sim.breakdown import breakdown
 from sim.engine.report import floors, report
 from sim.engine.simulate import Jitter, simulate
 from sim.errors import InputError
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.check import Checked, check
-from sim.schedule.ir import Communicator, Header, Program, Schedule
-from sim.schedule.masks import FULL, Span
+from sim.schedule.ir.masks import FULL, Span
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
+from sim.schedule.proof.check import Checked, check
+from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Trace
 from sim.workload import Parallel, Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
@@ -169,7 +169,7 @@ def test_ring_collectives_use_every_nic() -> None:
     workload = Workload(model=make_model(4, 4, DIM), seq=4, passes="forward")
 
     def build(rank: int) -> Program:
-        from sim.schedule.views import Split
+        from sim.schedule.ir.views import Split
 
         b = ProgramBuilder(rank, workload)
         given = b.input("q", (Span(rank, rank + 1),), Span(0, 4))

@@ -19,13 +19,13 @@ from sim.engine.report import Report
 from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
-from sim.schedule.ir import Schedule
+from sim.schedule.ir.program import Schedule
 from sim.trace import from_chrome
 from topology.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
 OWN = """
-from sim.schedule import ring
+from sim.schedule.methods import ring
 from sim.workload import Parallel, Workload
 
 
@@ -434,7 +434,8 @@ def test_the_base_install_simulates_without_torch() -> None:
 
 def test_the_words_need_neither_torch_nor_simpy() -> None:
     words = (
-        "import sim, sim.schedule.catalog, sim.schedule.check, sim.profile, sim.memory, sim.breakdown, topology.cluster"
+        "import sim, sim.schedule.methods.catalog, sim.schedule.proof.check, sim.profile, sim.memory, sim.breakdown, "
+        "topology.cluster"
     )
     ended = without({"torch", "simpy"}, words)
     assert ended.returncode == 0, ended.stderr
@@ -470,7 +471,7 @@ def test_a_process_that_torchrun_has_not_started_runs_commands(
 @pytest.mark.parametrize("verb", ["run", "compare", "validate"])
 def test_verbs_that_execute_do_so_over_what_torchrun_has_started(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     given: list[object] = []
-    monkeypatch.setattr("runtime.torchrun.under_torchrun", given.append)
+    monkeypatch.setattr("runtime.processes.torchrun.under_torchrun", given.append)
     for rank in (0, 1):
         as_rank(monkeypatch, rank)
         main([verb, "--gpus", "2"])
@@ -480,7 +481,7 @@ def test_verbs_that_execute_do_so_over_what_torchrun_has_started(monkeypatch: py
 def test_all_other_verbs_run_in_rank_0_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.torchrun.under_torchrun", None)
+    monkeypatch.setattr("runtime.processes.torchrun.under_torchrun", None)
     as_rank(monkeypatch, 1)
     for words in (["list", "models"], ["calibrate"], ["nonsense"], []):
         assert run(capsys, *words) == ""

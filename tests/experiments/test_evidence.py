@@ -15,7 +15,7 @@ from experiments.cli import main
 from experiments.evidence import Evidence, Prediction, judged, order, predicted, profile_sha256, provenance, r_squared
 from experiments.selection import DATASHEET, Selection
 from sim.errors import InputError, LengthError
-from sim.schedule.alone import Attended, Sent
+from sim.schedule.methods.single_op import Attended, Sent
 from sim.trace import Row, Trace
 from tests.experiments.case_files import OPS, OWN, one_case
 from tests.experiments.reading import HOSTILE, Read, loads_nothing

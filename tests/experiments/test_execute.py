@@ -20,7 +20,7 @@ from experiments.evidence import predicted
 from experiments.execute import timed_attention
 from experiments.record import judged, read_record
 from experiments.selection import Selection, choose
-from runtime.verify import BOUNDS
+from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
 from sim.trace import from_chrome
 from sim.workload import Dtype, ModelSpec, load_model

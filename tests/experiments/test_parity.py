@@ -19,7 +19,7 @@ from experiments.parity import figure, page
 from experiments.record import Record, joined, judged, provenance, read_record, save_record, summary
 from sim.errors import InputError, RankError
 from sim.profile import Machine, Profile
-from sim.schedule.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.experiments.test_page import make_comparison
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.selection import Selection, choose
 from experiments.stragglers import SPEED, straggler_costs
-from sim.schedule.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES
 
 
 def test_who_waits_for_a_slow_rank() -> None:

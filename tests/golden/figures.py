@@ -4,8 +4,8 @@ import msgspec
 
 from sim.engine.report import report
 from sim.engine.simulate import simulate
-from sim.schedule import ring, ulysses
-from sim.schedule.check import check
+from sim.schedule.methods import ring, ulysses
+from sim.schedule.proof.check import check
 from sim.workload import Parallel, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import PerGpu

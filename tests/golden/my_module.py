@@ -1,11 +1,11 @@
-from sim.schedule.accumulate import SoftmaxAccumulator
-from sim.schedule.attention import Saved, all_heads
-from sim.schedule.blocks import blocks
-from sim.schedule.ir import Communicator
-from sim.schedule.layer import AttentionPlan, build_around
-from sim.schedule.layout import contiguous
-from sim.schedule.masks import Span, mask_of
-from sim.schedule.views import Split
+from sim.schedule.ir.layout import contiguous
+from sim.schedule.ir.masks import Span, mask_of
+from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.views import Split
+from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.write.accumulate import SoftmaxAccumulator
+from sim.schedule.write.attention import Saved, all_heads
+from sim.schedule.write.blocks import blocks
 
 TOKENS = 1  # dimension of (B, S, H, D)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from experiments.selection import Selection, choose
-from runtime.verify import BOUNDS, output_errors
-from runtime.virtual import execute_virtual
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
 from sim.errors import ScheduleError
 
 FOLDER = Path(__file__).parent

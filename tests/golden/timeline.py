@@ -2,8 +2,8 @@
 
 from sim.engine.simulate import simulate
 from sim.presets import override
-from sim.schedule import ring
-from sim.schedule.check import check
+from sim.schedule.methods import ring
+from sim.schedule.proof.check import check
 from sim.workload import Parallel, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from sim.errors import RankError
 
 if TYPE_CHECKING:
-    from runtime.launch import Session
-    from runtime.rank import RankContext
+    from runtime.processes.launch import Session
+    from runtime.processes.rank import RankContext
+    from runtime.processes.torchrun import Workers
     from runtime.run import ScheduleRun
-    from runtime.torchrun import Workers
 
 
 def process_and_parent(context: RankContext) -> tuple[int, int]:
@@ -24,7 +24,7 @@ def process_and_parent(context: RankContext) -> tuple[int, int]:
 
 
 def rings(workers: Workers) -> None:
-    from runtime.launch import Session
+    from runtime.processes.launch import Session
 
     for word in sys.argv[1:]:
         if word == "survive":
@@ -40,7 +40,7 @@ def rings(workers: Workers) -> None:
 
 def step_on(workers: Workers) -> None:
     """Say which process rank 1 is; then step."""
-    from runtime.launch import Session
+    from runtime.processes.launch import Session
 
     with Session(2, timeout_s=30, workers=workers) as session:
         run = ring(session, seq=8192)
@@ -66,7 +66,7 @@ def ring(session: Session, seq: int) -> ScheduleRun:
 
 def main() -> None:
     from experiments.cli import guarded
-    from runtime.torchrun import under_torchrun
+    from runtime.processes.torchrun import under_torchrun
 
     guarded(lambda: under_torchrun(rings))
 

@@ -19,8 +19,8 @@ import torch
 from experiments.calibrate import Calibrate
 from experiments.execute import Execution
 from experiments.validate import Validate
-from runtime.attention import AttentionKernel
-from runtime.cuda_attention import (
+from runtime.execution.attention import AttentionKernel
+from runtime.execution.cuda_attention import (
     _KERNELS,
     AtenFlash,
     Cudnn,
@@ -32,9 +32,9 @@ from runtime.cuda_attention import (
     runs,
     window_of,
 )
-from runtime.reference import attention, relative_error
+from runtime.execution.reference import attention, relative_error
 from sim.errors import InputError
-from sim.schedule.masks import CAUSAL, FULL, Band
+from sim.schedule.ir.masks import CAUSAL, FULL, Band
 
 Tensor = torch.Tensor
 BLOCKS = [(48, 48, FULL), (48, 48, CAUSAL), (24, 48, FULL), (48, 24, FULL), (24, 48, Band(right=24))]
@@ -269,7 +269,7 @@ def held_against_the_reference(kernel: AttentionKernel, tensors: tuple[Tensor, .
 @pytest.mark.parametrize(("queries", "keys", "band"), BLOCKS + WINDOWS)
 def test_every_kernel_of_this_gpu(kind: str, queries: int, keys: int, band: Band) -> None:
     """bf16 to a few units in the last place of the largest element, fp32 to rounding (TF32 is off)."""
-    module = importlib.import_module("runtime.cuda_attention")
+    module = importlib.import_module("runtime.execution.cuda_attention")
     try:
         kernel: AttentionKernel = getattr(module, kind)()
     except ModuleNotFoundError:

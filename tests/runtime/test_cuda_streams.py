@@ -1,5 +1,5 @@
-"""CUDA's streams and events as ``runtime.streams`` uses them, on a device of our own that runs what is ready in any
-order: streams are queues, an event is over when its latest record has been reached.
+"""CUDA's streams and events as ``runtime.execution.streams`` uses them, on a device of our own that
+runs what is ready in any order: streams are queues, an event is over when its latest record has been reached.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from runtime.streams import CudaStreams, Event
-from sim.schedule.check import Checked
-from sim.schedule.ops import COMPUTE, HostSync, Kernel
+from runtime.execution.streams import CudaStreams, Event
+from sim.schedule.ir.ops import COMPUTE, HostSync, Kernel
+from sim.schedule.proof.check import Checked
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model
 

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.launch import Session
-from runtime.process import deaf
-from runtime.rank import RankContext
+from runtime.execution.tensors import reserve
+from runtime.execution.verify import BOUNDS
+from runtime.processes.launch import Session
+from runtime.processes.process import deaf
+from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
-from runtime.tensors import reserve
-from runtime.verify import BOUNDS
 from sim.breakdown import breakdown
 from sim.engine.simulate import simulate
 from sim.errors import RankError
 from sim.memory import walk
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import check
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_gathered, make_model
 from topology.cluster import Cluster
@@ -241,7 +241,7 @@ def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.Mon
 def test_no_orphan_stays_when_the_parent_is_killed() -> None:
     script = (
         "import time\n"
-        "from runtime.launch import Session\n"
+        "from runtime.processes.launch import Session\n"
         "session = Session(2)\n"
         "print(*(process.pid for process in session.processes), flush=True)\n"
         "time.sleep(60)\n"

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import unfused
-from runtime.attention import CpuFlash, delta_of, merge, with_delta
-from runtime.dense import rms_norm
-from runtime.reference import attention, relative_error
-from sim.schedule.masks import CAUSAL, FULL, Band
+from runtime.execution import unfused
+from runtime.execution.attention import CpuFlash, delta_of, merge, with_delta
+from runtime.execution.dense import rms_norm
+from runtime.execution.reference import attention, relative_error
+from sim.schedule.ir.masks import CAUSAL, FULL, Band
 
 BANDS = [FULL, CAUSAL, Band(right=-1), Band(right=3), Band(left=2, right=0), Band(left=1, right=1)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.dense import rms_norm, rms_norm_backward
-from runtime.execute import RankPlayer
-from runtime.reference import relative_error
-from runtime.streams import CudaStreams
+from runtime.execution.dense import rms_norm, rms_norm_backward
+from runtime.execution.execute import RankPlayer
+from runtime.execution.reference import relative_error
+from runtime.execution.streams import CudaStreams
 from sim.memory import walk
-from sim.schedule.check import Checked, check
-from sim.schedule.one_device import on_one_device
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload, load_model
 from tests.helpers import make_checked
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from experiments.machine import require_processes
-from runtime.verify import BOUNDS
-from runtime.worker import World
+from runtime.execution.verify import BOUNDS
+from runtime.processes.worker import World
 from sim.errors import InputError
 from topology.cluster import load_cluster
 

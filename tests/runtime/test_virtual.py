@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from runtime import inputs, virtual
-from runtime.inputs import global_tokens
-from runtime.verify import BOUNDS, output_errors
-from runtime.virtual import execute_virtual
+from runtime.execution import inputs, virtual
+from runtime.execution.inputs import global_tokens
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
 from sim.errors import ScheduleError
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import check
-from sim.schedule.masks import Span
+from sim.schedule.ir.masks import Span
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
 

@@ -12,15 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.attention import Backward, Saved
-from runtime.cuda_attention import AtenFlash, Window
-from runtime.kernels import run_kernel
-from runtime.tensors import Storage, ends_at
+from runtime.execution.attention import Backward, Saved
+from runtime.execution.cuda_attention import AtenFlash, Window
+from runtime.execution.kernels import run_kernel
+from runtime.execution.tensors import Storage, ends_at
 from sim.memory import lifetimes
-from sim.schedule.check import Checked, check
-from sim.schedule.one_device import on_one_device
-from sim.schedule.ops import Attend, AttendBackward, Kernel
-from sim.schedule.workspace import flash_backward_bytes, workspace_bytes
+from sim.schedule.derive.workspace import flash_backward_bytes, workspace_bytes
+from sim.schedule.ir.ops import Attend, AttendBackward, Kernel
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 

@@ -9,11 +9,8 @@ import msgspec
 import pytest
 
 from sim.errors import ScheduleError
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.check import check
-from sim.schedule.ir import Communicator, Header, Port, Program, Schedule
-from sim.schedule.masks import CAUSAL, FULL, Band, Span
-from sim.schedule.ops import (
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
+from sim.schedule.ir.ops import (
     STREAMS,
     Accumulate,
     AllToAll,
@@ -28,7 +25,10 @@ from sim.schedule.ops import (
     Op,
     Zero,
 )
-from sim.schedule.views import Buffer, Split, View
+from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.views import Buffer, Split, View
+from sim.schedule.proof.check import check
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Parallel, Workload
 from tests.helpers import make_checked, make_gathered, make_model
 

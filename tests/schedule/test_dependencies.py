@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.dependencies import derive
-from sim.schedule.ir import Program
-from sim.schedule.ops import Copy, HostSync, Op
-from sim.schedule.views import Split, View
+from sim.schedule.derive.dependencies import derive
+from sim.schedule.ir.ops import Copy, HostSync, Op
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import Split, View
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import make_model
 

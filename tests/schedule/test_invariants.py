@@ -11,11 +11,11 @@ import pytest
 
 from sim.errors import InputError, LengthError
 from sim.memory import Lifetime, lifetimes, walk
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import Checked, check
-from sim.schedule.ir import Schedule
-from sim.schedule.ops import COMPUTE, Attend, AttendBackward, Exchange
-from sim.schedule.show import grid, logical_times
+from sim.schedule.derive.show import grid, logical_times
+from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Exchange
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import Checked, check
 from sim.workload import Parallel, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 

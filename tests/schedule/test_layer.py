@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from sim.errors import InputError
-from sim.schedule.catalog import SCHEDULES
-from sim.schedule.check import check
-from sim.schedule.equations import EQUATIONS, weight_shapes
-from sim.schedule.ir import Schedule
-from sim.schedule.kernels import kernel_use
-from sim.schedule.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
+from sim.schedule.derive.kernels import kernel_use
+from sim.schedule.ir.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.equations import EQUATIONS, weight_shapes
+from sim.schedule.proof.check import check
 from sim.schedule.proof.token_rules import kind_of
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model

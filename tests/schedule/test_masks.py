@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.errors import ScheduleError
-from sim.schedule.masks import CAUSAL, FULL, Band, Span, block_band, count_pairs, same_pairs
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span, block_band, count_pairs, same_pairs
 
 
 def spans(step: int | None = None) -> st.SearchStrategy[Span]:

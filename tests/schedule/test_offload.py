@@ -10,11 +10,11 @@ import pytest
 
 from sim.errors import InputError
 from sim.memory import walk
-from sim.schedule.check import check
-from sim.schedule.ir import Schedule
-from sim.schedule.one_device import on_one_device
-from sim.schedule.ops import FETCH, OFFLOAD, Gemm, HostCopy, HostSync, Op
-from sim.schedule.views import View
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Gemm, HostCopy, HostSync, Op
+from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.views import View
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, checked_or_refused, make_checked, make_model
 from tests.schedule.test_check_catches import changed, drop, refuses

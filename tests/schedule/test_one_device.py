@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.verify import output_errors
-from runtime.virtual import execute_virtual
+from runtime.execution.verify import output_errors
+from runtime.execution.virtual import execute_virtual
 from sim.memory import walk
-from sim.schedule.check import check
-from sim.schedule.ir import Schedule
-from sim.schedule.one_device import on_one_device
-from sim.schedule.ops import Copy, Kernel
+from sim.schedule.ir.ops import Copy, Kernel
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
 

@@ -7,11 +7,11 @@ from bisect import bisect_right
 import pytest
 
 from sim.memory import lifetimes, walk
-from sim.schedule.builder import ProgramBuilder
-from sim.schedule.dependencies import derive
-from sim.schedule.ir import Communicator
-from sim.schedule.masks import Span
-from sim.schedule.ops import COMPUTE, Message
+from sim.schedule.derive.dependencies import derive
+from sim.schedule.ir.masks import Span
+from sim.schedule.ir.ops import COMPUTE, Message
+from sim.schedule.ir.program import Communicator
+from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_model
 

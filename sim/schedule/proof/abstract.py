@@ -6,12 +6,12 @@ from functools import reduce
 from typing import assert_never
 
 from sim.errors import ScheduleError
-from sim.schedule.dependencies import Dependencies
-from sim.schedule.equations import heads_of, is_weight, is_weight_gradient
-from sim.schedule.ir import Port, Schedule
-from sim.schedule.masks import Span, Tokens, mask_of
-from sim.schedule.matching import Key, Matching, Transfer, describe
-from sim.schedule.ops import (
+from sim.schedule.derive.dependencies import Dependencies
+from sim.schedule.derive.interpreter import Turns
+from sim.schedule.derive.matching import Key, Matching, Transfer, describe
+from sim.schedule.derive.show import window
+from sim.schedule.ir.masks import Span, Tokens, mask_of
+from sim.schedule.ir.ops import (
     Accumulate,
     AllGather,
     AllReduce,
@@ -33,12 +33,12 @@ from sim.schedule.ops import (
     TokenKernel,
     Zero,
 )
+from sim.schedule.ir.program import Port, Schedule
+from sim.schedule.model.equations import heads_of, is_weight, is_weight_gradient
+from sim.schedule.proof.abstract_memory import Held, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
-from sim.schedule.proof.held import Held, port_pieces
 from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
-from sim.schedule.show import window
-from sim.schedule.turns import Turns
 
 
 class AbstractPlayer(Turns):

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.equations import is_weight_gradient
-from sim.schedule.masks import ONE, Band, Span, count_pairs, keeps_mask
+from sim.schedule.ir.masks import ONE, Band, Span, count_pairs, keeps_mask
+from sim.schedule.model.equations import is_weight_gradient
 from sim.schedule.proof.contents import Content, Piece, Seen, brief, common, meet, spell, union
 
 

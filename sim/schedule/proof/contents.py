@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.masks import Span
+from sim.schedule.ir.masks import Span
 
 ZERO = "zero"
 """The tensor of zeros, to which any part of any gradient can be added."""

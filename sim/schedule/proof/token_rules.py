@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes
-from sim.schedule.masks import ONE, Span, Tokens
-from sim.schedule.ops import Gemm, Rope, TokenKernel
+from sim.schedule.ir.masks import ONE, Span, Tokens
+from sim.schedule.ir.ops import Gemm, Rope, TokenKernel
+from sim.schedule.model.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import Content, Piece, brief, meet, spell, union
 from sim.workload import ModelSpec

@@ -6,11 +6,9 @@ import math
 from itertools import combinations
 from typing import assert_never
 
-from sim.schedule.dependencies import overlap
-from sim.schedule.equations import heads_of
-from sim.schedule.ir import Port, Program
-from sim.schedule.layout import num_tokens
-from sim.schedule.ops import (
+from sim.schedule.derive.dependencies import overlap
+from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.ops import (
     Accumulate,
     AllGather,
     AllReduce,
@@ -37,7 +35,9 @@ from sim.schedule.ops import (
     SwiGluBackward,
     Zero,
 )
-from sim.schedule.views import Split, View, is_contiguous, parts_are_contiguous
+from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
+from sim.schedule.model.equations import heads_of
 from sim.workload import ModelSpec
 
 

@@ -1,0 +1,1 @@
+"""Executing a schedule: kernels, tensors, streams, process groups and the reference."""

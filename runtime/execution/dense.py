@@ -1,0 +1,113 @@
+"""Kernels of a layer that look at each token by itself: matrix products, norms, rotary embedding, SwiGLU.
+
+Each says the name of what ran. What torch has no fused kernel for on this device is written out in a few, in place
+where that can be; the names say so. What they hold beside their operands meanwhile is in
+``sim.schedule.derive.workspace``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import GemmForm
+
+Tensor = torch.Tensor
+
+
+def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> str:
+    """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix."""
+    left = _matrix(a).T if form == "tn" else _matrix(a)
+    right = b if form == "nn" else b.T if form == "nt" else _matrix(b)
+    into = _matrix(out) if form != "tn" else out
+    if accumulate:
+        into.addmm_(left, right)
+        return "aten addmm_"
+    torch.mm(left, right, out=into)
+    return "aten mm"
+
+
+def _matrix(tokens: Tensor) -> Tensor:
+    """Return (B, S, …) as (B * S, …) without a copy."""
+    return tokens.view(tokens.shape[0] * tokens.shape[1], -1)
+
+
+class Normed(NamedTuple):
+    """Result of RMSNorm, or of its backward pass."""
+
+    out: Tensor
+    """(B, S, E): the output, or the gradient of x."""
+    second: Tensor
+    """(B, S): what x was multiplied by, in the accumulation data type; or (E,): the gradient of the weight."""
+    name: str
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Normed:
+    """Return the norm of x (B, S, E) by weight (E,), and what x was multiplied by."""
+    if not x.is_cpu:
+        out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, epsilon)  # noqa: SLF001 - what nn.RMSNorm runs
+        return Normed(out, rstd.squeeze(-1), "aten fused rms norm")
+    rstd = torch.linalg.vector_norm(x, dim=-1, dtype=_wide(x)).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    normed = (x * rstd.unsqueeze(-1)).mul_(weight)
+    return Normed(normed.to(x.dtype), rstd, "eager rms norm (vector_norm, square, div, add, rsqrt, 2 mul)")
+
+
+def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> Normed:
+    """Return the gradients of x and weight.
+
+    With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(g * n)), dweight = sum of dout * n.
+    """
+    scale = rstd.unsqueeze(-1)
+    if not x.is_cpu:
+        fused = torch.ops.aten._fused_rms_norm_backward  # noqa: SLF001
+        dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, True])
+        return Normed(dx, dweight, "aten fused rms norm backward")
+    normed = x * scale
+    dweight = (dout * normed).sum(dim=(0, 1))
+    grad = dout.to(normed.dtype, copy=True).mul_(weight)
+    inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
+    dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)
+    return Normed(dx.to(x.dtype), dweight.to(weight.dtype), "eager rms norm backward (4 mul, sum, vecdot, addcmul)")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
+    """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D)."""
+    cos, sin = _rotations(tokens, x.shape[-1], theta, _wide(x), x.device)
+    sign = -1 if inverse else 1
+    low, high = x.chunk(2, dim=-1)
+    turned = (high * cos).addcmul_(low, sin, value=sign)
+    low.copy_((low * cos).addcmul_(high, sin, value=-sign))
+    high.copy_(turned)
+    return "eager rope (2 mul, 2 addcmul, 2 copy)"
+
+
+@lru_cache(maxsize=64)
+def _rotations(
+    tokens: Tokens, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, each (S, 1, D/2); angles in fp64, since positions times frequencies lose digits."""
+    positions = torch.cat([torch.arange(*span, dtype=torch.float64) for span in tokens])
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = (positions[:, None] * frequencies).unsqueeze(1)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> str:
+    """Fill out = silu(gate) * up."""
+    torch.ops.aten.silu.out(gate, out=out).mul_(up)
+    return "aten silu, mul"
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> str:
+    """Fill dgate and dup."""
+    torch.ops.aten.silu.out(gate, out=dup).mul_(dout)
+    torch.mul(dout, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    return "aten silu, 2 mul, silu_backward"

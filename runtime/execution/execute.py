@@ -1,0 +1,153 @@
+"""Executes one rank of a checked schedule on torch.distributed, and stamps what happened when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple, assert_never
+
+import torch
+
+from runtime.execution.attention import attention_kernel
+from runtime.execution.groups import Groups, start_together
+from runtime.execution.inputs import fill_inputs
+from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution.streams import Event, Streams, open_streams
+from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at, most_allocated, reserve, watch_allocations
+from runtime.execution.verify import Outputs
+from sim.memory import lifetimes, walk
+from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
+from sim.schedule.proof.check import Checked
+from sim.trace import Row
+
+ISSUE_S = 200e-6
+"""What issuing an op takes a slow host."""
+
+
+class Executed(NamedTuple):
+    """What one rank did in one step."""
+
+    rows: list[Row]
+    """Times since ``start_s``; group ops begin when posted here, since one rank cannot see the others."""
+    start_s: float
+    """On the clock of the host."""
+    peak_bytes: int
+    """Largest sum of the rank's buffers."""
+    allocated_bytes: int
+    """Most that a GPU's allocator had given at a time, workspaces of kernels included, but without what outlives steps
+    (tables of rotations, what libraries keep); 0 on a CPU."""
+
+
+class RankPlayer:
+    """One rank of one schedule, ready to be played as often as wanted.
+
+    ``attention`` names the kernel of a GPU, by default the best one. ``progress`` is told the number of the op that the
+    host is at, and whether it waits there, so that a watcher can name it; ``limit`` is what its process groups may
+    take for an op, by default torch's.
+    """
+
+    def __init__(
+        self,
+        checked: Checked,
+        rank: int,
+        device: torch.device,
+        attention: str = "",
+        progress: Callable[[int, bool], None] = lambda *_: None,
+        limit: timedelta | None = None,
+    ) -> None:
+        self._rank = rank
+        self._ranks = checked.schedule.num_ranks
+        self._program = checked.schedule.program(rank)
+        self._dependencies = checked.dependencies[rank]
+        self._lifetimes = lifetimes(self._program, self._dependencies)
+        self._ends = ends_at(self._lifetimes, len(self._program.ops))
+        self._device = device
+        self._groups = Groups(checked.schedule, rank, limit)
+        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype], attention)
+        self._streams = open_streams(device)
+        self._progress = progress
+        needed = walk(self._program, self._dependencies)
+        reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
+        self._storage = Storage(self._program, device)
+        fill_inputs(self._program, checked.schedule.header.workload, self._storage, lambda: progress(-1, False))
+
+    def play(self, *, ahead: bool = False) -> Executed:
+        """Carry out one step and return what happened; its outputs stay until the next one. ``ahead``: a GPU begins
+        when most of it has been issued, so that ops do not wait for the host.
+        """
+        self._storage = storage = self._fresh()
+        given = watch_allocations(self._device)
+        others = given - storage.in_use_bytes if given else 0
+        events: list[Event] = []
+        start_together(self._ranks, self._device)
+        start_s = self._streams.start()
+        if ahead:
+            self._streams.get_ahead(len(self._program.ops) * ISSUE_S)
+        ran, sent = self._issue(self._streams, storage, events)
+        for index, event in enumerate(events):  # in turn, so that a watcher sees which op does not end
+            self._wait(index, [event])
+        rows = []
+        for index, (op, event) in enumerate(zip(self._program.ops, events, strict=True)):
+            posted_s, end_s = (at - start_s for at in event.times())
+            kind = type(op).__name__
+            times = (posted_s, posted_s, end_s)
+            done = (ran.get(index, ""), sent.get(index, 0))
+            rows.append(Row(self._rank, index, op.stream, kind, op.part, op.label, *times, *done))
+        return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device) - others)
+
+    def _fresh(self) -> Storage:
+        """Return a storage that holds the inputs and nothing else."""
+        fresh = Storage(self._program, self._device)
+        for port in self._program.inputs:
+            fresh.put(port.view, self._storage.read(port.view))
+        return fresh
+
+    def outputs(self) -> Outputs:
+        """Return what the output ports hold after the last step."""
+        return [self._storage.read(port.view).cpu() for port in self._program.outputs]
+
+    def close(self) -> None:
+        """End the streams and the process groups."""
+        self._streams.close()
+        self._groups.close()
+
+    def _wait(self, index: int, events: list[Event]) -> None:
+        """Block until all of ``events`` have ended."""
+        if events:
+            self._progress(index, True)
+            for event in events:
+                event.wait()
+            self._progress(index, False)
+
+    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> tuple[dict[int, str], dict[int, int]]:
+        """Issue all ops in order; return the names of the kernels that ran, and the bytes that were sent, by op."""
+        ran: dict[int, str] = {}
+        sent: dict[int, int] = {}
+
+        def kernel(index: int, op: Kernel) -> list[torch.distributed.Work]:
+            ran[index] = run_kernel(op, storage, self._attention)
+            return []
+
+        def outlast(buffer: int, tensor: torch.Tensor) -> None:
+            streams.outlast(tensor, self._lifetimes[buffer].unseen)
+
+        for index, op in enumerate(self._program.ops):
+            self._progress(index, False)
+            storage.drop(self._ends[index], outlast)
+            after = [events[other] for other in self._dependencies.waits[index]]
+            if isinstance(op, Kernel):
+                if streams.inline:
+                    self._wait(index, after)
+                    after = []
+                events.append(streams.issue(op.stream, partial(kernel, index, op), after))
+            elif isinstance(op, HostCopy):
+                events.append(streams.issue(op.stream, host_copy(op, storage), after))
+            elif isinstance(op, Exchange | Collective):
+                sent[index] = sum(storage.read(view).nbytes for view in op.reads)
+                events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))
+            elif isinstance(op, HostSync):
+                events.append(streams.synchronize(after))
+            else:
+                assert_never(op)
+        return ran, sent

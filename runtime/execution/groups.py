@@ -1,0 +1,70 @@
+"""Communication of one rank over torch.distributed: a process group per communicator and group of ranks.
+
+Buffers are contiguous (``check`` proves it) and no rank sends to itself, which gloo cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+
+from runtime.execution.tensors import Storage
+from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, ReduceScatter
+from sim.schedule.ir.program import Schedule
+
+
+class Groups:
+    """The process groups of one schedule. Every rank makes them all, in the same order."""
+
+    def __init__(self, schedule: Schedule, rank: int, limit: timedelta | None) -> None:
+        self._mine: dict[str, dist.ProcessGroup] = {}
+        for communicator in schedule.header.communicators:
+            for ranks in communicator.groups:
+                group = dist.new_group(list(ranks), timeout=limit)
+                if rank in ranks:
+                    self._mine[communicator.name] = group
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for group in self._mine.values():
+            dist.destroy_process_group(group)
+
+    def bind(self, op: Exchange | Collective, storage: Storage) -> Callable[[], list[dist.Work]]:
+        """Return what begins a communication op on the tensors that its views are now; it returns what to wait for.
+
+        Receive buffers are taken here, in the order of issue, whenever the op begins.
+        """
+        group = self._mine[op.communicator]
+        if isinstance(op, Exchange):
+            sent = [(storage.read(message.view), message.peer) for message in op.sends]
+            received = [(storage.write(message.view), message.peer) for message in op.recvs]
+            calls = [dist.P2POp(dist.isend, tensor, peer, group) for tensor, peer in sent]
+            calls += [dist.P2POp(dist.irecv, tensor, peer, group) for tensor, peer in received]
+            return lambda: dist.batch_isend_irecv(calls) if calls else []
+        if isinstance(op, AllToAll):
+            out, given = storage.write(op.recvs.view).view(-1), storage.read(op.sends.view).view(-1)
+            return lambda: [dist.all_to_all_single(out, given, group=group, async_op=True)]
+        if isinstance(op, AllGather):
+            out, given = storage.write(op.recvs.view).view(-1), storage.read(op.send).view(-1)
+            return lambda: [dist.all_gather_single(out, given, group=group, async_op=True)]
+        if isinstance(op, ReduceScatter):
+            out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)
+            return lambda: [dist.reduce_scatter_single(out, given, group=group, async_op=True)]
+        if isinstance(op, AllReduce):
+            both = storage.read(op.view)
+            return lambda: [dist.all_reduce(both, group=group, async_op=True)]
+        if isinstance(op, Barrier):
+            return lambda: [dist.barrier(group=group, async_op=True)]
+        assert_never(op)
+
+
+def start_together(ranks: int, device: torch.device) -> None:
+    """Return on all ranks at nearly the same time."""
+    if ranks > 1:
+        together = torch.zeros(1, device=device)
+        dist.all_reduce(together)
+        together.item()  # on CUDA the host has to wait, too

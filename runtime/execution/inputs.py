@@ -1,0 +1,113 @@
+"""Inputs of a run, made from global positions.
+
+They depend on the seed, the tensor's name and the global position of each token only, so that every number of ranks and
+every layout sees the same global tensors. They have the workload's data type; what checks them takes the same numbers
+to fp64.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+
+from runtime.execution.reference import attention, layers
+from runtime.execution.tensors import TORCH_DTYPE, Storage
+from sim.schedule.ir.masks import Span, mask_of
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import View
+from sim.schedule.model.equations import weight_shapes
+from sim.workload import Workload
+
+_BLOCK = 64
+"""Tokens that are drawn from one seed."""
+
+
+def global_tokens(name: str, span: Span, heads: int, workload: Workload) -> torch.Tensor:
+    """Return some tokens, with all ``heads``, of a global input: (B, tokens, heads, D), standard normal."""
+    return _tokens(name, span, (heads, workload.model.head_dim), workload)
+
+
+def global_activations(name: str, span: Span, workload: Workload) -> torch.Tensor:
+    """Return some tokens of what goes into, or comes back to, a stack of layers: (B, tokens, E)."""
+    return _tokens(name, span, (workload.model.embed_dim,), workload)
+
+
+def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
+    """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
+    shape = weight_shapes(workload.model)[name]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
+    drawn = torch.randn(shape, generator=generator)
+    scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
+    return scaled.to(TORCH_DTYPE[workload.dtype])
+
+
+def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -> torch.Tensor:
+    """Return (B, tokens, *width), drawn block by block in fp32, which is several times as fast as in fp64."""
+    blocks = []
+    for block in range(span.start // _BLOCK, (span.stop - 1) // _BLOCK + 1):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} {block}".encode()))
+        shape = (workload.batch, _BLOCK, *width)
+        drawn = torch.randn(shape, generator=generator)
+        low, high = block * _BLOCK, (block + 1) * _BLOCK
+        drawn[:, max(workload.real_seq - low, 0) :] = 0.0
+        begin = max(span.start, low + (span.start - low) % span.step)
+        blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step].to(TORCH_DTYPE[workload.dtype]))
+    return torch.cat(blocks, dim=1)
+
+
+def fill_inputs(
+    program: Program, workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
+) -> None:
+    """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64. ``advance``
+    is called after every port.
+    """
+    model, whole = workload.model, Span(0, workload.seq)
+    weights: dict[str, View] = {}
+    for port in program.inputs:
+        advance()
+        if port.tensor in weight_shapes(model):
+            if port.name in weights:  # of another rank on this device
+                storage.write(port.view).copy_(storage.read(weights[port.name]))
+            else:
+                storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
+                weights[port.name] = port.view
+            continue
+        if port.tensor in {"x", "dx"}:
+            tokens = [global_activations(port.tensor, span, workload) for span in port.tokens]
+            storage.write(port.view).copy_(torch.cat(tokens, dim=1))
+            continue
+        if port.tensor not in {"out", "lse"}:
+            total = model.num_kv_heads if port.tensor in {"k", "v"} else model.num_heads
+            value = torch.cat([global_tokens(port.tensor, span, total, workload) for span in port.tokens], dim=1)
+            storage.write(port.view).copy_(value[:, :, port.heads.start : port.heads.stop])
+            continue
+        heads = range(model.num_heads)[port.heads.start : port.heads.stop : port.heads.step]
+        group = model.num_heads // model.num_kv_heads
+        k, v = (
+            global_tokens(name, whole, model.num_kv_heads, workload).double()[:, :, [head // group for head in heads]]
+            for name in ("k", "v")
+        )
+        parts = []
+        for span in port.tokens:
+            q = global_tokens("q", span, model.num_heads, workload).double()[:, :, list(heads)]
+            part = attention(q, k, v, None, mask_of(workload), range(*span))
+            parts.append(part.out if port.tensor == "out" else part.lse)
+        storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
+
+
+def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
+    """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
+    whole, model = Span(0, workload.real_seq), workload.model
+    if workload.scope == "layer":
+        weights = [
+            {name: global_weight(name, layer, workload).double() for name in weight_shapes(model)}
+            for layer in range(workload.layers)
+        ]
+        x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
+        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload))
+    q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
+    k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
+    found = attention(q, k, v, dout, mask_of(workload))._asdict()
+    return {(tensor, 0): value for tensor, value in found.items()}

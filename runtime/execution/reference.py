@@ -1,0 +1,141 @@
+"""Attention on one process in fp64, written out with plain matmuls: what every executed schedule is held against."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from sim.schedule.ir.masks import Band
+from sim.workload import ModelSpec
+
+Tensor = torch.Tensor
+
+_QUERIES = 1024
+"""Queries whose scores are written out at once."""
+
+
+_NOTHING = 1e-12
+"""What rounding in fp64 leaves of a tensor that is zero."""
+
+
+class Reference(NamedTuple):
+    """Global tensors in fp64. out, dq: (B, S, H, D); dk, dv: (B, S, H_kv, D); lse: (B, H, S)."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, band: Band, positions: range | None = None
+) -> Reference:
+    """Return attention of q (B, S_q, H, D) to k, v (B, S_k, H_kv, D) and, if dout is given, its gradients.
+
+    ``positions`` are those of the queries, by default 0, 1, …, as those of the keys. One sequence, one head and some
+    queries at a time, so that scores take little memory.
+    """
+    group = q.shape[2] // k.shape[2]
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale = q.shape[-1] ** -0.5
+    for begin in range(0, q.shape[1], _QUERIES):
+        some = slice(begin, begin + _QUERIES)
+        keep = _kept(band, (positions or range(q.shape[1]))[some], k.shape[1])
+        for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
+            g = h // group
+            scores = (q[b, some, h] @ k[b, :, g].T * scale).masked_fill_(~keep, -torch.inf)
+            lse[b, h, some] = torch.logsumexp(scores, dim=-1)
+            weights = scores.sub_(lse[b, h, some, None]).exp_().masked_fill_(~keep, 0.0)
+            out[b, some, h] = weights @ v[b, :, g]
+            if dout is not None:
+                do = dout[b, some, h]
+                dv[b, :, g] += weights.T @ do
+                delta = (do * out[b, some, h]).sum(dim=-1, keepdim=True)
+                ds = weights.mul_(do @ v[b, :, g].T - delta).mul_(scale)
+                dq[b, some, h] = ds @ k[b, :, g]
+                dk[b, :, g] += ds.T @ q[b, some, h]
+    return Reference(out, lse, dq, dk, dv)
+
+
+def layers(
+    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, band: Band
+) -> dict[tuple[str, int], Tensor]:
+    """Return what leaves a stack of Llama's layers and, if its gradient dx (B, S, E) is given, all gradients.
+
+    By (tensor, layer): ("x", L) and ("dx", 0) are (B, S, E), ("dwq", l) and so on have the shape of their weight.
+    Gradients are torch's autograd of the textbook formulas: nothing in common with the kernels that are tested.
+    """
+    first = x.requires_grad_()
+    for weight in (weight for of_layer in weights for weight in of_layer.values()):
+        weight.requires_grad_()
+    for of_layer in weights:
+        x = _layer(of_layer, x, model, band)
+    found = {("x", len(weights)): x.detach()}
+    if dx is not None:
+        x.backward(dx)
+        found["dx", 0] = _gradient(first)
+        for layer, of_layer in enumerate(weights):
+            found |= {(f"d{name}", layer): _gradient(weight) for name, weight in of_layer.items()}
+    return found
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, band: Band) -> Tensor:
+    """Return what leaves one layer (arXiv:2302.13971 §2.2)."""
+    heads, kv_heads, group = model.num_heads, model.num_kv_heads, model.num_heads // model.num_kv_heads
+
+    def norm(tokens: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(tokens, (model.embed_dim,), weight, model.norm_epsilon)
+
+    def split(tokens: Tensor, count: int) -> Tensor:
+        return tokens.unflatten(-1, (count, model.head_dim)).transpose(1, 2)
+
+    h = norm(x, w["norm1"])
+    q, k = (_turned(split(h @ w[name], count), model) for name, count in (("wq", heads), ("wk", kv_heads)))
+    v = split(h @ w["wv"], kv_heads)
+    scores = q @ k.repeat_interleave(group, dim=1).mT * model.head_dim**-0.5
+    kept = scores.masked_fill(~_kept(band, range(x.shape[1]), x.shape[1]), -torch.inf)
+    out = torch.softmax(kept, dim=-1) @ v.repeat_interleave(group, dim=1)
+    x = x + out.transpose(1, 2).flatten(2) @ w["wo"]
+    h = norm(x, w["norm2"])
+    return x + (torch.nn.functional.silu(h @ w["w_gate"]) * (h @ w["w_up"])) @ w["w_down"]
+
+
+def _turned(x: Tensor, model: ModelSpec) -> Tensor:
+    """Return (B, H, S, D) with rotary embedding, as complex numbers (arXiv:2104.09864 §3.2.2), halves paired."""
+    low, high = x.chunk(2, dim=-1)
+    frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
+    angles = torch.outer(torch.arange(x.shape[2], dtype=x.dtype), frequencies)
+    turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _kept(band: Band, queries: range, num_keys: int) -> Tensor:
+    """Return which pairs of some queries and all keys a band keeps."""
+    rows, columns = torch.tensor(queries)[:, None], torch.arange(num_keys)[None, :]
+    keep = torch.ones(len(queries), num_keys, dtype=torch.bool)
+    if band.right is not None:
+        keep &= columns <= rows + band.right
+    if band.left is not None:
+        keep &= columns >= rows - band.left
+    return keep
+
+
+def relative_error(value: Tensor, exact: Tensor, whole: Tensor | None = None) -> float:
+    """Return the largest deviation from ``exact``, relative to the largest magnitude of the tensor it is a part of (or
+    absolute, if that tensor is zero: softmax over a single key has no gradient).
+    """
+    scale = float((exact if whole is None else whole).abs().max())
+    if scale < _NOTHING:
+        scale = 0.0
+    error = float((value.double() - exact).abs().max()) / (scale or 1.0)
+    return float("inf") if math.isnan(error) else error  # not a number is as wrong as can be

@@ -1,0 +1,124 @@
+"""The buffers of one rank as tensors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from sim.memory import Lifetime
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import Buffer, View
+from sim.workload import Dtype
+
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+_HEAP = 3
+"""Heap over peak of the buffers: it was seen to come to 2.0 to 2.2 (glibc 2.36), perhaps by fragmentation."""
+
+
+class Storage:
+    """The buffers of one rank, taken when first written and dropped when their lifetime ends.
+
+    With ``poison`` a new buffer is full of NaN, so that whatever is read before it is written shows.
+    """
+
+    def __init__(self, program: Program, device: torch.device, *, poison: bool = False) -> None:
+        self._buffers = program.buffers
+        self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
+        self._device = device
+        self._poison = poison
+        self._tensors: dict[int, torch.Tensor] = {}
+        self.in_use_bytes = 0
+        self.peak_bytes = 0
+
+    def read(self, view: View) -> torch.Tensor:
+        """Return a view as a tensor that shares memory with its buffer; the buffer must have been written."""
+        return self._slice(self._tensors[view.buffer], view)
+
+    def write(self, view: View) -> torch.Tensor:
+        """Return a view to be written to; takes the buffer if this is its first use."""
+        if view.buffer not in self._tensors:
+            buffer = self._buffers[view.buffer]
+            new = self._new(buffer)
+            self._take(view.buffer, new.fill_(float("nan")) if self._poison else new)
+        return self._slice(self._tensors[view.buffer], view)
+
+    def _new(self, buffer: Buffer) -> torch.Tensor:
+        """Return memory for a buffer; that of a GPU's host is pinned, so that a copy engine can reach it."""
+        pinned = buffer.place == "host" and self._device.type == "cuda"
+        device = self._device if buffer.place == "hbm" else torch.device("cpu")
+        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device, pin_memory=pinned)
+
+    def put(self, view: View, value: torch.Tensor) -> None:
+        """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
+        buffer = self._buffers[view.buffer]
+        fits = value.dtype == TORCH_DTYPE[buffer.dtype] and value.is_contiguous() and value.device == self._device
+        if fits and view.slices == self._whole[view.buffer]:
+            self.drop([view.buffer])
+            self._take(view.buffer, value)
+        else:
+            self.write(view).copy_(value)
+
+    def drop(self, buffers: Iterable[int], last: Callable[[int, torch.Tensor], None] = lambda *_: None) -> None:
+        """Give buffers back; ``last`` is given each, and what it was."""
+        for buffer in buffers:
+            tensor = self._tensors.pop(buffer, None)
+            if tensor is not None:
+                self._count(buffer, -1)
+                last(buffer, tensor)
+
+    def _take(self, buffer: int, tensor: torch.Tensor) -> None:
+        self._tensors[buffer] = tensor
+        self._count(buffer, 1)
+
+    def _count(self, buffer: int, sign: int) -> None:
+        if self._buffers[buffer].place == "hbm":
+            self.in_use_bytes += sign * self._buffers[buffer].nbytes
+            self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+
+    def _slice(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
+        if view.slices == self._whole[view.buffer]:
+            return tensor
+        return tensor[tuple(slice(start, stop) for start, stop in view.slices)]
+
+
+def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
+    """Touch as much heap as a CPU process will come to need, which it then keeps (``launch``), so that no step pays.
+
+    Else the heap was seen to grow for ten steps, by other amounts each time, and the kernel at the peak to pay for the
+    first touch of its pages: on a virtual machine 8 ms per 2 MiB, and 0.2 ms where the pages had been used before,
+    presumably since its host had to find that memory first.
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        torch.empty(min(_HEAP * peak_bytes, free // (2 * ranks)), dtype=torch.uint8).fill_(0)
+
+
+def watch_allocations(device: torch.device) -> int:
+    """Begin to watch what the allocator of a GPU gives; return what it has given until now, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def most_allocated(device: torch.device) -> int:
+    """Return the most that it had given at a time since then, in bytes; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def ends_at(lifetimes: list[Lifetime], count: int) -> list[list[int]]:
+    """Return, per op, the buffers to give back before it; buffers that live to the end are in none."""
+    ends: list[list[int]] = [[] for _ in range(count)]
+    for buffer, lifetime in enumerate(lifetimes):
+        if lifetime.end < count:
+            ends[lifetime.end].append(buffer)
+    return ends

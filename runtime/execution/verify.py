@@ -1,0 +1,65 @@
+"""Holds the outputs of an executed schedule against the same computed by one process in fp64."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.execution.inputs import reference
+from runtime.execution.reference import relative_error
+from sim.errors import InputError
+from sim.schedule.ir.program import Port
+from sim.schedule.model.equations import is_weight_gradient
+from sim.schedule.proof.check import Checked
+from sim.workload import Dtype, Scope, Workload
+
+MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048}
+"""Longest sequence to verify: the reference writes out all scores of a head, or (autograd) of all heads and layers."""
+
+Outputs = list[torch.Tensor]
+"""What one rank's output ports hold, in their order."""
+
+
+BOUNDS: dict[Dtype, float] = {"fp64": 1e-12, "fp32": 2e-5, "bf16": 3e-2, "fp16": 5e-3}
+"""Largest relative error per tensor that counts as exact; bf16 and fp16: a few units in the last place (2^-8, 2^-11) of
+the largest element.
+"""
+
+
+def verifiable(workload: Workload) -> None:
+    """Raise InputError for a sequence that the reference is too slow for."""
+    longest = MAX_SEQ[workload.scope]
+    if workload.seq > longest:
+        raise InputError(f"--seq {workload.seq} is too long to verify at scope {workload.scope}: at most {longest}")
+
+
+def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
+    """Return the largest deviation of each output over all ranks, relative to that tensor's largest magnitude."""
+    workload = checked.schedule.header.workload
+    exact = reference(workload)
+    worst: dict[str, float] = {}
+    for program, held in zip(checked.schedule.programs, outputs, strict=True):
+        for port, tensor in zip(program.outputs, held, strict=True):
+            whole = exact[port.tensor, port.layer]
+            value, part = _real(tensor, port, workload), _part(whole, port, workload)
+            error = relative_error(value, part, whole) if part.numel() else 0.0
+            worst[port.name] = max(worst.get(port.name, 0.0), error)
+    return worst
+
+
+def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
+    """Return what a port holds of a global tensor, without padding."""
+    if is_weight_gradient(port.tensor):
+        return whole
+    tokens = torch.cat([torch.arange(*span) for span in port.tokens])
+    tokens, heads = tokens[tokens < workload.real_seq], torch.arange(*port.heads)
+    if port.tensor in {"x", "dx"}:
+        return whole[:, tokens]
+    return whole[:, heads][:, :, tokens] if port.tensor == "lse" else whole[:, tokens][:, :, heads]
+
+
+def _real(held: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
+    """Return what a port holds, without padding."""
+    if is_weight_gradient(port.tensor) or not workload.padding:
+        return held
+    keep = torch.cat([torch.arange(*span) for span in port.tokens]) < workload.real_seq
+    return held[:, :, keep] if port.tensor == "lse" else held[:, keep]

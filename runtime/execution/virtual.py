@@ -1,0 +1,171 @@
+"""The virtual cluster: all ranks of a schedule in one process, in any order that the dependencies allow.
+
+Random orders detect races by execution: kernels see only the views that their op declares, new buffers are full of NaN,
+and a kernel that changes what it only reads is caught by the tensor's version.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import assert_never
+
+import torch
+
+from runtime.execution.attention import attention_kernel
+from runtime.execution.inputs import fill_inputs
+from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution.tensors import TORCH_DTYPE, Storage
+from runtime.execution.verify import Outputs
+from sim.errors import ScheduleError
+from sim.schedule.derive.matching import Key, describe
+from sim.schedule.ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Collective,
+    Exchange,
+    HostCopy,
+    HostSync,
+    Kernel,
+    Op,
+    ReduceScatter,
+)
+from sim.schedule.proof.check import Checked
+
+
+def execute_virtual(checked: Checked, device: torch.device, order_seed: int | None = None) -> list[Outputs]:
+    """Return the outputs of every rank. ``order_seed`` draws a topological order; None plays ranks round robin.
+
+    Raises ScheduleError if a kernel changes a tensor that its op only reads.
+    """
+    return _VirtualCluster(checked, device, order_seed).run()
+
+
+class _VirtualCluster:
+    """One run."""
+
+    def __init__(self, checked: Checked, device: torch.device, order_seed: int | None) -> None:
+        self._checked = checked
+        self._programs = checked.schedule.programs
+        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
+        self._storage = [Storage(program, device, poison=True) for program in self._programs]
+        self._random = None if order_seed is None else random.Random(order_seed)
+        self._left: dict[Key, int] = {}
+        self._after: dict[Key, list[Key]] = {}
+        self._ready: list[Key] = []
+        self._begun: set[Key] = set()
+        self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
+        for program, storage in zip(self._programs, self._storage, strict=True):
+            fill_inputs(program, checked.schedule.header.workload, storage)
+            last: dict[str, int] = {}
+            for index, op in enumerate(program.ops):
+                before = set(checked.dependencies[program.rank].data[index])
+                if not isinstance(op, Kernel):  # messages of one communicator keep their order
+                    before |= {last[op.stream]} if op.stream in last else set()
+                    last[op.stream] = index
+                self._left[program.rank, index] = len(before)
+                for other in before:
+                    self._after.setdefault((program.rank, other), []).append((program.rank, index))
+                if not before:
+                    self._ready.append((program.rank, index))
+
+    def run(self) -> list[Outputs]:
+        """Play until nothing is ready."""
+        while self._ready:
+            at = self._random.randrange(len(self._ready)) if self._random else 0
+            self._ready[at], self._ready[-1] = self._ready[-1], self._ready[at]
+            self._begin(self._ready.pop())
+        assert not any(self._left.values()), "a checked schedule came to a standstill"
+        return [
+            [storage.read(port.view) for port in program.outputs]
+            for program, storage in zip(self._programs, self._storage, strict=True)
+        ]
+
+    def _begin(self, key: Key) -> None:
+        rank, index = key
+        op = self._programs[rank].ops[index]
+        self._begun.add(key)
+        if isinstance(op, Kernel):
+            self._kernel(key, op)
+            self._end(key)
+        elif isinstance(op, HostCopy):
+            host_copy(op, self._storage[rank])()
+            self._end(key)
+        elif isinstance(op, HostSync):
+            self._end(key)
+        elif isinstance(op, Exchange):
+            self._exchange(key)
+        elif isinstance(op, Collective):
+            self._collective(key)
+        else:
+            assert_never(op)
+
+    def _kernel(self, key: Key, op: Kernel) -> None:
+        """Run a kernel, and see that it left alone what it only reads."""
+        storage = self._storage[key[0]]
+        written = {view.buffer for view in op.writes}
+        only_read = [(view, storage.read(view)) for view in op.reads if view.buffer not in written]
+        versions = [tensor._version for _, tensor in only_read]  # noqa: SLF001 - torch has no public name for it
+        run_kernel(op, storage, self._attention)
+        for (view, tensor), version in zip(only_read, versions, strict=True):
+            if tensor._version != version:  # noqa: SLF001
+                name = self._programs[key[0]].buffers[view.buffer].name
+                raise ScheduleError(f"{describe(self._checked.schedule, key)} changed {name!r}, which it only reads")
+
+    def _end(self, key: Key) -> None:
+        for after in self._after.get(key, ()):
+            self._left[after] -= 1
+            if self._left[after] == 0:
+                self._ready.append(after)
+
+    def _exchange(self, key: Key) -> None:
+        """Move what has both sides begun."""
+        matching = self._checked.matching
+        for number in matching.transfers_of.get(key, ()):
+            transfer = matching.transfers[number]
+            if transfer.source in self._begun and transfer.target in self._begun:
+                for view, target in transfer.pairs:
+                    sent = self._storage[transfer.source[0]].read(view)
+                    self._storage[transfer.target[0]].write(target).copy_(sent)
+                for side in (transfer.source, transfer.target):
+                    self._missing[side] -= 1
+                    if self._missing[side] == 0:
+                        self._end(side)
+        if key not in self._missing:
+            self._end(key)
+
+    def _collective(self, key: Key) -> None:
+        """Carry out a collective when its last member begins."""
+        members = self._checked.matching.groups[self._checked.matching.group_of[key]].members
+        if not all(member in self._begun for member in members):
+            return
+        ops = [self._programs[rank].ops[index] for rank, index in members]
+        sent = [self._sent(self._storage[rank], op, len(ops)) for (rank, _), op in zip(members, ops, strict=True)]
+        for number, ((rank, _), op) in enumerate(zip(members, ops, strict=True)):
+            parts = [of_member[number] for of_member in sent if of_member]
+            self._receive(self._storage[rank], op, parts)
+        for member in members:
+            self._end(member)
+
+    def _sent(self, storage: Storage, op: Op, size: int) -> list[torch.Tensor]:
+        """Return what a member sends to each."""
+        if isinstance(op, AllToAll | ReduceScatter):
+            return list(storage.read(op.sends.view).clone().chunk(size, dim=op.sends.dim))
+        if isinstance(op, AllGather):
+            return [storage.read(op.send).clone()] * size
+        if isinstance(op, AllReduce):
+            return [storage.read(op.view).clone()] * size
+        assert isinstance(op, Barrier)
+        return []
+
+    def _receive(self, storage: Storage, op: Op, parts: list[torch.Tensor]) -> None:
+        """Write what a member gets from each."""
+        if isinstance(op, AllToAll | AllGather):
+            storage.write(op.recvs.view).copy_(torch.cat(parts, dim=op.recvs.dim))
+        elif isinstance(op, ReduceScatter):
+            storage.write(op.recv).copy_(torch.stack(parts).sum(dim=0))
+        elif isinstance(op, AllReduce):
+            storage.write(op.view).copy_(torch.stack(parts).sum(dim=0))
+        else:
+            assert isinstance(op, Barrier)

@@ -1,0 +1,195 @@
+"""A run over the processes that torchrun has started, on one host or several.
+
+    torchrun -> rank 0's process: the command and its sessions  <-- socket -->  every other process: a worker
+                  `- process of rank 0                                            `- process of its rank
+
+The command runs in rank 0's process alone; its sessions watch the ranks of workers as they do their own, so that one
+that dies or hangs is named wherever it runs. Hosts share nothing but the network and torchrun's own store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Self
+
+from runtime.processes.process import GRACE_S, LocalRank, RankProcess, how_ended
+from runtime.processes.rank import Answer, Job, Rendezvous, Seat, Seen
+from runtime.processes.worker import KEY, Ended, Farewell, Kill, World, serve_command, torchruns_store
+from sim.errors import InputError, RankError
+
+
+def under_torchrun(command: Callable[[Workers], None]) -> None:
+    """Run a command in rank 0's process, over all others, which serve it and exit."""
+    world = World.here()
+    if world.rank:
+        serve_command(world)
+    with Workers(world) as workers:
+        command(workers)
+
+
+class Workers:
+    """The processes besides this one, rank 0's, that torchrun has started. A context manager: on leaving it they end.
+
+    A worker's death makes torchrun end all others. This process outlives that for long enough to say what happened.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._sessions = 0
+        self._connections: dict[int, Connection] = {}
+        self._started: dict[int, _RemoteRank] = {}
+        key = secrets.token_bytes(32)
+        self._listener = Listener(("", 0), backlog=world.size, authkey=key)
+        self._store = torchruns_store()
+        self._store.set(KEY, f"{_own_address()} {self._listener.address[1]} {key.hex()}")
+
+    def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, GRACE_S))
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if well:
+            self._connect()
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(Farewell(well))
+        self._listener.close()
+
+    def new_rendezvous(self) -> Rendezvous:
+        """Return where the ranks of a session are to find each other, once all workers are there to start them."""
+        self._connect()
+        self._sessions += 1
+        return Rendezvous(f"longstep/{self._sessions}", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def start(self, seat: Seat) -> RankProcess:
+        """Start the process of a rank: of rank 0 beside this one, of others by the worker of that number."""
+        if seat.rank == 0:
+            return LocalRank(seat, self.world.local_rank)
+        earlier = self._started.get(seat.rank)
+        if earlier and earlier.is_alive():
+            raise RankError(f"rank {seat.rank} still hangs in an earlier session")
+        self._started[seat.rank] = _RemoteRank(self._connections[seat.rank], seat)
+        return self._started[seat.rank]
+
+    def _connect(self) -> None:
+        """Await the connections of all workers; if one dies before, torchrun ends this process."""
+        while len(self._connections) < self.world.size - 1:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                connection = self._listener.accept()
+                self._connections[connection.recv()] = connection
+
+
+class _RemoteRank:
+    """A rank whose process is a child of a worker."""
+
+    def __init__(self, connection: Connection, seat: Seat) -> None:
+        self._connection = connection
+        self._answers: deque[Answer] = deque()
+        self._ended = ""
+        self.restart_clock()
+        self._tell(seat)
+
+    def send(self, job: Job | None) -> None:
+        """See RankProcess."""
+        self._tell(job)
+
+    def signs(self) -> list[Connection | int]:
+        """See RankProcess."""
+        return [self._connection]
+
+    def answer(self) -> Answer | None:
+        """See RankProcess."""
+        self._listen()
+        return self._answers.popleft() if self._answers else None
+
+    def seen(self) -> Seen:
+        """See RankProcess."""
+        return self._seen
+
+    def restart_clock(self) -> None:
+        """See RankProcess."""
+        self._seen = Seen(-1, time.monotonic(), False)
+
+    def is_alive(self) -> bool:
+        """See RankProcess."""
+        self._listen()
+        return not self._ended
+
+    def how_ended(self) -> str:
+        """See RankProcess."""
+        return self._ended
+
+    def kill(self) -> None:
+        """See RankProcess."""
+        if self.is_alive():
+            self._tell(Kill())
+
+    def join(self, timeout_s: float) -> None:
+        """See RankProcess."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and time.monotonic() < deadline:
+            wait([self._connection], timeout=deadline - time.monotonic())
+
+    def close(self) -> None:
+        """See RankProcess. The connection is the worker's, which serves later sessions over it."""
+
+    def _tell(self, message: Seat | Job | Kill | None) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._lose()
+
+    def _listen(self) -> None:
+        """Take what has come."""
+        try:
+            while not self._ended and self._connection.poll():
+                self._take(self._connection.recv())
+        except (EOFError, OSError):
+            self._lose()
+
+    def _take(self, message: Answer | Seen | Ended) -> None:
+        if isinstance(message, Answer):
+            self._answers.append(message)
+        elif isinstance(message, Seen):
+            self._seen = message._replace(at_s=time.monotonic())  # other hosts have other clocks
+        else:
+            self._ended = how_ended(message.code)
+
+    def _lose(self) -> None:
+        self._ended = self._ended or "was lost: the process that torchrun started for it has ended, or its host has"
+
+
+def _own_address() -> str:
+    """Return the address at which other hosts reach this one.
+
+    It is the address from which this host reaches torchrun's store. If the store is on this host itself, it is the
+    store's address, which the others know already.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect((host, port))  # sends nothing
+        except OSError as error:
+            raise InputError(
+                f"torchrun's MASTER_ADDR {host}: no way over IPv4 ({error}); set its --master-addr or --rdzv-endpoint"
+            ) from error
+        own = str(way.getsockname()[0])
+    return host if own.startswith("127.") else own
+
+
+def _interrupt(*_: object) -> None:
+    """End the command as Ctrl-C does; once, since torchrun passes on what the terminal has told all."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

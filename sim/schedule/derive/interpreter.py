@@ -1,0 +1,151 @@
+"""Plays all ranks in one process: each begins its ops in list order, as soon as what they wait for has ended.
+
+What an op does is the subclass's: the proof-reader plays on abstract contents, ``one_device`` writes down what happens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import assert_never
+
+from sim.errors import ScheduleError
+from sim.schedule.derive.dependencies import Dependencies
+from sim.schedule.derive.matching import Key, Matching, Transfer, describe
+from sim.schedule.derive.show import window
+from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
+from sim.schedule.ir.program import Schedule
+
+
+class Turns(ABC):
+    """One run of a schedule, rank after rank as far as each gets."""
+
+    def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
+        self._schedule = schedule
+        self._matching = matching
+        self._dependencies = dependencies
+        self._programs = schedule.programs
+        self._begun = [0] * schedule.num_ranks
+        self._ended = [bytearray(len(program.ops)) for program in self._programs]
+        self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
+
+    @abstractmethod
+    def kernel(self, key: Key, op: Kernel) -> None:
+        """Carry out a kernel."""
+
+    @abstractmethod
+    def host_copy(self, key: Key, op: HostCopy) -> None:
+        """Carry out a copy to the host's memory or back."""
+
+    @abstractmethod
+    def host_sync(self, key: Key, op: HostSync) -> None:
+        """Let the host of a rank wait."""
+
+    @abstractmethod
+    def transfer(self, transfer: Transfer) -> None:
+        """Carry out what one Exchange sends to another, both of which have begun."""
+
+    @abstractmethod
+    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+        """Carry out a collective that all members have begun."""
+
+    def play(self) -> None:
+        """Play to the end; raises ScheduleError with who waits for whom where ranks stand still."""
+        ready = deque(range(len(self._programs)))
+        while ready:
+            rank = ready.popleft()
+            ready.extend(self._advance(rank))
+        if any(self._begun[p.rank] < len(p.ops) for p in self._programs):
+            stuck = {p.rank: self._begun[p.rank] for p in self._programs if self._begun[p.rank] < len(p.ops)}
+            raise ScheduleError(f"deadlock: {self._standstill()}", window(self._programs, stuck))
+        for program in self._programs:
+            if not all(self._ended[program.rank]):
+                index = self._ended[program.rank].index(0)
+                raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends")
+
+    def _standstill(self) -> str:
+        """Return what the first few ranks that stand still wait for."""
+        parts = []
+        for program in self._programs:
+            index = self._begun[program.rank]
+            if index == len(program.ops):
+                continue
+            blockers = [i for i in self._blockers(program.rank, index) if not self._ended[program.rank][i]]
+            waits = " and ".join(describe(self._schedule, (program.rank, i)).split(" ", 2)[2] for i in blockers)
+            parts.append(f"{describe(self._schedule, (program.rank, index))} waits for {waits}")
+        return "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
+
+    def _blockers(self, rank: int, index: int) -> list[int]:
+        """Return what must have ended before an op begins: its waits and its predecessor on the stream."""
+        stream = self._programs[rank].ops[index].stream
+        return [
+            *self._dependencies[rank].waits[index],
+            *(
+                [self._dependencies[rank].known[index][stream]]
+                if stream in self._dependencies[rank].known[index]
+                else []
+            ),
+        ]
+
+    def _advance(self, rank: int) -> set[int]:
+        """Begin as many ops of a rank as can begin; return the ranks that may go on because of it."""
+        woken: set[int] = set()
+        ops, ended = self._programs[rank].ops, self._ended[rank]
+        dependencies = self._dependencies[rank]
+        while self._begun[rank] < len(ops):
+            index = self._begun[rank]
+            op = ops[index]
+            before = dependencies.known[index].get(op.stream)
+            if (before is not None and not ended[before]) or not all(ended[i] for i in dependencies.waits[index]):
+                break
+            self._begun[rank] += 1
+            if isinstance(op, Exchange):
+                woken |= self._exchange(rank, index)
+            elif isinstance(op, Kernel):
+                self.kernel((rank, index), op)
+                ended[index] = 1
+            elif isinstance(op, HostCopy):
+                self.host_copy((rank, index), op)
+                ended[index] = 1
+            elif isinstance(op, HostSync):
+                self.host_sync((rank, index), op)
+                ended[index] = 1
+            elif isinstance(op, Collective):
+                woken |= self._collective(rank, index)
+            else:
+                assert_never(op)
+        return woken - {rank}
+
+    def _exchange(self, rank: int, index: int) -> set[int]:
+        """Begin an Exchange; carry out the transfers whose other side has begun too."""
+        key = (rank, index)
+        if not self._missing.get(key):
+            self._ended[rank][index] = 1
+        woken = set()
+        for number in self._matching.transfers_of.get(key, []):
+            transfer = self._matching.transfers[number]
+            peer, op = transfer.target if transfer.source == key else transfer.source
+            if self._begun[peer] <= op:
+                continue
+            self.transfer(transfer)
+            for side in (transfer.source, transfer.target):
+                self._missing[side] -= 1
+                if self._missing[side] == 0:
+                    self._ended[side[0]][side[1]] = 1
+                    woken.add(side[0])
+        return woken
+
+    def _collective(self, rank: int, index: int) -> set[int]:
+        """Begin a collective; carry it out if this is its last member."""
+        members = self._matching.groups[self._matching.group_of[rank, index]].members
+        if any(self._begun[member] <= op for member, op in members):
+            return set()
+        ops = []
+        for member, at in members:
+            op = self._programs[member].ops[at]
+            assert isinstance(op, Collective)
+            ops.append(op)
+        self.collective(members, ops)
+        for member, at in members:
+            self._ended[member][at] = 1
+        return {member for member, _ in members}

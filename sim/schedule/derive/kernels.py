@@ -1,0 +1,190 @@
+"""Which kernels an op stands for, with their shapes, FLOPs and bytes.
+
+Both players read it: the cost model looks these kernels up, the calibration times them, the runtime runs them.
+``hbm_bytes`` is the traffic that no implementation can avoid (every operand once); what an implementation moves beyond
+that is part of its measured efficiency.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from sim.options import AttentionName
+from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
+from sim.schedule.ir.ops import (
+    Accumulate,
+    Attend,
+    AttendBackward,
+    Copy,
+    Delta,
+    Fold,
+    Gemm,
+    Kernel,
+    Merge,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+    Zero,
+)
+from sim.schedule.ir.program import Program
+from sim.workload import DTYPE_BYTES, Dtype
+
+TILE = 128
+"""Queries (keys in the backward pass) of a block, in all versions of flash-attention; and the other way about."""
+
+
+class KernelUse(NamedTuple):
+    """One kernel on operands of one shape."""
+
+    kernel: str
+    """attention_forward, attention_backward, gemm, and the memory-bound ones: merge, accumulate, copy, rms_norm, …"""
+    variant: str
+    """What selects another implementation: the mask of attention, the form of a gemm; empty otherwise."""
+    dtype: Dtype
+    shape: tuple[int, ...]
+    """attention: (batch, queries, keys, heads, kv heads, head dim); gemm, of every form: (tokens, fan in, fan out);
+    others: (elements,)."""
+    flops: int
+    hbm_bytes: int
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether this is attention whose scores never leave the SMs."""
+        return self.kernel in ATTENTION_KERNELS and self.variant in {"full", "causal", "masked"}
+
+    @property
+    def delta_bytes(self) -> int:
+        """What a kernel of its own reads before the backward pass of fused attention: out and its gradient."""
+        if self.kernel != "attention_backward" or not self.fused_attention:
+            return 0
+        batch, queries, _, heads, _, head_dim = self.shape
+        return 2 * batch * queries * heads * head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def tiles(self) -> int | None:
+        """Blocks of the grid that fused attention hands to the SMs, for ``TILE`` queries each (keys in the backward
+        pass); None for other kernels.
+        """
+        if not self.fused_attention:
+            return None
+        batch, queries, keys, heads, _, _ = self.shape
+        return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // TILE)
+
+
+ATTENTION_KERNELS = ("attention_forward", "attention_backward")
+
+
+def kernel_uses(program: Program) -> list[KernelUse | None]:
+    """Return per op of a program the kernel that it runs; None for communication and synchronisation."""
+    return [kernel_use(op, program) if isinstance(op, Kernel) else None for op in program.ops]
+
+
+def kernel_use(op: Kernel, program: Program) -> KernelUse:
+    """Return the kernel that an op runs."""
+    if isinstance(op, Attend | AttendBackward):
+        backward = isinstance(op, AttendBackward)
+        size = (program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
+        return attention_use(backward, *size) if op.kernel == "flash" else unfused_use(op.kernel, backward, *size)
+    if isinstance(op, Gemm):
+        return gemm_use(op, program)
+    return _streaming_use(op, program)
+
+
+def gemm_use(op: Gemm, program: Program) -> KernelUse:
+    """Return the matrix product of a linear layer, 2 FLOPs a multiply-add. All forms of one layer share their shape."""
+    a, b, out = op.a.shape, op.b.shape, op.out.shape
+    tokens = a[0] * a[1]
+    fan_in, fan_out = out if op.form == "tn" else b
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    shape = (tokens, fan_in, fan_out)
+    variant = op.form + (" accumulate" if op.accumulate else "")
+    return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+
+
+_FLOPS_PER_ELEMENT: dict[type[Kernel], tuple[str, int]] = {
+    Merge: ("merge", 3),
+    Accumulate: ("accumulate", 1),
+    Zero: ("zero", 0),
+    Copy: ("copy", 0),
+    Fold: ("fold", 1),
+    Delta: ("delta", 2),
+    RmsNorm: ("rms_norm", 4),
+    RmsNormBackward: ("rms_norm_backward", 10),
+    Rope: ("rope", 3),
+    SwiGlu: ("swiglu", 5),
+    SwiGluBackward: ("swiglu_backward", 12),
+}
+"""Name and FLOPs of the kernels that memory bounds: what their formulas need, exp and sqrt as one."""
+
+
+def _streaming_use(op: Kernel, program: Program) -> KernelUse:
+    """Return a kernel that passes over its operands once; its size is that of its first one."""
+    kernel, flops = _FLOPS_PER_ELEMENT[type(op)]
+    first = op.into if isinstance(op, Zero) else op.reads[0]
+    variant = "gather" if isinstance(op, Copy) and op.order else ""
+    elements = math.prod(first.shape)
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    return KernelUse(kernel, variant, program.dtype(first), (elements,), flops * elements, moved)
+
+
+@lru_cache(maxsize=4096)
+def attention_use(
+    backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int, kv_heads: int, band: Band
+) -> KernelUse:
+    """Return the fused attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
+
+    Forward 4*D FLOPs per kept pair and head (two matmuls), backward 10*D (five, one of them recomputes the scores;
+    arXiv:2307.08691 §4.1).
+    """
+    batch, queries, heads, head_dim = q_shape
+    pairs = count_pairs(band, Span(0, queries), Span(0, num_keys)) * batch * heads
+    size = DTYPE_BYTES[dtype]
+    variant = mask_variant(band, queries, num_keys)
+    shape, moved = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
+    if not backward:
+        return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
+    return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved)
+
+
+def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,
+                kv_heads: int, band: Band) -> KernelUse:  # fmt: skip
+    """Return attention whose scores pass through HBM, whatever the mask keeps of them (arXiv:2205.14135 §3.1).
+
+    Forward writes and reads the scores and the probabilities. Backward reads the probabilities, writes and reads their
+    gradient and that of the scores (read by two matmuls); a memory-efficient one computes scores and probabilities
+    again.
+    """
+    batch, queries, heads, head_dim = q_shape
+    size, pairs = DTYPE_BYTES[dtype], batch * heads * queries * num_keys
+    shape, moved = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
+    again = kernel == "memory-efficient"
+    per_pair = (10 if again else 8) * head_dim if backward else 4 * head_dim
+    scores = (10 if again else 7) if backward else 4
+    name = "attention_backward" if backward else "attention_forward"
+    variant = f"{kernel} {mask_variant(band, queries, num_keys)}"
+    return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size)
+
+
+def _attention_operands(
+    backward: bool, size: int, q_shape: tuple[int, ...], num_keys: int, kv_heads: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a use, and the bytes of all operands once."""
+    batch, queries, heads, head_dim = q_shape
+    q_bytes = math.prod(q_shape) * size
+    kv_bytes = 2 * batch * num_keys * kv_heads * head_dim * size
+    lse_bytes = batch * heads * queries * max(4, size)
+    moved = (4 * q_bytes + 2 * kv_bytes if backward else 2 * q_bytes + kv_bytes) + lse_bytes
+    return (batch, queries, num_keys, heads, kv_heads, head_dim), moved
+
+
+def mask_variant(band: Band, num_queries: int, num_keys: int) -> str:
+    """Return which implementation of attention a band needs: full; causal, the last query seeing the last key; or
+    masked for all others.
+    """
+    if band == FULL:
+        return "full"
+    return "causal" if num_keys >= num_queries and band == Band(right=num_keys - num_queries) else "masked"

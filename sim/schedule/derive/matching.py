@@ -1,0 +1,216 @@
+"""Which communication ops of different ranks belong together: the n-th on a communicator meets the n-th of a peer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, assert_never
+
+from sim.errors import ScheduleError
+from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, Message, ReduceScatter
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.views import Split, View
+from sim.workload import Dtype
+
+Key = tuple[int, int]
+"""(rank, index of the op in its program)."""
+
+
+class Transfer(NamedTuple):
+    """All that one Exchange sends to one peer's Exchange."""
+
+    source: Key
+    target: Key
+    pairs: tuple[tuple[View, View], ...]
+    """(view at the source, view at the target), in the order of the messages."""
+    nbytes: int
+
+
+class Group(NamedTuple):
+    """One collective: the ops of all members, in the order of the group."""
+
+    members: tuple[Key, ...]
+
+
+class Matching(NamedTuple):
+    """All communication of a schedule."""
+
+    transfers: list[Transfer]
+    groups: list[Group]
+    transfers_of: dict[Key, list[int]]
+    """Per Exchange the transfers that it takes part in, in either role."""
+    group_of: dict[Key, int]
+
+
+def match(schedule: Schedule) -> Matching:
+    """Return what belongs together; raises ScheduleError where a side is missing or does not fit the other."""
+    sends: dict[tuple[str, int, int], list[tuple[Key, list[View]]]] = defaultdict(list)
+    recvs: dict[tuple[str, int, int], list[tuple[Key, list[View]]]] = defaultdict(list)
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for program in schedule.programs:
+        rank = program.rank
+        for index, op in enumerate(program.ops):
+            if isinstance(op, Exchange):
+                group = schedule.communicator(op.communicator).group_of(rank)
+                for peer, _ in (*op.sends, *op.recvs):
+                    if peer not in group:
+                        raise ScheduleError(
+                            f"{describe(schedule, (rank, index))} names rank {peer}, which is not in its group {group}"
+                        )
+                for peer, views in _by_peer(op.sends):
+                    sends[op.communicator, rank, peer].append(((rank, index), views))
+                for peer, views in _by_peer(op.recvs):
+                    recvs[op.communicator, peer, rank].append(((rank, index), views))
+            elif isinstance(op, Collective):
+                calls[op.communicator, schedule.communicator(op.communicator).group_of(rank)][rank].append(index)
+    transfers = list(_transfers(schedule, sends, recvs))
+    groups = list(_groups(schedule, calls))
+    transfers_of: dict[Key, list[int]] = defaultdict(list)
+    for number, transfer in enumerate(transfers):
+        transfers_of[transfer.source].append(number)
+        transfers_of[transfer.target].append(number)
+    group_of = {key: number for number, group in enumerate(groups) for key in group.members}
+    return Matching(transfers, groups, dict(transfers_of), group_of)
+
+
+def _by_peer(messages: tuple[Message, ...]) -> Iterable[tuple[int, list[View]]]:
+    """Return each peer once, with its views in their order."""
+    views: dict[int, list[View]] = {}
+    for peer, view in messages:
+        if peer in views:
+            views[peer].append(view)
+        else:
+            views[peer] = [view]
+    return views.items()
+
+
+def _transfers(
+    schedule: Schedule,
+    sends: dict[tuple[str, int, int], list[tuple[Key, list[View]]]],
+    recvs: dict[tuple[str, int, int], list[tuple[Key, list[View]]]],
+) -> Iterator[Transfer]:
+    tensors = [_Tensors(program) for program in schedule.programs]
+    for channel in sorted(sends.keys() | recvs.keys()):
+        name, source, target = channel
+        out, into = sends.get(channel, []), recvs.get(channel, [])
+        if len(out) != len(into):
+            raise ScheduleError(
+                f"communicator {name!r}: rank {source} sends {len(out)} times to rank {target}, which receives "
+                f"{len(into)} times; every Exchange needs its counterpart"
+            )
+        for (sender, sent), (receiver, received) in zip(out, into, strict=True):
+            sizes = [tensors[source].of(view) for view in sent]
+            wanted = [tensors[target].of(view) for view in received]
+            if sizes != wanted:
+                raise ScheduleError(
+                    f"{describe(schedule, sender)} sends {_spell(sizes)} but {describe(schedule, receiver)} receives "
+                    f"{_spell(wanted)}"
+                )
+            yield Transfer(
+                sender, receiver, tuple(zip(sent, received, strict=True)), sum(size.nbytes for size in sizes)
+            )
+
+
+class _Tensor(NamedTuple):
+    """What two sides of a message must agree on."""
+
+    shape: tuple[int, ...]
+    dtype: Dtype
+    nbytes: int
+
+
+class _Tensors:
+    """The tensors that a program's views are; programs use few views many times."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[View, _Tensor] = {}
+
+    def of(self, view: View) -> _Tensor:
+        """Return what a view is."""
+        if view not in self._known:
+            self._known[view] = _Tensor(view.shape, self._program.dtype(view), self._program.nbytes(view))
+        return self._known[view]
+
+
+def _spell(tensors: list[_Tensor]) -> str:
+    return ", ".join(f"{tensor.dtype} {tensor.shape}" for tensor in tensors)
+
+
+def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]) -> Iterator[Group]:
+    for (name, members), indices in sorted(calls.items()):
+        counts = {rank: len(indices.get(rank, [])) for rank in members}
+        if len(set(counts.values())) != 1:
+            raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")
+        for number in range(counts[members[0]]):
+            keys = tuple((rank, indices[rank][number]) for rank in members)
+            parts = {_part(schedule, key, len(members)) for key in keys}
+            if len(parts) != 1:
+                raise ScheduleError(
+                    f"members of one collective disagree: {', '.join(describe(schedule, key) for key in keys)}: "
+                    f"{sorted(map(str, parts))}"
+                )
+            yield Group(keys)
+
+
+def _part(schedule: Schedule, key: Key, size: int) -> tuple[str, tuple[int, ...], str]:
+    """Return what all members of a collective must have in common: its kind, and shape and type of one part."""
+    program = schedule.program(key[0])
+    op = program.ops[key[1]]
+    assert isinstance(op, Collective)
+    if isinstance(op, Barrier):
+        return ("Barrier", (), "")
+    if isinstance(op, AllReduce):
+        return ("AllReduce", op.view.shape, program.dtype(op.view))
+    if isinstance(op, AllToAll):
+        sides: list[Split | View] = [op.sends, op.recvs]
+    elif isinstance(op, AllGather):
+        sides = [op.send, op.recvs]
+    elif isinstance(op, ReduceScatter):
+        sides = [op.sends, op.recv]
+    else:
+        assert_never(op)
+    found = set()
+    for side in sides:
+        if isinstance(side, Split):
+            if side.parts != size or side.view.shape[side.dim] % size:
+                raise ScheduleError(
+                    f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into {side.parts} "
+                    f"parts, but its group has {size} members: give each an equal part"
+                )
+            found.add((side.part_shape, program.dtype(side.view)))
+        else:
+            found.add((side.shape, program.dtype(side)))
+    if len(found) > 1:
+        raise ScheduleError(
+            f"{describe(schedule, key)} sends and receives parts that differ: {sorted(map(str, found))}"
+        )
+    return (type(op).__name__, *found.pop())
+
+
+def describe(schedule: Schedule, key: Key) -> str:
+    """Return how errors name an op: rank, number, kind and label."""
+    op = schedule.program(key[0]).ops[key[1]]
+    return f"rank {key[0]} op {key[1]} ({type(op).__name__} {op.label!r} on {op.stream!r})"
+
+
+def wire_bytes(schedule: Schedule, matching: Matching) -> int:
+    """Return the bytes that all ranks together put on the wire; what a rank sends to itself is not counted.
+
+    All-gather, reduce-scatter and all-reduce count what every algorithm must at least send per rank: (n-1) parts, and
+    twice (n-1)/n of the whole for all-reduce.
+    """
+    total = sum(transfer.nbytes for transfer in matching.transfers)
+    for group in matching.groups:
+        rank, index = group.members[0]
+        program, n = schedule.program(rank), len(group.members)
+        op = program.ops[index]
+        if isinstance(op, AllReduce):
+            total += 2 * (n - 1) * program.nbytes(op.view)
+        elif isinstance(op, AllToAll | ReduceScatter):
+            total += (n - 1) * program.nbytes(op.sends.view)
+        elif isinstance(op, AllGather):
+            total += n * (n - 1) * program.nbytes(op.send)
+        else:
+            assert isinstance(op, Barrier)
+    return total

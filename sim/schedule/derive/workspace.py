@@ -1,0 +1,126 @@
+"""What a kernel holds of a GPU's memory while it runs, beside the buffers of its op.
+
+Of fused attention by the code of flash-attention, of all others by how ``runtime`` writes them out on CUDA: each
+temporary that is alive at the worst moment. Results that cannot become the buffer that they are for (a part of it, or
+of another data type) are copied there, and so held twice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from sim.schedule.ir.ops import (
+    Accumulate,
+    Attend,
+    AttendBackward,
+    Copy,
+    Delta,
+    Fold,
+    Gemm,
+    Kernel,
+    Merge,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+    Zero,
+)
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import View
+from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
+
+QUERY_CHUNK, KEY_CHUNK = 1024, 4096
+"""Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
+
+
+def workspace_bytes(op: Kernel, program: Program) -> int:
+    """Return the most bytes that a kernel holds beside its op's buffers."""
+    if isinstance(op, Attend):
+        if op.kernel != "flash":
+            return _unfused(op, program)
+        where_unseen = math.prod(op.lse.shape)  # a byte each
+        return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
+    if isinstance(op, AttendBackward):
+        return _attend_backward(op, program)
+    if isinstance(op, Merge):
+        return 4 * program.nbytes(op.lse)  # the sum, the same without infinities, and two weights
+    if isinstance(op, Delta):
+        return _wide_bytes(op.out, program) + program.nbytes(op.delta)
+    if isinstance(op, Rope):
+        return _wide_bytes(op.x, program)  # both halves, turned
+    if isinstance(op, Copy):
+        return program.nbytes(op.target.view) if op.order else 0
+    if isinstance(op, Fold):
+        return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
+    if isinstance(op, RmsNorm):
+        return _copied(op, program, _with_sums(op.x, program))
+    if isinstance(op, RmsNormBackward):
+        return _copied(op, program, [program.dtype(op.x)] * 2)
+    if isinstance(op, Accumulate | Gemm | SwiGlu | SwiGluBackward | Zero):
+        return 0
+    assert_never(op)
+
+
+def _attend_backward(op: AttendBackward, program: Program) -> int:
+    """Return the workspace of a block's backward pass; where delta is given, an out that has it is made first."""
+    if op.kernel != "flash":
+        return _unfused(op, program)
+    held = flash_backward_bytes(program.dtype(op.q), op.q.shape, op.k.shape)
+    held += program.nbytes(op.lse)  # in the way that the kernel marks queries without keys
+    held += _copied(op, program, [program.dtype(op.q)] * 3)
+    if not op.from_delta:
+        return held
+    made = program.nbytes(op.q)
+    cast = made if program.dtype(op.q) != accumulation_dtype(program.dtype(op.q)) else 0
+    return max(held + made, _wide_bytes(op.q, program) + cast + 2 * program.nbytes(op.lse))
+
+
+def flash_backward_bytes(dtype: Dtype, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> int:
+    """Return what flash-attention's backward pass allocates for q (B, S_q, H, D) and k (B, S_k, H_kv, D): delta in
+    fp32, dq summed in fp32 where the model's type is narrower, and dk, dv of every query head where heads share keys
+    (flash_attn 2.8 csrc/flash_attn/flash_api.cpp, mha_bwd).
+    """
+    batch, queries, heads, head_dim = q_shape
+    size = DTYPE_BYTES[dtype]
+    delta = batch * heads * queries * max(4, size)
+    dq_sum = math.prod(q_shape) * 4 if size < 4 else 0
+    expanded = 2 * batch * k_shape[1] * heads * head_dim * size if heads != k_shape[2] else 0
+    return delta + dq_sum + expanded
+
+
+def _unfused(op: Attend | AttendBackward, program: Program) -> int:
+    """Return what attention by other kernels holds of scores, probabilities and their gradients: forward scores in both
+    types where they differ, backward (where a chunk's old ones are still there) three of them.
+    """
+    batch, queries, heads, _ = op.q.shape
+    keys, size = op.k.shape[1], DTYPE_BYTES[program.dtype(op.q)]
+    wide = DTYPE_BYTES[accumulation_dtype(program.dtype(op.q))]
+    cast = size if size != wide else 0
+    if op.kernel == "standard":
+        a_pair = 2 * size if isinstance(op, AttendBackward) else (wide if cast else 0)
+        return batch * heads * queries * keys * a_pair
+    chunk = batch * heads * min(queries, QUERY_CHUNK) * min(keys, KEY_CHUNK)
+    if isinstance(op, AttendBackward):
+        return 3 * wide * chunk + sum(_wide_bytes(view, program) for view in (op.q, op.k, op.v))
+    return (wide + size + cast) * chunk + program.nbytes(op.q)
+
+
+def _wide_bytes(view: View, program: Program) -> int:
+    """Return the bytes of a view in the accumulation data type."""
+    return math.prod(view.shape) * DTYPE_BYTES[accumulation_dtype(program.dtype(view))]
+
+
+def _with_sums(view: View, program: Program) -> list[Dtype]:
+    """Return the data types of a result like a view, and of one number per row of it."""
+    return [program.dtype(view), accumulation_dtype(program.dtype(view))]
+
+
+def _copied(op: Kernel, program: Program, made: list[Dtype]) -> int:
+    """Return the bytes of results, of the data types that the kernel makes, that are copied to where they belong."""
+    return sum(
+        math.prod(view.shape) * DTYPE_BYTES[dtype]
+        for view, dtype in zip(op.writes, made, strict=True)
+        if program.dtype(view) != dtype or view.shape != program.buffers[view.buffer].shape
+    )

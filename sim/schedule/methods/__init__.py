@@ -1,0 +1,1 @@
+"""The schedules that ship, one file a method."""

@@ -1,0 +1,158 @@
+"""Double ring: rings inside nodes, and a ring of rings across them (LoongTrain, arXiv:2406.18485 §4.3).
+
+P = n * w ranks, w neighbours to an inner ring. In each of n outer rounds the keys at hand go around the inner ring,
+while those that this rank began the round with go one inner ring further: so the slow links have a whole round for one
+hop, and all of a node's links to the outside carry keys at once. Backward the sums of dK and dV go around the inner
+ring with their keys, home to the rank that began the round, and from there one inner ring further, where what the next
+round adds meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sim.errors import InputError
+from sim.options import OF_LAYERS, Options, only
+from sim.schedule.ir.layout import LAYOUTS
+from sim.schedule.ir.masks import Tokens, mask_of
+from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.views import View
+from sim.schedule.methods.ring import Rings, hop, ring_communicators, sum_slots, travel_slots
+from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
+from sim.schedule.write.attention import Saved, all_heads
+from sim.schedule.write.blocks import Block, blocks
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
+
+NODE = 8
+"""GPUs of a common node: what an inner ring has at most, if nothing else is asked for."""
+
+
+def build(workload: Workload, parallel: Parallel) -> Schedule:
+    """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
+    options, size = parallel.options, parallel.num_ranks
+    only(options, "double-ring", "layout", "inner_ring_degree", "gradients", "communicators", "overlap", *OF_LAYERS)
+    width = inner_degree(options, size)
+    layout = LAYOUTS[options.layout](workload.seq, size)
+    nodes = [tuple(range(first, first + width)) for first in range(0, size, width)]
+    inner = ring_communicators(tuple(nodes), options, "inner")
+    outer = ring_communicators(tuple(zip(*nodes, strict=True)), options, "outer")
+    plan = AttentionPlan(
+        name="double-ring",
+        communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if len(nodes) > 1 else ())),
+        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        attention=lambda b: DoubleRingAttention(b, inner, outer, layout, options),
+        wire_bytes=_wire_bytes(workload, options, len(nodes), width),
+        source="arXiv:2406.18485 §4.3",
+    )
+    return build_around(plan, workload, parallel)
+
+
+def inner_degree(options: Options, size: int) -> int:
+    """Return how many ranks an inner ring has."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    if options.inner_ring_degree is None:
+        return max(n for n in divisors if n <= NODE and (n < size or size == 1))
+    if options.inner_ring_degree not in divisors:
+        raise InputError(
+            f"inner ring degree {options.inner_ring_degree} does not divide {size} ranks: allowed are "
+            f"{', '.join(map(str, divisors))}; with --set schedule.inner_ring_degree"
+        )
+    return options.inner_ring_degree
+
+
+class DoubleRingAttention:
+    """Attention of one rank in its inner and its outer ring; ``layout[i]`` are the tokens of rank i."""
+
+    def __init__(
+        self, builder: ProgramBuilder, inner: Rings, outer: Rings, layout: Sequence[Tokens], options: Options
+    ) -> None:
+        self._b = builder
+        self._inner, self._outer = inner, outer
+        self._layout = layout
+        self._options = options
+        self._width = len(inner.on.group_of(builder.rank))
+        self._rounds = len(outer.on.group_of(builder.rank))
+        self._mask = mask_of(builder.workload)
+        self.saved_shard = all_heads(builder.workload.model, layout[builder.rank])
+
+    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """Play n rounds of w steps: n * w - 1 hops of KV in all."""
+        found = [[self._blocks(r, s) for s in range(self._width)] for r in range(self._rounds)]
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(len(step) for one in found for step in one))
+        starts, pool = self._starts((k, v)), travel_slots(self._b, (k, v), "kv", self._width)
+        for r in range(self._rounds):
+            for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
+                for block in found[r][s]:
+                    softmax.attend(block, k_here, v_here, f"kv{self._source(r, s)}")
+        return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
+
+    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """Play n rounds of w steps again: w hops of dKV in each round, and one outward after it."""
+        b, names, kv = self._b, ("dk", "dv"), (saved.k, saved.v)
+        likes = dict(zip(names, kv, strict=True))
+        starts, pool = self._starts(kv), travel_slots(b, kv, "kv", self._width)
+        (dq,) = new_sums(b, self._options, {"dq": saved.q})
+        arrived: list[View] = []
+        for r in range(self._rounds):
+            # New ones in each round: those of the last one are still on their way outward.
+            slots = sum_slots(b, self._options, likes, self._width)
+            for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
+                source, here = self._source(r, s), slots[s % 2]
+                sums = [GradientSum(b, name, view, empty=s == 0) for name, view in zip(names, here, strict=True)]
+                for block in self._blocks(r, s):
+                    operands = saved._replace(k=k_here, v=v_here)
+                    attend_backward(b, block, operands, dout, Gradients(dq, *sums), f"kv{source}")
+                for total in sums if s == 0 else ():
+                    total.fill()
+                if self._width > 1:
+                    self._hop(self._inner.behind, here, slots[(s + 1) % 2], f"send dkv{source}")
+            home = slots[self._width % 2 if self._width > 1 else 0]
+            for name, view, into in zip(names, arrived, home, strict=False):
+                b.accumulate(view, into, f"add {name} of round{r}")
+            if self._rounds > 1:
+                arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in likes.items()]
+                self._hop(self._outer.behind, home, arrived, f"send outward dkv{self._source(r, 0)}")
+        dk, dv = (GradientSum(b, name, view, empty=False) for name, view in zip(names, arrived or home, strict=True))
+        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _source(self, outer: int, inner: int) -> int:
+        """Return whose keys are at hand in a step of a round."""
+        node, place = divmod(self._b.rank, self._width)
+        return (node - outer) % self._rounds * self._width + (place - inner) % self._width
+
+    def _blocks(self, outer: int, inner: int) -> tuple[Block, ...]:
+        return blocks(self._mask, self._layout[self._b.rank], self._layout[self._source(outer, inner)])
+
+    def _starts(self, kv: tuple[View, View]) -> list[tuple[View, ...]]:
+        """Return which buffers hold the keys that each round begins with: the own ones, then two in turns."""
+        pool = travel_slots(self._b, kv, "outer kv", self._rounds)
+        return [kv, *(pool[i % 2] for i in range(self._rounds - 1))]
+
+    def _round(
+        self, r: int, starts: list[tuple[View, ...]], pool: list[tuple[View, ...]]
+    ) -> Iterator[tuple[View, ...]]:
+        """Yield the keys at hand in each step of a round; send on what later rounds and steps need."""
+        if r < self._rounds - 1:
+            self._hop(self._outer.on, starts[r], starts[r + 1], f"send outward kv{self._source(r, 0)}")
+        here = starts[r]
+        for s in range(self._width):
+            there = pool[s % len(pool)] if pool else here
+            if s < self._width - 1:
+                self._hop(self._inner.on, here, there, f"send kv{self._source(r, s)}")
+            yield here
+            here = there
+
+    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], label: str) -> None:
+        hop(self._b, over, here, there, 1, label, overlap=self._options.overlap)
+
+
+def _wire_bytes(workload: Workload, options: Options, rounds: int, width: int) -> int:
+    """Over all ranks: P(P-1) hops of KV in each pass; of dKV w hops in each of n rounds, and n outward."""
+    size, model = rounds * width, workload.model
+    shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim
+    element = DTYPE_BYTES[workload.dtype]
+    hops = (size if width > 1 else 0) + (rounds if rounds > 1 else 0)
+    summed = hops * DTYPE_BYTES[gradient_dtype(workload, options)]
+    return size * shard * ((size - 1) * element * (workload.forward + workload.backward) + summed * workload.backward)

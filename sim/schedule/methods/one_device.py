@@ -1,0 +1,180 @@
+"""All ranks of a schedule on one device: a schedule of one rank that does in turn what they do, transfers as copies.
+
+Where there is one GPU, this is how every schedule can be executed on it: with the kernels of all ranks, the memory of
+all ranks, and what they send each other as traffic of its own memory. Both players play it like any other schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import assert_never
+
+import msgspec
+
+from sim.schedule.derive.interpreter import Turns
+from sim.schedule.derive.matching import Key, Transfer
+from sim.schedule.ir.ops import (
+    COMPUTE,
+    FETCH,
+    OFFLOAD,
+    Accumulate,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Collective,
+    Copy,
+    HostCopy,
+    HostSync,
+    Kernel,
+    Op,
+    Part,
+    ReduceScatter,
+)
+from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.views import Buffer, Split, View, renumbered
+from sim.schedule.proof.check import Checked
+from sim.workload import Parallel
+
+
+def on_one_device(checked: Checked) -> Schedule:
+    """Return the schedule of one rank that does what all ranks do, in an order that their dependencies allow."""
+    schedule = checked.schedule
+    ops = _Recorder(checked).record()
+    given, asked = _ports(schedule, "inputs"), _ports(schedule, "outputs")
+    program = Program(rank=0, buffers=_buffers(schedule), ops=ops, inputs=given, outputs=asked)
+    claims = schedule.header.claims
+    header = msgspec.structs.replace(
+        schedule.header,
+        name=f"{schedule.header.name}, {schedule.num_ranks} ranks on one device",
+        parallel=Parallel(options=schedule.header.parallel.options),
+        communicators=(),
+        claims=claims and msgspec.structs.replace(claims, wire_bytes=0),
+    )
+    return Schedule(header, [program].__getitem__)
+
+
+def _buffers(schedule: Schedule) -> tuple[Buffer, ...]:
+    return tuple(
+        msgspec.structs.replace(buffer, name=f"{buffer.name} of rank {program.rank}")
+        for program in schedule.programs
+        for buffer in program.buffers
+    )
+
+
+def _ports(schedule: Schedule, which: str) -> tuple[Port, ...]:
+    numbers = _numbers(schedule)
+    return tuple(
+        renumbered(port, numbers[program.rank]) for program in schedule.programs for port in getattr(program, which)
+    )
+
+
+def _numbers(schedule: Schedule) -> list[Sequence[int]]:
+    """Return per rank the numbers that its buffers have among those of all."""
+    counts = [len(program.buffers) for program in schedule.programs]
+    starts = [0, *accumulate(counts)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+
+
+class _Recorder(Turns):
+    """Writes down what happens, on the buffers of all ranks."""
+
+    def __init__(self, checked: Checked) -> None:
+        super().__init__(checked.schedule, checked.matching, checked.dependencies)
+        self._numbers = _numbers(checked.schedule)
+        self._ops: list[Op] = []
+
+    def record(self) -> tuple[Op, ...]:
+        """Return the ops of all ranks, in the order in which they happen."""
+        self.play()
+        return tuple(self._ops)
+
+    def kernel(self, key: Key, op: Kernel) -> None:
+        """See Turns."""
+        self._own(key, op)
+
+    def host_copy(self, key: Key, op: HostCopy) -> None:
+        """See Turns."""
+        self._own(key, op)
+
+    def host_sync(self, key: Key, op: HostSync) -> None:
+        """See Turns; communicators are gone, copies to the host and back are not."""
+        streams = tuple(stream for stream in op.streams if stream in {OFFLOAD, FETCH})
+        if streams:
+            self._own(key, msgspec.structs.replace(op, streams=streams))
+
+    def _own(self, key: Key, op: Kernel | HostCopy | HostSync) -> None:
+        """Write down what concerns one rank alone."""
+        own = renumbered(op, self._numbers[key[0]])
+        self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))
+
+    def transfer(self, transfer: Transfer) -> None:
+        """See Turns."""
+        (source, index), (target, _) = transfer.source, transfer.target
+        op = self._programs[source].ops[index]
+        for sent, received in transfer.pairs:
+            self._copy(self._moved(source, sent), self._moved(target, received), op.part, f"{source} to {target}")
+
+    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+        """See Turns."""
+        ranks = [rank for rank, _ in members]
+        first = ops[0]
+        if isinstance(first, Barrier):
+            return
+        for place, (rank, op) in enumerate(zip(ranks, ops, strict=True)):
+            parts = [
+                self._moved(sender, part)
+                for sender, of_sender in zip(ranks, ops, strict=True)
+                for part in [_sent(of_sender, place)]
+            ]
+            label = f"all to {rank}"
+            if isinstance(op, AllToAll | AllGather):
+                for source, target in zip(parts, _parts(op.recvs), strict=True):
+                    self._copy(source, self._moved(rank, target), op.part, label)
+            elif isinstance(op, ReduceScatter):
+                self._sum(parts, self._moved(rank, op.recv), op.part, label)
+            elif isinstance(op, AllReduce):
+                if place == 0:
+                    self._add(parts[1:], parts[0], op.part, label)
+                else:
+                    self._copy(parts[0], parts[place], op.part, label)
+            elif isinstance(op, Barrier):
+                raise AssertionError("barriers move nothing")
+            else:
+                assert_never(op)
+
+    def _moved(self, rank: int, view: View) -> View:
+        return View(self._numbers[rank][view.buffer], view.slices)
+
+    def _copy(self, source: View, target: View, part: Part, label: str) -> None:
+        whole = (Split(source, 0, 1), Split(target, 0, 1))
+        self._ops.append(Copy(stream=COMPUTE, part=part, label=label, source=whole[0], target=whole[1]))
+
+    def _sum(self, sources: list[View], target: View, part: Part, label: str) -> None:
+        self._copy(sources[0], target, part, label)
+        self._add(sources[1:], target, part, label)
+
+    def _add(self, sources: list[View], into: View, part: Part, label: str) -> None:
+        for source in sources:
+            self._ops.append(Accumulate(stream=COMPUTE, part=part, label=label, source=source, into=into))
+
+
+def _parts(split: Split) -> list[View]:
+    """Return the parts of a split as views."""
+    size = split.part_shape[split.dim]
+    before = (slice(None),) * split.dim
+    return [split.view[(*before, slice(i * size, (i + 1) * size))] for i in range(split.parts)]
+
+
+def _sent(op: Collective, place: int) -> View:
+    """Return what a member of a collective sends to the one at a place in the group."""
+    if isinstance(op, AllToAll | ReduceScatter):
+        return _parts(op.sends)[place]
+    if isinstance(op, AllGather):
+        return op.send
+    if isinstance(op, AllReduce):
+        return op.view
+    if isinstance(op, Barrier):
+        raise AssertionError("a barrier sends nothing")
+    assert_never(op)

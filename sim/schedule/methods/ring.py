@@ -1,0 +1,241 @@
+"""Ring attention: queries stay, keys and values travel around the ring (arXiv:2310.01889 §3).
+
+Step t of rank r attends to the keys of rank (r - t) mod P while it sends the keys at hand to r + 1 and receives the
+next ones from r - 1. Backward something travels again, and the sums of its gradients one hop behind it: each rank adds
+its part and passes them on (``sim.options.Options.ring_backward`` says what, and from where). Which tokens lie on which
+rank is the layout's: contiguous slices, the zigzag's pairs of chunks, or stripes (arXiv:2311.09431). A rank skips what
+the mask empties, but takes every hop; so with contiguous slices under a causal mask the last rank sets the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from sim.options import OF_LAYERS, Options, only
+from sim.schedule.ir.layout import LAYOUTS
+from sim.schedule.ir.masks import Tokens, mask_of
+from sim.schedule.ir.ops import Message
+from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.views import View
+from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
+from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.write.blocks import Block, blocks
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, accumulation_dtype, gradient_dtype
+
+RING_OPTIONS = ("layout", "ring_backward", "gradients", "communicators", "overlap")
+
+
+def build(workload: Workload, parallel: Parallel) -> Schedule:
+    """Return ring attention over all ranks."""
+    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
+    only(options, "ring", *RING_OPTIONS, *OF_LAYERS)
+    layout = LAYOUTS[options.layout](workload.seq, len(ranks))
+    rings = ring_communicators((ranks,), options)
+    plan = AttentionPlan(
+        name="ring",
+        communicators=rings.declared,
+        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        attention=lambda b: RingAttention(b, rings, layout, all_heads(workload.model, layout[b.rank]), options),
+        wire_bytes=ring_bytes(workload, options, len(ranks), heads_of(workload.model)),
+        source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
+    )
+    check_backward(workload, options)
+    return build_around(plan, workload, parallel)
+
+
+class Rings(NamedTuple):
+    """The communicators of a ring: what hops on, and the gradients that hop behind it."""
+
+    on: Communicator
+    behind: Communicator
+
+    @property
+    def declared(self) -> tuple[Communicator, ...]:
+        """Each communicator once."""
+        return (self.on,) if self.on == self.behind else (self.on, self.behind)
+
+
+def ring_communicators(groups: tuple[tuple[int, ...], ...], options: Options, name: str = "ring") -> Rings:
+    """Return the communicators of rings over these groups of ranks."""
+    on = Communicator(name=f"{name} kv", groups=groups)
+    behind = Communicator(name=f"{name} dkv", groups=groups) if options.communicators == "two" else on
+    return Rings(on, behind)
+
+
+def check_backward(workload: Workload, options: Options) -> None:
+    """Raise InputError where the backward pass alone lacks what the forward pass leaves."""
+    if options.ring_backward == "kv-at-hand":
+        needs_forward(workload, "ring_backward kv-at-hand")
+
+
+class RingAttention:
+    """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring, ``shard`` its own."""
+
+    def __init__(
+        self, builder: ProgramBuilder, rings: Rings, layout: Sequence[Tokens], shard: Shard, options: Options
+    ) -> None:
+        self._b = builder
+        self._rings = rings
+        self._ring = rings.on.group_of(builder.rank)
+        self._size = len(self._ring)
+        self._position = self._ring.index(builder.rank)
+        self._layout = layout
+        self._options = options
+        self._mask = mask_of(builder.workload)
+        self.saved_shard = shard
+
+    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """P - 1 hops of KV; every block is attended while the next KV is on its way."""
+        parts = sum(len(self._blocks(self._position, source)) for source in range(self._size))
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=parts)
+        here: tuple[View, ...] = (k, v)
+        for _, source, here in self._tour((k, v), "kv"):
+            for block in self._blocks(self._position, source):
+                softmax.attend(block, here[0], here[1], f"kv{source}")
+        at_hand = here if self._options.ring_backward == "kv-at-hand" else ()
+        return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
+
+    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """P - 1 hops of what travels, and P hops of its gradients (one less from the KV at hand)."""
+        if self._options.ring_backward == "queries":
+            return self._backward_of_queries(saved, dout)
+        at_hand = self._options.ring_backward == "kv-at-hand"
+        if at_hand:
+            saved = saved._replace(k=saved.more[0], v=saved.more[1])
+        b, kv, names, way = self._b, (saved.k, saved.v), ("dk", "dv"), -1 if at_hand else 1
+        (dq,) = new_sums(b, self._options, {"dq": saved.q})
+        pool = sum_slots(b, self._options, dict(zip(names, kv, strict=True)), self._size)
+        hops = self._size - at_hand if self._size > 1 else 0
+        for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
+            dk, dv = self._sums(names, pool[step % 2], empty=step == 0)
+            for block in self._blocks(self._position, source):
+                operands = saved._replace(k=k, v=v)
+                attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
+            self._send_sums(step, hops, (dk, dv), pool, way, f"send dkv{source}")
+        dk, dv = self._sums(names, pool[hops % 2], empty=False)
+        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _backward_of_queries(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """P - 1 hops of q, dout, lse and delta, and P hops of dq; dk and dv stay."""
+        b = self._b
+        delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
+        b.delta(saved.out, dout, delta)
+        dk, dv = new_sums(b, self._options, {"dk": saved.k, "dv": saved.v})
+        pool = sum_slots(b, self._options, {"dq": saved.q}, self._size)
+        hops = self._size if self._size > 1 else 0
+        for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
+            (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
+            for block in self._blocks(source, self._position):
+                operands = saved._replace(q=q, out=delta_of, lse=lse)
+                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), f"q{source}")
+            self._send_sums(step, hops, (dq,), pool, 1, f"send dq{source}")
+        (dq,) = self._sums(("dq",), pool[hops % 2], empty=False)
+        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+
+    def _tour(
+        self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, int, tuple[View, ...]]]:
+        """Yield each step with whose tensors are at hand, and where they lie, having sent them on."""
+        pool = travel_slots(self._b, bundle, what, self._size)
+        slots = [bundle, *(pool[i % 2] for i in range(self._size - 1))]
+        for step, source in enumerate(self._sources(way, first)):
+            if step < self._size - 1:
+                self._hop(self._rings.on, slots[step], slots[step + 1], way, f"send {what}{source}")
+            yield step, source, slots[step]
+
+    def _sums(self, names: tuple[str, ...], totals: Sequence[View], *, empty: bool = True) -> list[GradientSum]:
+        return [GradientSum(self._b, name, view, empty=empty) for name, view in zip(names, totals, strict=True)]
+
+    def _send_sums(
+        self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[list[View]], way: int, label: str
+    ) -> None:
+        """Send the sums at hand on, if they have not come home; the first rank sends zeros for what it has not."""
+        for total in sums if step == 0 else ():
+            total.fill()
+        if step < hops:
+            self._hop(self._rings.behind, pool[step % 2], pool[(step + 1) % 2], way, label)
+
+    def _sources(self, way: int, first: int = 0) -> list[int]:
+        """Return whose tensors are at hand in each step, if they travel ``way`` around and the ``first`` next one's are
+        there already.
+        """
+        return [(self._position + first - way * step) % self._size for step in range(self._size)]
+
+    def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
+        return blocks(self._mask, self._layout[queries], self._layout[keys])
+
+    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
+        hop(self._b, over, here, there, way, label, overlap=self._options.overlap)
+
+
+def travel_slots(builder: ProgramBuilder, bundle: Sequence[View], what: str, size: int) -> list[tuple[View, ...]]:
+    """Return buffers for what arrives from others in a ring of that size: two, which take turns, or fewer."""
+    return [
+        tuple(builder.like(f"{what} slot {i}", view, "communication") for view in bundle)
+        for i in range(min(size - 1, 2))
+    ]
+
+
+def sum_slots(builder: ProgramBuilder, options: Options, likes: Mapping[str, View], size: int) -> list[list[View]]:
+    """Return buffers for sums of gradients that travel: what is here, and what is on its way."""
+    return [
+        [builder.gradient(f"{name} slot {i}", like, options) for name, like in likes.items()]
+        for i in range(min(size, 2))
+    ]
+
+
+def hop(
+    builder: ProgramBuilder,
+    over: Communicator,
+    here: Sequence[View],
+    there: Sequence[View],
+    way: int,
+    label: str,
+    *,
+    overlap: bool,
+) -> None:
+    """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
+    ring = over.group_of(builder.rank)
+    position = ring.index(builder.rank)
+    target, source = ring[(position + way) % len(ring)], ring[(position - way) % len(ring)]
+    sends, recvs = [Message(target, view) for view in here], [Message(source, view) for view in there]
+    builder.exchange(over, sends, recvs, label)
+    if not overlap:
+        builder.host_sync(over.name, label=f"wait for {label}")
+
+
+class Heads(NamedTuple):
+    """How many heads the tensors of a ring have."""
+
+    query: int
+    kv: int
+
+
+def heads_of(model: ModelSpec) -> Heads:
+    """Return all heads of a model."""
+    return Heads(model.num_heads, model.num_kv_heads)
+
+
+def ring_bytes(workload: Workload, options: Options, size: int, heads: Heads) -> int:
+    """Return what all members of one ring over the whole sequence send: forward P(P-1) hops of KV; backward as many of
+    what travels, and P*P hops of its gradients, P(P-1) from the KV at hand.
+    """
+    if size == 1:
+        return 0
+    rows = workload.batch * (workload.seq // size)
+    wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
+    element = DTYPE_BYTES[workload.dtype]
+    q, kv = rows * heads.query * workload.model.head_dim, 2 * rows * heads.kv * workload.model.head_dim
+    summed = DTYPE_BYTES[gradient_dtype(workload, options)]
+    total = 0
+    if workload.forward:
+        total += (size - 1) * kv * element
+    if workload.backward and options.ring_backward == "queries":
+        total += (size - 1) * (2 * q * element + 2 * rows * heads.query * wide) + size * q * summed
+    elif workload.backward:
+        hops = size - 1 if options.ring_backward == "kv-at-hand" else size
+        total += (size - 1) * kv * element + hops * kv * summed
+    return size * total

@@ -1,0 +1,71 @@
+"""Attention on one device: no communication. The baseline, and what every head-parallel schedule does inside."""
+
+from __future__ import annotations
+
+from sim.errors import InputError
+from sim.options import OF_LAYERS, AttentionName, only
+from sim.schedule.ir.layout import contiguous
+from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.views import View
+from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import Parallel, Workload
+
+_SOURCES: dict[AttentionName, str] = {
+    "flash": "arXiv:2307.08691 §4.1",
+    "memory-efficient": "arXiv:2112.05682 §3",
+    "standard": "arXiv:2205.14135 §3.1 (standard attention)",
+}
+
+
+def build(workload: Workload, parallel: Parallel) -> Schedule:
+    """Return the schedule of one device; raises InputError for more than one rank."""
+    kernel = parallel.options.kernel
+    only(parallel.options, "single", "kernel", *OF_LAYERS)
+    if parallel.num_ranks != 1:
+        raise InputError(f"schedule 'single' runs on 1 GPU, not on {parallel.num_ranks}: set --gpus 1")
+    if kernel == "standard":
+        needs_forward(workload, "standard attention, which keeps its probabilities,")
+    local = all_heads(workload.model, contiguous(workload.seq, 1)[0])
+    plan = AttentionPlan(
+        name="single",
+        communicators=(),
+        shard=lambda _: local,
+        attention=lambda b: SingleAttention(b, local, kernel),
+        wire_bytes=0,
+        source=_SOURCES[kernel],
+        kernel=kernel,
+    )
+    return build_around(plan, workload, parallel)
+
+
+class SingleAttention:
+    """Attention of all queries to all keys in one kernel."""
+
+    def __init__(self, builder: ProgramBuilder, shard: Shard, kernel: AttentionName = "flash") -> None:
+        self._b = builder
+        self._mask = mask_of(builder.workload)
+        self._kernel = kernel
+        self.saved_shard = shard
+
+    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """See DistributedAttention."""
+        b, (batch, tokens, heads, _) = self._b, q.shape
+        out, lse = b.tensor("out", tokens, heads, "saved"), b.lse("lse", tokens, heads, "saved")
+        probs = None
+        if self._kernel == "standard":
+            probs = b.buffer("probs", "bhst", (batch, heads, tokens, k.shape[1]), b.workload.dtype, "saved")
+        b.attend(q, k, v, out, lse, self._mask, "attend all", kernel=self._kernel, probs=probs)
+        return out, Saved(q, k, v, out, lse, () if probs is None else (probs,))
+
+    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """See DistributedAttention."""
+        b = self._b
+        dq, dk, dv = (b.like(f"d{x}", view, "attention") for x, view in zip("qkv", saved[:3], strict=True))
+        probs = saved.more[0] if saved.more else None
+        b.attend_backward(
+            saved.operands, dout, (dq, dk, dv), self._mask, "backward all", kernel=self._kernel, probs=probs
+        )
+        return dq, dk, dv

@@ -1,0 +1,105 @@
+"""The proof-reader: plays a schedule on abstract contents and proves that it computes attention, before anything runs.
+
+It proves that ops of different ranks match and cannot deadlock, that nothing is read before it is written, that every
+unmasked (query, key) pair of every head is attended exactly once in each pass, that every gradient arrives once at its
+owner, and that FLOPs and bytes equal what the builder claims. Which inputs are allowed and which outputs due it knows
+of schedules with claims only; others, as those that time a link, are free to compute what they like. Races between ops
+are excluded by construction, since dependencies are derived from the same views that are played here (what is used anew
+of memory, by ``sim.memory``); an op that collides with itself is refused.
+"""
+
+from __future__ import annotations
+
+from sim.errors import ScheduleError
+from sim.schedule.derive.dependencies import Dependencies, derive
+from sim.schedule.derive.kernels import KernelUse, kernel_uses
+from sim.schedule.derive.matching import Matching, match, wire_bytes
+from sim.schedule.ir.ops import STREAMS, Communication
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.equations import ports_of
+from sim.schedule.proof.abstract import AbstractPlayer
+from sim.schedule.proof.wellformed import op_problem, port_problem
+from sim.workload import Workload
+
+
+class Checked:
+    """A schedule that ``check`` has proved, with what it derived on the way; both players start from it."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        matching: Matching,
+        dependencies: list[Dependencies],
+        kernels: list[list[KernelUse | None]],
+    ) -> None:
+        self.schedule = schedule
+        self.matching = matching
+        self.dependencies = dependencies
+        self.kernels = kernels
+        """Per rank and op the kernel that it runs, None for communication and synchronisation."""
+
+
+def check(schedule: Schedule) -> Checked:
+    """Return the schedule with its matching and dependencies; raises ScheduleError that names the op at fault."""
+    for communicator in schedule.header.communicators:
+        if communicator.name in STREAMS:
+            raise ScheduleError(f"communicator {communicator.name!r} has the name of a stream: give it another one")
+    matching = match(schedule)
+    dependencies = [derive(program) for program in schedule.programs]
+    for program in schedule.programs:
+        _check_program(program, schedule.header.workload)
+    _check_ports(schedule)
+    kernels = [kernel_uses(program) for program in schedule.programs]
+    AbstractPlayer(schedule, matching, dependencies).run()
+    _check_claims(schedule, matching, kernels)
+    return Checked(schedule, matching, dependencies, kernels)
+
+
+def _check_program(program: Program, workload: Workload) -> None:
+    """Raise where an op or a port is wrong by itself, or ops of one communicator are not issued in one order."""
+    for what, ports in (("input", program.inputs), ("output", program.outputs)):
+        for port in ports:
+            problem = port_problem(port, program, workload.model, workload.batch)
+            if problem:
+                raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
+    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+    streams: dict[str, str] = {}
+    for index, op in enumerate(program.ops):
+        problem = op_problem(op, program, inputs)
+        if isinstance(op, Communication) and streams.setdefault(op.communicator, op.stream) != op.stream:
+            problem = f"uses communicator {op.communicator!r} on a second stream; use one stream for each"
+        if problem:
+            raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
+
+
+def _check_ports(schedule: Schedule) -> None:
+    """Raise where inputs or outputs are not those of the scope: what a builder claims to compute, it has to compute.
+
+    Which rank owns what is seen by the abstract player. Schedules without claims, as those that time a link, are free.
+    """
+    if schedule.header.claims is None:
+        return
+    given, asked = ports_of(schedule.header.workload)
+    for program in schedule.programs:
+        for what, ports, wanted in (("input", program.inputs, given), ("output", program.outputs, asked)):
+            found = {(port.tensor, port.layer) for port in ports}
+            missing = wanted - found if what == "output" else set()
+            extra = found - wanted - ({("lse", 0)} if what == "output" else set())
+            for tensor, layer in sorted(missing | extra):
+                state = "lacks" if (tensor, layer) in missing else "has no use for"
+                raise ScheduleError(f"rank {program.rank} {state} the {what} {tensor} of layer {layer}")
+
+
+def _check_claims(schedule: Schedule, matching: Matching, kernels: list[list[KernelUse | None]]) -> None:
+    """Raise where FLOPs or bytes differ from what the builder claims by its paper's formula."""
+    claims = schedule.header.claims
+    if claims is None:
+        return
+    claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
+    for name, expected in claimed.items():
+        flops = sum(use.flops for uses in kernels for use in uses if use and use.kernel.startswith(name))
+        if flops != expected:
+            raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
+    sent = wire_bytes(schedule, matching)
+    if sent != claims.wire_bytes:
+        raise ScheduleError(f"{sent} bytes are sent, but {claims.source} says {claims.wire_bytes}")

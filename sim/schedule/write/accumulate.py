@@ -1,0 +1,182 @@
+"""Adding up partial results: the online softmax over blocks of keys, and sums of gradients.
+
+Both write the first result of any rows in place where the data types allow it, and cast once at the end; so a schedule
+with one block pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from sim.options import Options
+from sim.schedule.ir.views import Category, View
+from sim.schedule.write.attention import Saved
+from sim.schedule.write.blocks import Block
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import accumulation_dtype
+
+
+class _Filled:
+    """Which rows (tokens) of a sum hold something yet."""
+
+    def __init__(self, *rows: slice) -> None:
+        self._rows = list(rows)
+
+    def take(self, rows: slice) -> list[tuple[slice, bool]]:
+        """Return these rows in pieces, each with whether it holds something yet; from now on all of them do."""
+        if any(old.start <= rows.start and rows.stop <= old.stop for old in self._rows):
+            return [(rows, True)]
+        edges = {rows.start, rows.stop} | {edge for old in self._rows for edge in (old.start, old.stop)}
+        cuts = sorted(edge for edge in edges if rows.start <= edge <= rows.stop)
+        pieces: list[tuple[slice, bool]] = []
+        for start, stop in pairwise(cuts):
+            held = any(old.start <= start and stop <= old.stop for old in self._rows)
+            if pieces and pieces[-1][1] == held:
+                pieces[-1] = (slice(pieces[-1][0].start, stop), held)
+            else:
+                pieces.append((slice(start, stop), held))
+        self._rows += [piece for piece, held in pieces if not held]
+        return pieces
+
+
+def _all_rows(view: View) -> slice:
+    start, stop = view.slices[1]
+    return slice(0, stop - start)
+
+
+class SoftmaxAccumulator:
+    """Attention of one set of queries to keys that come in ``num_parts`` partial results, merged by their lse."""
+
+    def __init__(self, builder: ProgramBuilder, q: View, num_parts: int) -> None:
+        self._b = builder
+        self._q = q
+        self._left = num_parts
+        self._filled = _Filled()
+        _, tokens, heads, _ = q.shape
+        self.out = builder.tensor("out", tokens, heads, "saved")
+        self.lse = builder.lse("lse", tokens, heads, "saved")
+        self._sum = self.out
+        sum_dtype = accumulation_dtype(builder.workload.dtype)
+        if num_parts > 1 and sum_dtype != builder.workload.dtype:
+            self._sum = builder.tensor("out sum", tokens, heads, "attention", sum_dtype)
+
+    def attend(self, block: Block, k: View, v: View, label: str) -> None:
+        """Attend to one more block of keys k, v; after the last part ``out`` and ``lse`` are complete."""
+        b, rows, columns = self._b, block.rows, block.columns
+        q, k, v = self._q[:, rows], k[:, columns], v[:, columns]
+        _, tokens, heads, _ = q.shape
+        pieces = self._filled.take(rows)
+        fresh = pieces == [(rows, False)]
+        direct = fresh and b.dtype(self._sum) == b.dtype(q)
+        out = self._sum[:, rows] if direct else b.tensor("out part", tokens, heads, "attention")
+        lse = self.lse[:, :, rows] if fresh else b.lse("lse part", tokens, heads, "attention")
+        b.attend(q, k, v, out, lse, block.band, f"attend {label}")
+        for piece, held in pieces if not direct else ():
+            part = slice(piece.start - rows.start, piece.stop - rows.start)
+            into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
+            if held:
+                b.merge((out[:, part], lse[:, :, part]), (into, into_lse), f"merge {label}")
+            else:
+                b.copy(out[:, part], into, f"cast {label}")
+                if not fresh:
+                    b.copy(lse[:, :, part], into_lse, f"keep lse {label}")
+        self._count()
+
+    def merge(self, part: tuple[View, View], label: str) -> None:
+        """Merge a partial (out, lse) of all queries that another rank has computed."""
+        self._b.merge(part, (self._sum, self.lse), f"merge {label}")
+        self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0 and self._sum is not self.out:
+            self._b.copy(self._sum, self.out, "cast out")
+
+
+class GradientSum:
+    """A running sum of gradients in ``total``, which holds nothing yet or (``empty=False``) what other ranks added."""
+
+    def __init__(self, builder: ProgramBuilder, name: str, total: View, *, empty: bool = True) -> None:
+        self._b = builder
+        self._name = name
+        self.total = total
+        self._filled = _Filled() if empty else _Filled(_all_rows(total))
+        self._pieces: list[tuple[slice, bool]] = []
+
+    def target(self, rows: slice, like: View) -> View:
+        """Return where the next kernel shall write its part: the sum itself where it is empty, else a new buffer.
+
+        ``like`` is the tensor whose gradient it is, in these rows.
+        """
+        self._pieces = self._filled.take(rows)
+        if self._pieces == [(rows, False)] and self._b.dtype(self.total) == self._b.dtype(like):
+            return self.total[:, rows]
+        return self._b.like(f"{self._name} part", like, "attention")
+
+    def add(self, part: View, rows: slice, label: str) -> None:
+        """Add what a kernel wrote to the view that ``target`` has just returned."""
+        if part.buffer == self.total.buffer:
+            return
+        for piece, held in self._pieces:
+            some, into = part[:, piece.start - rows.start : piece.stop - rows.start], self.total[:, piece]
+            if held:
+                self._b.accumulate(some, into, f"add {self._name} {label}")
+            else:
+                self._b.copy(some, into, f"cast {self._name} {label}")
+
+    def take(self, part: View, label: str) -> None:
+        """Add what another rank has sent, of all rows."""
+        rows = _all_rows(part)
+        self._pieces = self._filled.take(rows)
+        self.add(part, rows, label)
+
+    def fill(self) -> None:
+        """Write zeros where the sum holds nothing yet."""
+        for piece, held in self._filled.take(_all_rows(self.total)):
+            if not held:
+                self._b.zero(self.total[:, piece], f"zero {self._name}")
+
+    def finished(self, name: str, category: Category = "attention") -> View:
+        """Return the sum in the model's data type."""
+        b = self._b
+        if b.dtype(self.total) == b.workload.dtype:
+            return self.total
+        grad = b.like(name, self.total, category, b.workload.dtype)
+        b.copy(self.total, grad, f"cast {name}")
+        return grad
+
+
+def new_sums(
+    builder: ProgramBuilder, options: Options, likes: Mapping[str, View], where: str = "sum"
+) -> list[GradientSum]:
+    """Return empty sums of gradients, by name the tensors whose they are."""
+    return [
+        GradientSum(builder, name, builder.gradient(f"{name} {where}", like, options)) for name, like in likes.items()
+    ]
+
+
+class Gradients(NamedTuple):
+    """The running sums that the backward pass of a block adds to."""
+
+    dq: GradientSum
+    dk: GradientSum
+    dv: GradientSum
+
+
+def attend_backward(
+    builder: ProgramBuilder, block: Block, saved: Saved, dout: View, sums: Gradients, label: str
+) -> None:
+    """Append the backward pass of one block of q, k, v, and add what it gives to the sums.
+
+    ``saved.out`` may be delta instead, as ``ProgramBuilder.attend_backward`` says.
+    """
+    rows, columns = block.rows, block.columns
+    q, k, v = saved.q[:, rows], saved.k[:, columns], saved.v[:, columns]
+    out = saved.out[:, rows] if len(saved.out.slices) == len(saved.q.slices) else saved.out[:, :, rows]
+    targets = (sums.dq.target(rows, q), sums.dk.target(columns, k), sums.dv.target(columns, v))
+    operands = (q, k, v, out, saved.lse[:, :, rows])
+    builder.attend_backward(operands, dout[:, rows], targets, block.band, f"backward {label}")
+    for total, part, where in zip(sums, targets, (rows, columns, columns), strict=True):
+        total.add(part, where, label)

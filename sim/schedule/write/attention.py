@@ -1,0 +1,115 @@
+"""Scope "attention": q, k, v and dout come in, out, dq, dk and dv go out; between them a distributed attention.
+
+Every schedule of attention has the form of ``DistributedAttention``; this file gives it its inputs and takes its
+outputs, so that one pass alone, or later a whole layer, is the same code around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from sim.errors import InputError
+from sim.options import AttentionName
+from sim.schedule.ir.masks import Span, Tokens, count_pairs, mask_of
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import View
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import ModelSpec, Workload
+
+
+class Shard(NamedTuple):
+    """Which part of the global tensors a rank holds."""
+
+    tokens: Tokens
+    heads: Span
+    kv_heads: Span
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs of the forward pass. q, out: bshd; k, v: bshd; lse: bhs."""
+
+    q: View
+    k: View
+    v: View
+    out: View
+    lse: View
+    more: tuple[View, ...] = ()
+    """What else a schedule keeps. It then cannot play its backward pass alone."""
+    stages: tuple[Saved, ...] = ()
+    """What each stage keeps, of a schedule that attends to some heads at a time. It cannot either."""
+
+    @property
+    def operands(self) -> tuple[View, View, View, View, View]:
+        """What a backward kernel takes."""
+        return self.q, self.k, self.v, self.out, self.lse
+
+
+class DistributedAttention(Protocol):
+    """Attention of one rank, written into the program builder that it was made with."""
+
+    saved_shard: Shard
+    """How the tensors in ``Saved`` are sharded."""
+
+    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """Append the forward pass; return the output of this rank's own tokens, and what to save."""
+        ...
+
+    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """Append the backward pass; return dq, dk, dv of this rank's own tokens."""
+        ...
+
+
+def needs_forward(workload: Workload, what: str) -> None:
+    """Raise InputError where a backward pass alone is asked for, which needs more of its forward pass than that."""
+    if not workload.forward:
+        raise InputError(f"pass backward: {what} needs its own forward pass; set --pass both")
+
+
+def all_heads(model: ModelSpec, tokens: Tokens) -> Shard:
+    """Return the shard with these tokens and every head."""
+    return Shard(tokens, Span(0, model.num_heads), Span(0, model.num_kv_heads))
+
+
+def attention_program(
+    rank: int, workload: Workload, local: Shard, attention: Callable[[ProgramBuilder], DistributedAttention]
+) -> Program:
+    """Return the program of one rank at scope "attention"; ``local`` is what it owns of q, k, v, out and gradients."""
+    b = ProgramBuilder(rank, workload)
+    distributed = attention(b)
+    if workload.forward:
+        q = b.input("q", local.tokens, local.heads)
+        k = b.input("k", local.tokens, local.kv_heads)
+        v = b.input("v", local.tokens, local.kv_heads)
+        out, saved = distributed.forward(q, k, v)
+        b.output("out", out, local.tokens, local.heads)
+    else:
+        shard = distributed.saved_shard
+        saved = Saved(
+            q=b.input("q", shard.tokens, shard.heads),
+            k=b.input("k", shard.tokens, shard.kv_heads),
+            v=b.input("v", shard.tokens, shard.kv_heads),
+            out=b.input("out", shard.tokens, shard.heads),
+            lse=b.input("lse", shard.tokens, shard.heads),
+        )
+    if workload.backward:
+        b.part = "backward"
+        dq, dk, dv = distributed.backward(saved, b.input("dout", local.tokens, local.heads))
+        b.output("dq", dq, local.tokens, local.heads)
+        b.output("dk", dk, local.tokens, local.kv_heads)
+        b.output("dv", dv, local.tokens, local.kv_heads)
+    elif not (saved.more or saved.stages):
+        b.output("lse", saved.lse, distributed.saved_shard.tokens, distributed.saved_shard.heads)
+    return b.build()
+
+
+def attention_flops(workload: Workload, kernel: AttentionName = "flash") -> int:
+    """Return the FLOPs of attention over all ranks: 4*D per kept (query, key) pair and head forward, 2.5 times that
+    backward (five matmuls against two, arXiv:2307.08691 §4.1); a multiply-add counts 2. Kernels that are not fused
+    compute all pairs, and a standard one, which keeps the probabilities, four matmuls backward.
+    """
+    model, whole = workload.model, Span(0, workload.seq)
+    pairs = count_pairs(mask_of(workload), whole, whole) if kernel == "flash" else workload.seq**2
+    backward = 8 if kernel == "standard" else 10
+    per_pair = (4 if workload.forward else 0) + (backward if workload.backward else 0)
+    return pairs * workload.batch * model.num_heads * per_pair * model.head_dim

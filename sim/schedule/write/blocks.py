@@ -1,0 +1,111 @@
+"""Which kernels attention of some queries to some keys takes: as few rectangles as the mask allows, each with one band.
+
+Queries and keys lie in memory as ``Tokens``, spans of positions one after the other. Where one band describes what the
+mask keeps of all of them, one kernel does it, without the rows and columns that the mask empties: so the zigzag ring's
+"all queries to the first half of the keys" and the striped ring's shifted triangle need no rules of their own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from sim.schedule.ir.masks import FULL, Band, Tokens, block_band, keeps_mask, simplified
+
+
+class Block(NamedTuple):
+    """One kernel: some rows of the queries at hand, some columns of the keys at hand, and the mask between them."""
+
+    rows: slice
+    columns: slice
+    band: Band
+
+
+@lru_cache(maxsize=65536)
+def blocks(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
+    """Return the blocks that hold all pairs the mask keeps, none twice; the larger ones first.
+
+    Raises ScheduleError where spans of different strides meet and the mask cuts between them.
+    """
+    if len(queries) == len(keys) == 1:
+        band = block_band(mask, queries[0], keys[0])
+        return () if band is None else (_trimmed(band, queries[0].size, keys[0].size),)
+    whole = _as_one(mask, queries, keys)
+    if whole is not None:
+        return whole
+    if len(queries) > 1:
+        parts = [
+            _moved(block, rows=start)
+            for span, start in zip(queries, _starts(queries), strict=True)
+            for block in blocks(mask, (span,), keys)
+        ]
+    else:
+        parts = [
+            _moved(block, columns=start)
+            for span, start in zip(keys, _starts(keys), strict=True)
+            for block in blocks(mask, queries, (span,))
+        ]
+    return tuple(sorted(parts, key=_extent, reverse=True))
+
+
+def _as_one(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...] | None:
+    """Return one block that holds all kept pairs, or none if there are none; None if it takes several."""
+    bands = {
+        (i, j): band
+        for i, some in enumerate(queries)
+        for j, others in enumerate(keys)
+        if (band := block_band(mask, some, others)) is not None
+    }
+    if not bands:
+        return ()
+    (top, bottom), (left, right) = ((min(side), max(side) + 1) for side in zip(*bands, strict=True))
+    q_starts, k_starts = _starts(queries[top:bottom]), _starts(keys[left:right])
+    candidates = {FULL} | {
+        _shifted(band, k_starts[j - left] - q_starts[i - top]) for (i, j), band in bands.items() if band != FULL
+    }
+    for candidate in sorted(candidates, key=str):
+        if all(
+            keeps_mask(mask, candidate, some, others, row - column)
+            for some, row in zip(queries[top:bottom], q_starts, strict=True)
+            for others, column in zip(keys[left:right], k_starts, strict=True)
+        ):
+            sizes = sum(span.size for span in queries[top:bottom]), sum(span.size for span in keys[left:right])
+            block = _trimmed(candidate, *sizes)
+            return (_moved(block, rows=_starts(queries)[top], columns=_starts(keys)[left]),)
+    return None
+
+
+def _extent(block: Block) -> tuple[int, int]:
+    """Return how many rows and columns a block has."""
+    return block.rows.stop - block.rows.start, block.columns.stop - block.columns.start
+
+
+def _starts(tokens: Tokens) -> list[int]:
+    """Return where each span begins in memory."""
+    return [0, *accumulate(span.size for span in tokens)][:-1]
+
+
+def _shifted(band: Band, by: int) -> Band:
+    """Return a band as seen from an origin that lies ``by`` columns before it (or rows, if negative)."""
+    return Band(None if band.left is None else band.left - by, None if band.right is None else band.right + by)
+
+
+def _moved(block: Block, rows: int = 0, columns: int = 0) -> Block:
+    return Block(
+        slice(block.rows.start + rows, block.rows.stop + rows),
+        slice(block.columns.start + columns, block.columns.stop + columns),
+        block.band,
+    )
+
+
+def _trimmed(band: Band, num_queries: int, num_keys: int) -> Block:
+    """Return the block without rows and columns of which the band, which keeps some pair, keeps nothing."""
+    if band == FULL:
+        return Block(slice(0, num_queries), slice(0, num_keys), FULL)
+    first = 0 if band.right is None else max(0, -band.right)
+    last = num_queries if band.left is None else min(num_queries, num_keys + band.left)
+    begin = 0 if band.left is None else max(0, first - band.left)
+    end = num_keys if band.right is None else min(num_keys, last + band.right)
+    inner = simplified(_shifted(band, first - begin), last - first, end - begin)
+    return Block(slice(first, last), slice(begin, end), inner)

@@ -1,0 +1,125 @@
+"""All-to-alls that trade tokens for heads and back: (B, S/U, H, D) of all heads <-> (B, S, h, D) of a member's heads.
+
+Parts of a message must follow each other in memory, so a trade may copy before it (pack) and after it (unpack). Where a
+head goes to several members, what they send back for it is summed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from sim.options import Options
+from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.views import HEADS, TOKENS, Category, Split, View
+from sim.schedule.write.builder import ProgramBuilder
+
+NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
+"""Every member gets heads by its place."""
+
+TRADE_OPTIONS = ("packed", "layout_copies", "overlap")
+
+
+class _Part(NamedTuple):
+    """One tensor's part in an all-to-all."""
+
+    name: str
+    sends: Split
+    recvs: Split
+    order: tuple[int, ...] = ()
+    """Which part of ``sends`` goes to each member, where they are not one each."""
+    fold: bool = False
+    """Whether what comes back is summed up, as several members had the same heads."""
+
+
+class HeadTrade:
+    """The trades of one rank with its Ulysses group."""
+
+    def __init__(self, builder: ProgramBuilder, over: Communicator, options: Options) -> None:
+        self._b = builder
+        self._over = over
+        self._options = options
+        group = over.group_of(builder.rank)
+        self.size = len(group)
+        self.position = group.index(builder.rank)
+
+    def to_heads(
+        self, local: dict[str, View], category: Category, heads: Mapping[str, Sequence[int]] = NO_HEADS
+    ) -> list[View]:
+        """Return (B, S, h, D) of all tokens of the group from (B, S/U, H, D) of this rank's, by name.
+
+        Member i gets the i-th H/U heads of a tensor, or the one head ``heads[name][i]``.
+        """
+        parts = []
+        for name, view in local.items():
+            _, tokens, total, _ = view.shape
+            chosen = tuple(heads.get(name, ()))
+            each = 1 if chosen else total // self.size
+            whole = self._b.tensor(f"{name} of heads", tokens * self.size, each, category)
+            sends = Split(view, HEADS, total if chosen else self.size)
+            parts.append(_Part(name, sends, Split(whole, TOKENS, self.size), chosen))
+        return self._trade(parts)
+
+    def to_tokens(self, whole: dict[str, View], into: dict[str, View]) -> None:
+        """Write (B, S/U, H, D) of this rank's tokens from (B, S, h, D) of the group's, by name.
+
+        Member i has the i-th h heads of U * h; where ``into`` has fewer, each is the sum of those of several members.
+        """
+        parts = []
+        for name, view in whole.items():
+            heads, total = view.shape[HEADS], into[name].shape[HEADS]
+            fold = total < heads * self.size
+            recvs = Split(into[name], HEADS, total if fold else self.size)
+            parts.append(_Part(name, Split(view, TOKENS, self.size), recvs, fold=fold))
+        self._trade(parts)
+
+    def _trade(self, parts: list[_Part]) -> list[View]:
+        """Append the all-to-alls, one for all parts if packed, else one for each; return what they receive.
+
+        Unpacking comes last, so that it does not hold up the next one.
+        """
+        groups = [parts] if self._options.packed else [[part] for part in parts]
+        for group, arrived in [(group, self._all_to_all(group)) for group in groups]:
+            if arrived != group[0].recvs:
+                for part, place in zip(group, self._places(arrived, group), strict=True):
+                    (self._b.fold if part.fold else self._b.copy_parts)(place, part.recvs, f"unpack {part.name}")
+        return [part.recvs.view for part in parts]
+
+    def _all_to_all(self, parts: list[_Part]) -> Split:
+        """Append one all-to-all, packed first where parts do not follow each other in memory; return what it receives:
+        where it belongs, or a buffer that has to be unpacked.
+        """
+        b, first = self._b, parts[0]
+        name = " ".join(part.name for part in parts)
+        alone = len(parts) == 1 and self._options.layout_copies == "needed"
+        if alone and not first.order and b.parts_are_contiguous(first.sends):
+            sends = first.sends
+        else:
+            sends = self._staging(f"{name} packed", parts)
+            for part, place in zip(parts, self._places(sends, parts), strict=True):
+                b.copy_parts(part.sends, place, f"pack {part.name}", part.order)
+        direct = alone and not first.fold and b.parts_are_contiguous(first.recvs)
+        recvs = first.recvs if direct else self._staging(f"{name} arrived", parts)
+        b.all_to_all(self._over, sends, recvs, f"all-to-all {name}")
+        if not self._options.overlap:
+            b.host_sync(self._over.name, label=f"wait for {name}")
+        return recvs
+
+    def _staging(self, name: str, parts: list[_Part]) -> Split:
+        """Return a new buffer in which what goes to, or comes from, each member lies in one piece."""
+        batch, tokens, _, dim = parts[0].sends.part_shape
+        heads = sum(part.sends.part_shape[HEADS] for part in parts)
+        dtype = self._b.dtype(parts[0].sends.view)
+        return Split(
+            self._b.buffer(name, "bshd", (self.size * batch, tokens, heads, dim), dtype, "repartition"), 0, self.size
+        )
+
+    def _places(self, staging: Split, parts: list[_Part]) -> list[Split]:
+        """Return where each part lies in a staging buffer."""
+        places, at = [], 0
+        for part in parts:
+            heads = part.sends.part_shape[HEADS]
+            places.append(Split(staging.view[:, :, at : at + heads], 0, self.size))
+            at += heads
+        return places
