@@ -10,7 +10,7 @@ import msgspec
 
 from sim.schedule.derive.kernels import KernelUse, kernel_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Span
-from sim.schedule.ir.ops import Kernel, Message, Op
+from sim.schedule.ir.ops import AllReduce, AllToAll, Attend, Exchange, Kernel, Merge, Message, Op
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split, renumbered
 from sim.schedule.methods import single
@@ -105,11 +105,20 @@ def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) 
     else:
         b.copy(given, taken, "fill")
     if transfer == "exchange":
-        b.exchange(link, [Message((rank + 1) % ranks, given)], [Message((rank - 1) % ranks, taken)], transfer)
+        b.add(
+            Exchange(
+                label=transfer,
+                communicator=link.name,
+                sends=(Message((rank + 1) % ranks, given),),
+                recvs=(Message((rank - 1) % ranks, taken),),
+            )
+        )
     elif transfer == "all_to_all":
-        b.all_to_all(link, Split(given, 1, ranks), Split(taken, 1, ranks), transfer)
+        b.add(
+            AllToAll(label=transfer, communicator=link.name, sends=Split(given, 1, ranks), recvs=Split(taken, 1, ranks))
+        )
     elif transfer == "all_reduce":
-        b.all_reduce(link, taken, transfer)
+        b.add(AllReduce(label=transfer, communicator=link.name, view=taken))
     elif transfer == "offload":
         b.host_copy(taken, b.elsewhere(given, "host"), transfer)
         awaited = (given[:, :1], taken[:, :1])
@@ -125,7 +134,7 @@ def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) 
     for half, band in zip(halves, (FULL, CAUSAL), strict=True):
         k, v = b.input("k", (half,), kv_heads), b.input("v", (half,), kv_heads)
         out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[1], model.num_heads, "attention")
-        b.attend(q, k, v, out, lse, band, "attend")
+        b.add(Attend(label="attend", q=q, k=k, v=v, out=out, lse=lse, band=band))
         parts.append((out, lse))
-    b.merge(parts[0], parts[1], "merge")
+    b.add(Merge(label="merge", out=parts[0][0], lse=parts[0][1], into_out=parts[1][0], into_lse=parts[1][1]))
     return b.build()

@@ -12,7 +12,7 @@ from sim.errors import InputError
 from sim.options import AttentionName, Options
 from sim.profile import Point
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
-from sim.schedule.ir.ops import Kernel
+from sim.schedule.ir.ops import Gemm, Kernel
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import renumbered
 from sim.schedule.methods import allgather, ring, single, ulysses
@@ -140,7 +140,9 @@ def case_of(point: Point) -> KernelCase | None:
         tokens, fan_in, fan_out = point.shape
         b = ProgramBuilder(0, Workload(model=_model(embed_dim=fan_in), seq=tokens, dtype=point.dtype))
         x, out = b.activation("x", tokens, fan_in, "other"), b.activation("out", tokens, fan_out, "other")
-        b.gemm("nn", x, b.buffer("w", "io", (fan_in, fan_out), point.dtype, "other"), out, "gemm")
+        b.add(
+            Gemm(label="gemm", form="nn", a=x, b=b.buffer("w", "io", (fan_in, fan_out), point.dtype, "other"), out=out)
+        )
         cases = list(cases_of(b.build()))
     else:
         return None

@@ -10,7 +10,7 @@ from runtime.run import ScheduleRun
 from sim.engine.cost import HOST_COPY_KINDS
 from sim.options import Place
 from sim.profile import Point
-from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy
+from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy, HostSync, Zero
 from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
@@ -73,17 +73,17 @@ def _copies(tokens: int, model: ModelSpec, dtype: Dtype, place: Place) -> Schedu
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
         here = b.tensor("here", tokens, model.num_heads, "saved")
-        b.zero(here, "fill")  # drawn at random as inputs are, it would take the host seconds
+        b.add(Zero(label="fill", into=here))  # drawn at random as inputs are, it would take the host seconds
         there, back = b.elsewhere(here, place), b.elsewhere(here, "hbm")
         also_there = b.elsewhere(here, place)
         for source, target in ((here, there), (there, back)):
             for _ in range(_PER_STEP):
                 b.host_copy(source, target, _ALONE)
-            b.host_sync(OFFLOAD, FETCH)
+            b.add(HostSync(streams=(OFFLOAD, FETCH)))
         for _ in range(_PER_STEP):
             b.host_copy(here, also_there, _TOGETHER)
             b.host_copy(there, back, _TOGETHER)
-        b.host_sync(OFFLOAD, FETCH)
+        b.add(HostSync(streams=(OFFLOAD, FETCH)))
         return b.build()
 
     return Schedule(Header(name="host copies", workload=workload, parallel=Parallel()), program)

@@ -223,6 +223,5 @@ def _copied(program: Program, storage: Storage, context: RankContext) -> Storage
 
 def _forward_of(op: AttendBackward) -> Attend:
     """Return the forward pass that makes the out and lse of a backward one."""
-    return Attend(
-        stream=op.stream, part="forward", label=op.label, q=op.q, k=op.k, v=op.v, out=op.out, lse=op.lse, band=op.band
-    )
+    assert op.out is not None, op
+    return Attend(label=op.label, q=op.q, k=op.k, v=op.v, out=op.out, lse=op.lse, band=op.band)

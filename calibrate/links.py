@@ -10,6 +10,7 @@ from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.profile import Condition, Point
 from sim.schedule.ir.masks import FULL, Span
+from sim.schedule.ir.ops import Accumulate, Attend, Zero
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.methods.single_op import communicate
 from sim.schedule.proof.check import check
@@ -133,7 +134,7 @@ def time_launch(session: Session, model: ModelSpec, dtype: Dtype, *, inline: boo
         total = b.like("sum", given, "attention")
         b.copy(given, total, "first")
         for _ in range(_LAUNCHES):
-            b.accumulate(given, total, "small kernel")
+            b.add(Accumulate(label="small kernel", source=given, into=total))
         return b.build()
 
     header = Header(name="launch", workload=workload, parallel=Parallel(ring_degree=session.ranks))
@@ -173,7 +174,7 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
         b = ProgramBuilder(rank, workload)
         heads, kv_heads = Span(0, model.num_heads), Span(0, model.num_kv_heads)
         given = b.tensor("given", tokens, model.num_heads, "communication")
-        b.zero(given, "fill")  # drawn at random as inputs are, a large one would take the host seconds
+        b.add(Zero(label="fill", into=given))  # drawn at random as inputs are, a large one would take the host seconds
         taken = b.like("taken", given, "communication")
         block = (Span(0, _BESIDE_TOKENS),)
         q, k, v = b.input("q", block, heads), b.input("k", block, kv_heads), b.input("v", block, kv_heads)
@@ -182,12 +183,22 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
         for _ in range(_PER_STEP):
             communicate(b, _KINDS[case.kernel], link, given, taken, case.label)
             if case.condition == "busy":
-                b.attend(q, k, v, out, lse, FULL, _BESIDE)
+                b.add(Attend(label=_BESIDE, q=q, k=k, v=v, out=out, lse=lse, band=FULL))
                 b.copy(taken[:, :1], awaited, "await")
-                b.attend(q, k, v, out, lse, FULL, _ALONE)
+                b.add(Attend(label=_ALONE, q=q, k=k, v=v, out=out, lse=lse, band=FULL))
             else:  # let it be awaited, and let the threads that carried it fall asleep, as in a step
                 b.copy(taken[:, :1], awaited, "await")
-                b.attend(q[:, :_PAUSE_TOKENS], k, v, out[:, :_PAUSE_TOKENS], lse[:, :, :_PAUSE_TOKENS], FULL, "pause")
+                b.add(
+                    Attend(
+                        label="pause",
+                        q=q[:, :_PAUSE_TOKENS],
+                        k=k,
+                        v=v,
+                        out=out[:, :_PAUSE_TOKENS],
+                        lse=lse[:, :, :_PAUSE_TOKENS],
+                        band=FULL,
+                    )
+                )
         return b.build()
 
     header = Header(name="link", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(link,))

@@ -19,7 +19,7 @@ from experiments.tables import seconds
 from sim.engine.simulate import simulate
 from sim.options import DEFAULTS, Options
 from sim.schedule.ir.layout import contiguous
-from sim.schedule.ir.ops import Message
+from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Communicator, Header, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.methods import ring, ulysses
@@ -50,11 +50,13 @@ class TrafficRing(ring.RingAttention):
         ranks, view = over.groups[0], here[0]
         away, source = ranks[(self._b.rank + 9) % len(ranks)], ranks[self._b.rank - 9]
         taken = self._b.like("traffic", view[:, : self._tokens(source, view)], "communication")
-        self._b.exchange(
-            Communicator(name="traffic", groups=over.groups),
-            [Message(away, view[:, : self._tokens(self._b.rank, view)])],
-            [Message(source, taken)],
-            "traffic",
+        self._b.add(
+            Exchange(
+                label="traffic",
+                communicator=Communicator(name="traffic", groups=over.groups).name,
+                sends=(Message(away, view[:, : self._tokens(self._b.rank, view)]),),
+                recvs=(Message(source, taken),),
+            )
         )
 
     def _tokens(self, rank: int, view: View) -> int:

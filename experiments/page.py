@@ -16,20 +16,20 @@ from experiments.render import render
 from experiments.stragglers import SPEED, Straggler
 from experiments.tables import percent
 from sim.breakdown import PARTS, PartName, breakdown
+from sim.schedule.ir.ops import KINDS, Family
 from sim.trace import Row, Trace
 
-_FAMILIES = {
-    "attention": ("blue", ("Attend", "AttendBackward")),
-    "matrix product": ("green", ("Gemm",)),
-    "norm, rope, SwiGLU": ("sky", ("RmsNorm", "RmsNormBackward", "Rope", "SwiGlu", "SwiGluBackward")),
-    "merge, accumulate": ("purple", ("Merge", "Accumulate")),
-    "copy": ("orange", ("Copy", "HostCopy")),
-    "transfer": ("vermilion", ("Exchange", "AllToAll", "AllGather", "ReduceScatter", "AllReduce")),
-    "synchronisation": ("grey", ("HostSync", "Barrier")),
-    "other": ("yellow", ()),
+_HUES: dict[Family, str] = {
+    "attention": "blue",
+    "matrix product": "green",
+    "norm, rope, SwiGLU": "sky",
+    "merge, accumulate": "purple",
+    "copy": "orange",
+    "transfer": "vermilion",
+    "synchronisation": "grey",
+    "other": "yellow",
 }
-"""Op kinds that share a colour: more hues than these cannot be told apart by everyone."""
-_FAMILY = {kind: family for family, (_, kinds) in _FAMILIES.items() for kind in kinds}
+"""More hues than these cannot be told apart by everyone."""
 _BAND = 0.10
 """Share of the measured time that the parity plot shades."""
 
@@ -112,7 +112,7 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace, strag
         slow_speed=SPEED,
         inside=inside,
         data=msgspec.to_builtins(inside),
-        family_hues={family: tuple(bytes.fromhex(HUES[hue][0][1:])) for family, (hue, _) in _FAMILIES.items()},
+        family_hues={family: tuple(bytes.fromhex(HUES[hue][0][1:])) for family, hue in _HUES.items()},
     )
 
 
@@ -157,7 +157,7 @@ def contents(found: Comparison, simulated: Trace, executed: Trace) -> Contents:
 
 
 def _kind_of(row: KindRow, step: Measured) -> Kind:
-    family = _FAMILY.get(row.kind, "other")
+    family = KINDS[row.kind].family
     return _kind(f"{row.kind} {row.part}", family, row.part, row.count, row.times, step)
 
 

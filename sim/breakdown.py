@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from sim.schedule.ir.ops import KINDS, Activity
 from sim.trace import Row, Trace
 
-PartName = Literal["compute", "copy", "communication", "synchronisation", "idle"]
-PARTS: tuple[PartName, ...] = get_args(PartName)
+PartName = Activity | Literal["idle"]
+PARTS: tuple[PartName, ...] = (*get_args(Activity), "idle")
 """In order of priority: kernels; else copies; else transfers under way; else waiting for a peer; else nothing."""
-
-_KIND: dict[str, PartName] = {
-    "Copy": "copy",
-    "HostCopy": "copy",
-    "Exchange": "communication",
-    "AllToAll": "communication",
-    "AllGather": "communication",
-    "ReduceScatter": "communication",
-    "AllReduce": "communication",
-    "Barrier": "synchronisation",
-    "HostSync": "synchronisation",
-}
-"""By kind of op; all others are kernels that compute."""
 
 
 def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
@@ -69,7 +57,7 @@ def critical_rank(trace: Trace) -> int:
 
 def _intervals(row: Row) -> list[tuple[float, float, PartName]]:
     """Return when a row was at work, and when it waited for peers."""
-    part = _KIND.get(row.kind, "compute")
+    part = KINDS[row.kind].activity
     if part == "synchronisation":
         return [(row.posted_s, row.end_s, part)]
     return [(row.begin_s, row.end_s, part), (row.posted_s, row.begin_s, "synchronisation")]

@@ -10,6 +10,7 @@ import msgspec
 from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.masks import Span, block_band, mask_of
+from sim.schedule.ir.ops import AllGather, Attend, AttendBackward, Barrier, HostSync, ReduceScatter
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods.catalog import SCHEDULES
@@ -138,20 +139,42 @@ def make_gathered(workload: Workload, ranks: int) -> Schedule:
         gathered = []
         for name, own in (("k", k), ("v", v)):
             gathered.append(b.tensor(f"all {name}", workload.seq, model.num_kv_heads, "communication"))
-            b.all_gather(everyone, own, Split(gathered[-1], 1, ranks), f"gather {name}")
-        b.barrier(everyone)
+            b.add(
+                AllGather(
+                    label=f"gather {name}", communicator=everyone.name, send=own, recvs=Split(gathered[-1], 1, ranks)
+                )
+            )
+        b.add(Barrier(label="barrier", communicator=everyone.name))
         out, lse = b.like("out", q, "saved"), b.lse("lse", num_tokens(tokens), model.num_heads, "saved")
-        b.attend(q, gathered[0], gathered[1], out, lse, band, "attend")
-        b.host_sync("compute", "all")
+        b.add(Attend(label="attend", q=q, k=gathered[0], v=gathered[1], out=out, lse=lse, band=band))
+        b.add(HostSync(streams=("compute", "all")))
         b.part = "backward"
         grads = tuple(b.like(f"d{name}", view, "attention") for name, view in zip("qkv", (q, *gathered), strict=True))
         dout = b.input("dout", tokens, heads)
-        b.attend_backward((q, gathered[0], gathered[1], out, lse), dout, (grads[0], grads[1], grads[2]), band, "back")
+        b.add(
+            AttendBackward(
+                label="back",
+                q=q,
+                k=gathered[0],
+                v=gathered[1],
+                out=out,
+                lse=lse,
+                dout=dout,
+                dq=grads[0],
+                dk=grads[1],
+                dv=grads[2],
+                band=band,
+            )
+        )
         b.output("out", out, tokens, heads)
         b.output("dq", grads[0], tokens, heads)
         for name, grad, own in (("dk", grads[1], k), ("dv", grads[2], v)):
             home = b.like(f"own {name}", own, "attention")
-            b.reduce_scatter(everyone, Split(grad, 1, ranks), home, f"scatter {name}")
+            b.add(
+                ReduceScatter(
+                    label=f"scatter {name}", communicator=everyone.name, sends=Split(grad, 1, ranks), recv=home
+                )
+            )
             b.output(name, home, tokens, kv_heads)
         return b.build()
 

@@ -26,10 +26,11 @@ from calibrate.published.reading import (
 )
 from calibrate.published.streaming import streaming
 from calibrate.tiles import tile_models
-from sim.engine.collectives import CollectiveKind, wire_bytes
+from sim.engine.collectives import wire_bytes
 from sim.profile import Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
+from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -40,7 +41,7 @@ _HEADS = (1, 2, 4, 8, 16, 32, 64, 96)
 _HEAD_DIMS = (64, 128)
 _SIZES_PER_OCTAVE = 2
 """Of the many sizes of transfers, those nearest to these are kept."""
-_COLLECTIVES: dict[str, CollectiveKind] = {
+_COLLECTIVES: dict[str, CollectiveName] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
@@ -181,7 +182,7 @@ def _fabric_sources(fabric: str) -> list[str]:
 
 
 def _collective_point(
-    kind: CollectiveKind, link: str, ranks: int, whole: int, times: list[float], cluster: Cluster
+    kind: CollectiveName, link: str, ranks: int, whole: int, times: list[float], cluster: Cluster
 ) -> Point:
     """Return the point of a collective, with the bytes that the simulator counts on the slowest link."""
     wire, _ = wire_bytes(kind, tuple(range(ranks)), whole, cluster)

@@ -8,14 +8,36 @@ where that can be; the names say so. What they hold beside their operands meanwh
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 
+from runtime.execution.tensors import Storage
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import GemmForm
+from sim.schedule.ir.ops import Gemm, GemmForm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward, TokenKernel
 
 Tensor = torch.Tensor
+
+
+def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
+    """Run a kernel that looks at each token by itself; return the name of the implementation."""
+    given = [storage.read(view) for view in op.reads]
+    if isinstance(op, RmsNorm | RmsNormBackward):
+        x, weight, *rest = given
+        found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
+        for view, result in zip(op.writes, (found.out, found.second), strict=True):
+            storage.put(view, result)
+        return found.name
+    results = [storage.write(view) for view in op.writes]
+    if isinstance(op, Gemm):
+        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
+    if isinstance(op, Rope):
+        return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
+    if isinstance(op, SwiGlu):
+        return swiglu(given[0], given[1], results[0])
+    if isinstance(op, SwiGluBackward):
+        return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
+    assert_never(op)
 
 
 def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> str:

@@ -9,7 +9,7 @@ from typing import assert_never
 import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
-from runtime.execution.dense import gemm, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward
+from runtime.execution.dense import run_token_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
 from sim.schedule.ir.ops import (
@@ -19,16 +19,9 @@ from sim.schedule.ir.ops import (
     Copy,
     Delta,
     Fold,
-    Gemm,
     HostCopy,
     Kernel,
     Merge,
-    RmsNorm,
-    RmsNormBackward,
-    Rope,
-    SwiGlu,
-    SwiGluBackward,
-    TokenKernel,
     Zero,
 )
 from sim.schedule.ir.views import Split
@@ -65,7 +58,7 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
         source = parts(op.source, storage)
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
-    return _run_token_kernel(op, storage)
+    return run_token_kernel(op, storage)
 
 
 def host_copy(op: HostCopy, storage: Storage) -> Callable[[], list[torch.distributed.Work]]:
@@ -105,46 +98,29 @@ def _attend(op: Attend, storage: Storage, attention: AttentionKernel) -> str:
 
 def _attend_backward(op: AttendBackward, storage: Storage, attention: AttentionKernel) -> str:
     """Run the backward pass of one block."""
-    q, k, v, out, lse, dout, *probs = (storage.read(view) for view in op.reads)
-    name = attention.name
+    q, k, v, lse, dout = (storage.read(view) for view in (op.q, op.k, op.v, op.lse, op.dout))
+    given = op.delta or op.out
+    assert given is not None  # see wellformed
+    delta, name = storage.read(given), attention.name
     if op.kernel == "flash":
-        if op.from_delta:
-            out, name = with_delta(out, dout), f"{name}, out from delta"
+        out = delta
+        if op.delta:
+            out, name = with_delta(delta, dout), f"{name}, out from delta"
         grads = attention.backward((q, k, v, out, lse), dout, op.band)
     else:
-        delta = out if op.from_delta else torch.empty_like(lse)
-        if not op.from_delta:
+        if op.out:
+            out, delta = delta, torch.empty_like(lse)
             delta_of(out, dout, delta)
         if op.kernel == "memory-efficient":
             grads, name = chunked_backward((q, k, v, delta, lse), dout, op.band), "eager chunks"
         elif op.kernel == "standard":
-            grads, name = standard_backward(q, k, v, delta, dout, probs[0]), "eager attention"
+            assert op.probs is not None  # see wellformed
+            grads, name = standard_backward(q, k, v, delta, dout, storage.read(op.probs)), "eager attention"
         else:
             assert_never(op.kernel)
     for view, grad in zip(op.writes, grads, strict=True):
         storage.put(view, grad)
     return name
-
-
-def _run_token_kernel(op: TokenKernel, storage: Storage) -> str:
-    """Run a kernel that looks at each token by itself."""
-    given = [storage.read(view) for view in op.reads]
-    if isinstance(op, RmsNorm | RmsNormBackward):
-        x, weight, *rest = given
-        found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
-        for view, result in zip(op.writes, (found.out, found.second), strict=True):
-            storage.put(view, result)
-        return found.name
-    results = [storage.write(view) for view in op.writes]
-    if isinstance(op, Gemm):
-        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
-    if isinstance(op, Rope):
-        return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
-    if isinstance(op, SwiGlu):
-        return swiglu(given[0], given[1], results[0])
-    if isinstance(op, SwiGluBackward):
-        return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
-    assert_never(op)
 
 
 def parts(split: Split, storage: Storage) -> torch.Tensor:

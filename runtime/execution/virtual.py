@@ -18,19 +18,8 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
 from sim.errors import ScheduleError
 from sim.schedule.derive.matching import Key, describe
-from sim.schedule.ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Collective,
-    Exchange,
-    HostCopy,
-    HostSync,
-    Kernel,
-    Op,
-    ReduceScatter,
-)
+from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import Checked
 
 
@@ -140,32 +129,21 @@ class _VirtualCluster:
         members = self._checked.matching.groups[self._checked.matching.group_of[key]].members
         if not all(member in self._begun for member in members):
             return
-        ops = [self._programs[rank].ops[index] for rank, index in members]
-        sent = [self._sent(self._storage[rank], op, len(ops)) for (rank, _), op in zip(members, ops, strict=True)]
-        for number, ((rank, _), op) in enumerate(zip(members, ops, strict=True)):
-            parts = [of_member[number] for of_member in sent if of_member]
-            self._receive(self._storage[rank], op, parts)
+        ops = [(self._storage[rank], self._programs[rank].ops[index]) for rank, index in members]
+        sent = [self._sent(storage, op, len(ops)) for storage, op in ops]
+        for place, (storage, op) in enumerate(ops):
+            assert isinstance(op, Collective)
+            parts = [of_member[place] for of_member in sent if of_member]
+            if isinstance(op.taken, Split):
+                storage.write(op.taken.view).copy_(torch.cat(parts, dim=op.taken.dim))
+            elif op.taken is not None:
+                storage.write(op.taken).copy_(torch.stack(parts).sum(dim=0))
         for member in members:
             self._end(member)
 
     def _sent(self, storage: Storage, op: Op, size: int) -> list[torch.Tensor]:
-        """Return what a member sends to each."""
-        if isinstance(op, AllToAll | ReduceScatter):
-            return list(storage.read(op.sends.view).clone().chunk(size, dim=op.sends.dim))
-        if isinstance(op, AllGather):
-            return [storage.read(op.send).clone()] * size
-        if isinstance(op, AllReduce):
-            return [storage.read(op.view).clone()] * size
-        assert isinstance(op, Barrier)
-        return []
-
-    def _receive(self, storage: Storage, op: Op, parts: list[torch.Tensor]) -> None:
-        """Write what a member gets from each."""
-        if isinstance(op, AllToAll | AllGather):
-            storage.write(op.recvs.view).copy_(torch.cat(parts, dim=op.recvs.dim))
-        elif isinstance(op, ReduceScatter):
-            storage.write(op.recv).copy_(torch.stack(parts).sum(dim=0))
-        elif isinstance(op, AllReduce):
-            storage.write(op.view).copy_(torch.stack(parts).sum(dim=0))
-        else:
-            assert isinstance(op, Barrier)
+        """Return what a member of a collective sends to each; nothing of a barrier."""
+        assert isinstance(op, Collective)
+        if isinstance(op.given, Split):
+            return list(storage.read(op.given.view).clone().chunk(size, dim=op.given.dim))
+        return [storage.read(op.given).clone()] * size if op.given else []

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import pairwise
-from typing import Literal, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
-from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, ReduceScatter
+from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
-
-CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "barrier"]
 
 
 class LinkTraffic(NamedTuple):
@@ -54,7 +52,7 @@ def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:
     return next(kind for kind in ("nic", "nvlink", "pcie", "loopback") if kind in groups)
 
 
-def wire_bytes(kind: CollectiveKind, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
+def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
     """Return the bytes that a collective puts on its slowest link, and what that way is called; ``whole`` is the tensor
     that a rank ends with, or begins with, in bytes.
     """
@@ -63,22 +61,7 @@ def wire_bytes(kind: CollectiveKind, ranks: tuple[int, ...], whole: int, cluster
     return round(nbytes[slowest_link(nbytes, cluster)]), link_name(nbytes, cluster)
 
 
-def kind_of(op: Collective) -> CollectiveKind:
-    """Return what a collective is called in profiles."""
-    if isinstance(op, AllToAll):
-        return "all_to_all"
-    if isinstance(op, AllGather):
-        return "all_gather"
-    if isinstance(op, ReduceScatter):
-        return "reduce_scatter"
-    if isinstance(op, AllReduce):
-        return "all_reduce"
-    if isinstance(op, Barrier):
-        return "barrier"
-    assert_never(op)
-
-
-def link_traffic(kind: CollectiveKind, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
+def link_traffic(kind: CollectiveName, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
     """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (of an all-reduce the whole)."""
     n = len(ranks)
     if n == 1:

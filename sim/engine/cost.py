@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import msgspec
 
-from sim.engine.collectives import kind_of, link_name, link_traffic, slowest_link
+from sim.engine.collectives import link_name, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.options import Place
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
 from topology.cluster import Cluster, Device
@@ -171,11 +171,11 @@ class CostModel:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole)."""
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
-            traffic = link_traffic(kind_of(op), ranks, nbytes, self._cluster)
+            traffic = link_traffic(op.name, ranks, nbytes, self._cluster)
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
-                moving = _Moving(kind_of(op), ranks, len(ranks), *traffic)
+                moving = _Moving(op.name, ranks, len(ranks), *traffic)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -255,10 +255,14 @@ class CostModel:
 def _kind(op: Op) -> str:
     """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
     if isinstance(op, Collective):
-        return kind_of(op)
+        return op.name
     if isinstance(op, HostCopy):
         return HOST_COPY_KINDS["host"][op.stream]
-    return "exchange" if isinstance(op, Exchange) else ""
+    if isinstance(op, Exchange):
+        return "exchange"
+    if isinstance(op, Kernel | HostSync):
+        return ""
+    assert_never(op)
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sim.breakdown import PartName, breakdown, critical_rank
-from sim.engine.collectives import kind_of, link_traffic
+from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
 from sim.engine.simulate import STEADY, Jitter, Simulation, part_bytes
 from sim.memory import MemoryWalk, walk
@@ -131,7 +131,7 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
         op = schedule.program(rank).ops[index]
         assert isinstance(op, Collective)
         ranks = tuple(member for member, _ in group.members)
-        traffic = link_traffic(kind_of(op), ranks, part_bytes(schedule.program(rank), op), cluster)
+        traffic = link_traffic(op.name, ranks, part_bytes(schedule.program(rank), op), cluster)
         for link, nbytes in traffic.nbytes.items():
             load[link] = load.get(link, 0.0) + nbytes
     for program in schedule.programs:

@@ -26,7 +26,6 @@ from sim.schedule.derive.matching import Key
 from sim.schedule.ir.ops import (
     COMPUTE,
     HOST,
-    AllToAll,
     Collective,
     Communication,
     Exchange,
@@ -34,9 +33,9 @@ from sim.schedule.ir.ops import (
     HostSync,
     Kernel,
     Op,
-    ReduceScatter,
 )
 from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import part_of
 from sim.schedule.proof.check import Checked
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
@@ -286,9 +285,7 @@ def _stretched(activity: Activity, factor: float) -> Activity:
 
 def part_bytes(program: Program, op: Collective) -> int:
     """Return the bytes of one part of a collective (of AllReduce the whole)."""
-    if isinstance(op, AllToAll | ReduceScatter):
-        return program.nbytes(op.sends.view) // op.sends.parts
-    return program.nbytes(op.reads[0]) if op.reads else 0
+    return program.nbytes(part_of(op.given, 0)) if op.given else 0
 
 
 def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iterator[tuple[int, float]]:

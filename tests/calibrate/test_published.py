@@ -22,7 +22,7 @@ from calibrate.published.curves import apart
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_issue
 from calibrate.published.reading import kernel_point, rows
-from sim.engine.collectives import kind_of, link_traffic
+from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.network import Flow
 from sim.profile import TRANSFERS, Point, Profile, load_profile
@@ -182,7 +182,7 @@ def collective_errors(measured: Profile, known: Profile | None, points: list[Poi
     for point in points:
         ranks = tuple(range(point.shape[0]))
         op = COLLECTIVES[point.kernel]
-        wire = max(link_traffic(kind_of(op), ranks, 10**6, cluster).nbytes.values()) / 10**6
+        wire = max(link_traffic(op.name, ranks, 10**6, cluster).nbytes.values()) / 10**6
         phases = cost.collective(op, ranks, round(point.nbytes / wire))
         found[point.kernel].append(sum(phase.seconds for phase in phases) / point.mean_s - 1)
     return found

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from sim.engine.collectives import CollectiveKind, LinkTraffic, link_traffic
+from sim.engine.collectives import LinkTraffic, link_traffic
+from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster
 from topology.specs import LinkSpec
@@ -76,8 +77,8 @@ def test_more_nodes_take_longer_only_by_their_hops(nodes: int) -> None:
     assert found.latency_s >= one.latency_s
 
 
-@pytest.mark.parametrize("kind", get_args(CollectiveKind))
-def test_one_rank_moves_nothing(kind: CollectiveKind) -> None:
+@pytest.mark.parametrize("kind", get_args(CollectiveName))
+def test_one_rank_moves_nothing(kind: CollectiveName) -> None:
     found = link_traffic(kind, (0,), 800, machine(1))
     assert not found.nbytes
     assert found.latency_s == 0

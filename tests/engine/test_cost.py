@@ -84,7 +84,7 @@ def test_a_measured_collective_comes_back_exactly(kernel: str, op_type: type, ra
     points = [point(kernel, (ranks, size), 1e-3 + n / 5e9, nbytes=n) for size, n in sent.items()]
     view = View(0, ((0, 1),))
     fields = {"view": view} if kernel == "all_reduce" else {"send": view, "recvs": Split(view, 0, 1)}
-    op = op_type(stream="link", part="forward", label="", communicator="link", **fields)
+    op = op_type(label="", communicator="link", **fields)
     for size, n in sent.items():
         part = size if kernel == "all_reduce" else size // ranks
         activity = cost(*points).collective(op, tuple(range(ranks)), part)

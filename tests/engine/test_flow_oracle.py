@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.engine.collectives import CollectiveKind, link_traffic
+from sim.engine.collectives import link_traffic
+from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, load_cluster
 
 
@@ -100,13 +101,13 @@ def a100(nodes: int) -> Cluster:
     return Cluster(msgspec.structs.replace(load_cluster("dgx-a100"), nodes=nodes))
 
 
-def messages(kind: CollectiveKind, cluster: Cluster) -> list[Flow]:
+def messages(kind: CollectiveName, cluster: Cluster) -> list[Flow]:
     if kind == "all_to_all":
         return all_to_all(cluster, NBYTES // len(cluster.devices))
     return ring_all_reduce(cluster, NBYTES)
 
 
-def on_links_s(kind: CollectiveKind, cluster: Cluster) -> float:
+def on_links_s(kind: CollectiveName, cluster: Cluster) -> float:
     ranks = tuple(range(len(cluster.devices)))
     traffic = link_traffic(kind, ranks, NBYTES // len(ranks) if kind == "all_to_all" else NBYTES, cluster)
     return traffic.seconds(cluster) - traffic.latency_s
@@ -185,7 +186,7 @@ def simgrid_s(flows: list[Flow], cluster: Cluster, folder: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     ("kind", "nodes"), [("all_to_all", 1), ("all_to_all", 8), ("all_reduce", 1), ("all_reduce", 8), ("all_reduce", 64)]
 )
-def test_simgrid_says_the_same_of_collectives(kind: CollectiveKind, nodes: int, tmp_path: Path) -> None:
+def test_simgrid_says_the_same_of_collectives(kind: CollectiveName, nodes: int, tmp_path: Path) -> None:
     """Not of an all-to-all of 512: its time grows with the square of the flows, which are 262 thousand."""
     pytest.importorskip("simgrid")
     cluster = a100(nodes)

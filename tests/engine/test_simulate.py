@@ -14,6 +14,7 @@ from sim.engine.report import floors, report
 from sim.engine.simulate import Jitter, simulate
 from sim.errors import InputError
 from sim.schedule.ir.masks import FULL, Span
+from sim.schedule.ir.ops import AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
@@ -134,9 +135,9 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
             q, k, v = (b.input(name, tokens, heads) for name in "qkv")
             for number in range(2):
                 out, lse = b.like(f"out {number}", q, "attention"), b.lse(f"lse {number}", TOKENS, HEADS, "attention")
-                b.attend(q, k, v, out, lse, FULL, f"attend {number}")
+                b.add(Attend(label=f"attend {number}", q=q, k=k, v=v, out=out, lse=lse, band=FULL))
                 if synchronise:
-                    b.host_sync("compute")
+                    b.add(HostSync(streams=("compute",)))
             return b.build()
 
         workload = Workload(model=make_model(HEADS, HEADS, DIM), seq=TOKENS, mask="full")
@@ -174,7 +175,7 @@ def test_ring_collectives_use_every_nic() -> None:
         b = ProgramBuilder(rank, workload)
         given = b.input("q", (Span(rank, rank + 1),), Span(0, 4))
         whole = b.tensor("whole", 4, 4, "other")
-        b.all_gather(everyone, given, Split(whole, 1, 4), "gather")
+        b.add(AllGather(label="gather", communicator=everyone.name, send=given, recvs=Split(whole, 1, 4)))
         return b.build()
 
     header = Header(name="g", workload=workload, parallel=Parallel(ring_degree=4), communicators=(everyone,))
@@ -194,7 +195,7 @@ def host_copies(ranks: int, *, both_ways: bool = False) -> Checked:
         k_there = b.elsewhere(k, "host")
         if both_ways:
             b.host_copy(k, k_there, "k out")
-            b.host_sync("offload")
+            b.add(HostSync(streams=("offload",)))
         b.host_copy(q, b.elsewhere(q, "host"), "q out")
         if both_ways:
             b.host_copy(k_there, b.elsewhere(k, "hbm"), "k back")

@@ -1,5 +1,6 @@
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import Span, mask_of
+from sim.schedule.ir.ops import AllGather, AttendBackward, ReduceScatter, Zero
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import Split
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -21,7 +22,14 @@ class Gathered:
 
     def gather(self, name, local):
         whole = self.b.tensor(f"all {name}", self.b.workload.seq, local.shape[2], "communication")
-        self.b.all_gather(self.everyone, local, Split(whole, TOKENS, self.parts), f"gather {name}")
+        self.b.add(
+            AllGather(
+                label=f"gather {name}",
+                communicator=self.everyone.name,
+                send=local,
+                recvs=Split(whole, TOKENS, self.parts),
+            )
+        )
         return whole
 
     def forward(self, q, k, v):
@@ -34,14 +42,34 @@ class Gathered:
         b, keys = self.b, self.block.columns
         dq, dk, dv = (b.like(f"d{name}", view, "attention") for name, view in zip("qkv", saved[:3], strict=True))
         for whole in (dk, dv):
-            b.zero(whole[:, keys.stop :], "zero") if keys.stop < whole.shape[TOKENS] else None
-        operands = (saved.q, saved.k[:, keys], saved.v[:, keys], saved.out, saved.lse)
-        b.attend_backward(operands, dout, (dq, dk[:, keys], dv[:, keys]), self.block.band, "backward")
+            b.add(Zero(label="zero", into=whole[:, keys.stop :])) if keys.stop < whole.shape[TOKENS] else None
+        b.add(
+            AttendBackward(
+                label="backward",
+                q=saved.q,
+                k=saved.k[:, keys],
+                v=saved.v[:, keys],
+                out=saved.out,
+                lse=saved.lse,
+                dout=dout,
+                dq=dq,
+                dk=dk[:, keys],
+                dv=dv[:, keys],
+                band=self.block.band,
+            )
+        )
         return dq, self.scatter("dk", dk), self.scatter("dv", dv)
 
     def scatter(self, name, whole):
         own = self.b.tensor(f"own {name}", whole.shape[TOKENS] // self.parts, whole.shape[2], "attention")
-        self.b.reduce_scatter(self.everyone, Split(whole, TOKENS, self.parts), own, f"scatter {name}")
+        self.b.add(
+            ReduceScatter(
+                label=f"scatter {name}",
+                communicator=self.everyone.name,
+                sends=Split(whole, TOKENS, self.parts),
+                recv=own,
+            )
+        )
         return own
 
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.schedule.derive.dependencies import derive
-from sim.schedule.ir.ops import Copy, HostSync, Op
+from sim.schedule.ir.ops import Exchange, HostSync, Message, Op
 from sim.schedule.ir.program import Program
-from sim.schedule.ir.views import Split, View
+from sim.schedule.ir.views import View
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import make_model
@@ -22,13 +22,14 @@ def programs(draw: st.DrawFn) -> Program:
     for number in range(draw(st.integers(1, 14))):
         stream = draw(st.sampled_from(("compute", "a", "b")))
         if draw(st.integers(0, 6)) == 0:
-            b.host_sync(*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)))
+            b.add(HostSync(streams=(*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)),)))
             continue
         source, target = (draw(boxes(draw(st.sampled_from(buffers)))) for _ in range(2))
-        op = Copy(
-            stream=stream, part="forward", label=str(number), source=Split(source, 0, 1), target=Split(target, 0, 1)
-        )
-        b._ops.append(op)
+        if stream == "compute":
+            b.copy(source, target, str(number))
+        else:
+            sends, recvs = (Message(1, source),), (Message(1, target),)
+            b.add(Exchange(label=str(number), communicator=stream, sends=sends, recvs=recvs))
     return b.build()
 
 

@@ -9,7 +9,7 @@ import pytest
 from sim.memory import lifetimes, walk
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import COMPUTE, Message
+from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, Message
 from sim.schedule.ir.program import Communicator
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
@@ -26,10 +26,10 @@ def test_a_buffer_that_another_stream_reads_lives_until_a_kernel_waits_for_that(
     q = b.input("q", (Span(0, 4),), Span(0, 4))
     sent, taken, other = (b.like(name, q, "other") for name in ("sent", "taken", "other"))
     b.copy(q, sent, "0")
-    b.exchange(LINK, [Message(1, sent)], [Message(1, taken)], "1")
+    b.add(Exchange(label="1", communicator=LINK.name, sends=(Message(1, sent),), recvs=(Message(1, taken),)))
     b.copy(q, other, "2")
-    b.accumulate(q, other, "3")
-    b.accumulate(taken, other, "4")
+    b.add(Accumulate(label="3", source=q, into=other))
+    b.add(Accumulate(label="4", source=taken, into=other))
     program = b.build()
     spans = lifetimes(program, derive(program))
     assert [spans[view.buffer][:2] for view in (q, sent, taken, other)] == [(0, 5), (0, 4), (1, 5), (2, 5)]

@@ -13,23 +13,7 @@ from typing import NamedTuple
 
 from sim.options import AttentionName
 from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
-from sim.schedule.ir.ops import (
-    Accumulate,
-    Attend,
-    AttendBackward,
-    Copy,
-    Delta,
-    Fold,
-    Gemm,
-    Kernel,
-    Merge,
-    RmsNorm,
-    RmsNormBackward,
-    Rope,
-    SwiGlu,
-    SwiGluBackward,
-    Zero,
-)
+from sim.schedule.ir.ops import Attend, AttendBackward, Copy, Gemm, Kernel, StreamingKernel
 from sim.schedule.ir.program import Program
 from sim.workload import DTYPE_BYTES, Dtype
 
@@ -105,30 +89,13 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
 
 
-_FLOPS_PER_ELEMENT: dict[type[Kernel], tuple[str, int]] = {
-    Merge: ("merge", 3),
-    Accumulate: ("accumulate", 1),
-    Zero: ("zero", 0),
-    Copy: ("copy", 0),
-    Fold: ("fold", 1),
-    Delta: ("delta", 2),
-    RmsNorm: ("rms_norm", 4),
-    RmsNormBackward: ("rms_norm_backward", 10),
-    Rope: ("rope", 3),
-    SwiGlu: ("swiglu", 5),
-    SwiGluBackward: ("swiglu_backward", 12),
-}
-"""Name and FLOPs of the kernels that memory bounds: what their formulas need, exp and sqrt as one."""
-
-
-def _streaming_use(op: Kernel, program: Program) -> KernelUse:
+def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     """Return a kernel that passes over its operands once; its size is that of its first one."""
-    kernel, flops = _FLOPS_PER_ELEMENT[type(op)]
-    first = op.into if isinstance(op, Zero) else op.reads[0]
+    first = (*op.reads, *op.writes)[0]
     variant = "gather" if isinstance(op, Copy) and op.order else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    return KernelUse(kernel, variant, program.dtype(first), (elements,), flops * elements, moved)
+    return KernelUse(op.kernel, variant, program.dtype(first), (elements,), op.flops_per_element * elements, moved)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, Message, ReduceScatter
+from sim.schedule.ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Collective,
+    Exchange,
+    HostCopy,
+    HostSync,
+    Kernel,
+    Message,
+    ReduceScatter,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.workload import Dtype
@@ -153,25 +165,13 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
             yield Group(keys)
 
 
-def _part(schedule: Schedule, key: Key, size: int) -> tuple[str, tuple[int, ...], str]:
+def _part(schedule: Schedule, key: Key, size: int) -> tuple[object, ...]:
     """Return what all members of a collective must have in common: its kind, and shape and type of one part."""
     program = schedule.program(key[0])
     op = program.ops[key[1]]
     assert isinstance(op, Collective)
-    if isinstance(op, Barrier):
-        return ("Barrier", (), "")
-    if isinstance(op, AllReduce):
-        return ("AllReduce", op.view.shape, program.dtype(op.view))
-    if isinstance(op, AllToAll):
-        sides: list[Split | View] = [op.sends, op.recvs]
-    elif isinstance(op, AllGather):
-        sides = [op.send, op.recvs]
-    elif isinstance(op, ReduceScatter):
-        sides = [op.sends, op.recv]
-    else:
-        assert_never(op)
     found = set()
-    for side in sides:
+    for side in (op.given, op.taken):
         if isinstance(side, Split):
             if side.parts != size or side.view.shape[side.dim] % size:
                 raise ScheduleError(
@@ -179,13 +179,13 @@ def _part(schedule: Schedule, key: Key, size: int) -> tuple[str, tuple[int, ...]
                     f"parts, but its group has {size} members: give each an equal part"
                 )
             found.add((side.part_shape, program.dtype(side.view)))
-        else:
+        elif side is not None:
             found.add((side.shape, program.dtype(side)))
     if len(found) > 1:
         raise ScheduleError(
             f"{describe(schedule, key)} sends and receives parts that differ: {sorted(map(str, found))}"
         )
-    return (type(op).__name__, *found.pop())
+    return (op.name, *found)
 
 
 def describe(schedule: Schedule, key: Key) -> str:
@@ -202,15 +202,19 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
     """
     total = sum(transfer.nbytes for transfer in matching.transfers)
     for group in matching.groups:
-        rank, index = group.members[0]
-        program, n = schedule.program(rank), len(group.members)
-        op = program.ops[index]
-        if isinstance(op, AllReduce):
-            total += 2 * (n - 1) * program.nbytes(op.view)
-        elif isinstance(op, AllToAll | ReduceScatter):
-            total += (n - 1) * program.nbytes(op.sends.view)
-        elif isinstance(op, AllGather):
-            total += n * (n - 1) * program.nbytes(op.send)
-        else:
-            assert isinstance(op, Barrier)
+        for place, (rank, index) in enumerate(group.members):
+            program = schedule.program(rank)
+            op, n = program.ops[index], len(group.members)
+            if isinstance(op, AllToAll | ReduceScatter):
+                total += program.nbytes(op.sends.view) - program.nbytes(op.sends.part(place))
+            elif isinstance(op, AllGather):
+                total += (n - 1) * program.nbytes(op.send)
+            elif isinstance(op, AllReduce):
+                total += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
+            elif isinstance(op, Barrier):
+                pass
+            elif isinstance(op, Exchange | Kernel | HostCopy | HostSync):
+                raise AssertionError(f"no collective: {op}")
+            else:
+                assert_never(op)
     return total

@@ -5,61 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.schedule.derive.matching import Key, Matching
-from sim.schedule.ir.ops import (
-    Accumulate,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Barrier,
-    Copy,
-    Delta,
-    Exchange,
-    Fold,
-    Gemm,
-    HostCopy,
-    HostSync,
-    Merge,
-    Op,
-    ReduceScatter,
-    RmsNorm,
-    RmsNormBackward,
-    Rope,
-    SwiGlu,
-    SwiGluBackward,
-    Zero,
-)
+from sim.schedule.ir.ops import KINDS, Op
 from sim.schedule.ir.program import Program, Schedule
 
-CODES: dict[type, str] = {
-    Attend: "A",
-    AttendBackward: "B",
-    Merge: "M",
-    Accumulate: "+",
-    Copy: "C",
-    Fold: "F",
-    Delta: "D",
-    Zero: "0",
-    Gemm: "L",
-    RmsNorm: "n",
-    RmsNormBackward: "N",
-    Rope: "o",
-    SwiGlu: "g",
-    SwiGluBackward: "W",
-    Exchange: "X",
-    AllToAll: "T",
-    AllGather: "G",
-    ReduceScatter: "R",
-    AllReduce: "S",
-    Barrier: "|",
-    HostCopy: "V",
-    HostSync: "H",
-}
 LEGEND = (
-    "A attend, B backward, M merge, + accumulate, C copy, F fold, D delta, 0 zero, L linear, n N norm and backward, "
-    "o rope, g W swiglu and backward, X exchange, T all-to-all, G all-gather, R reduce-scatter, S all-reduce, "
-    "| barrier, V copy to the host or back, H host sync; what stands in one row can happen at once"
+    ", ".join(f"{kind.code} {kind.meaning}" for kind in KINDS.values()) + "; what stands in one row can happen at once"
 )
 
 
@@ -115,7 +65,7 @@ def grid(schedule: Schedule, times: dict[Key, int], ranks: list[int]) -> list[li
 
 def code(op: Op) -> str:
     """Return an op in a few letters: its kind, and the last word of its label, which says on what."""
-    return f"{CODES[type(op)]}:{op.label.rpartition(' ')[2]}"
+    return f"{op.code}:{op.label.rpartition(' ')[2]}"
 
 
 def dot(schedule: Schedule, matching: Matching, waits: list[list[tuple[int, ...]]], ranks: list[int]) -> str:

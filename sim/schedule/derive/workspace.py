@@ -70,7 +70,7 @@ def _attend_backward(op: AttendBackward, program: Program) -> int:
     held = flash_backward_bytes(program.dtype(op.q), op.q.shape, op.k.shape)
     held += program.nbytes(op.lse)  # in the way that the kernel marks queries without keys
     held += _copied(op, program, [program.dtype(op.q)] * 3)
-    if not op.from_delta:
+    if op.out:
         return held
     made = program.nbytes(op.q)
     cast = made if program.dtype(op.q) != accumulation_dtype(program.dtype(op.q)) else 0

@@ -1,14 +1,16 @@
 """The ops of the intermediate representation.
 
-The op set is a closed union: every reader ends in ``assert_never``, so that the type checker names the reader that
-forgot a kind. ``reads`` and ``writes`` of an op are all that dependencies are derived from. Dims: ``sim.workload``.
+The op set is a closed union: what is common to ops they declare themselves, and every reader that treats kinds
+differently ends in ``assert_never``, so that the type checker names the reader that forgot a kind. ``reads`` and
+``writes``, all that dependencies are derived from, follow from the annotations (``declare``). Dims: ``sim.workload``.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from sim.options import AttentionName
+from sim.schedule.ir.declare import In, InOut, Out, readers, side, writers
 from sim.schedule.ir.masks import Band, Tokens
 from sim.schedule.ir.views import Data, Split, View
 
@@ -16,13 +18,22 @@ COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""
 HOST = "host"
 """Where the host's own waiting shows."""
-OFFLOAD, FETCH = "to host", "from host"
+OFFLOAD: Literal["to host"] = "to host"
+FETCH: Literal["from host"] = "from host"
 """The streams of copies to the host's memory, and back: GPUs have a copy engine for each."""
 STREAMS = (COMPUTE, HOST, OFFLOAD, FETCH)
 """Those that are no communicator's."""
 
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]
+CollectiveName = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "barrier"]
+"""As in profiles."""
+Activity = Literal["compute", "copy", "communication", "synchronisation"]
+Family = Literal[
+    "attention", "matrix product", "norm, rope, SwiGLU", "merge, accumulate", "copy", "transfer", "synchronisation",
+    "other",
+]  # fmt: skip
+"""Kinds that share a colour in plots."""
 
 
 class Message(NamedTuple):
@@ -33,408 +44,387 @@ class Message(NamedTuple):
 
 
 class _Op(Data, frozen=True, kw_only=True, tag=True):
-    """What every op has: its stream, the pass that it belongs to, and a short name for people."""
+    """What every op has: a short name for people, and the pass that it belongs to, which the builder sets."""
 
-    stream: str
-    part: Part
     label: str
+    part: Part = "forward"
+
+    code: ClassVar[str]
+    """One letter for grids."""
+    meaning: ClassVar[str]
+    """What the letter stands for."""
+    family: ClassVar[Family]
+    activity: ClassVar[Activity]
+    """What a rank does meanwhile."""
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        """The views that it reads."""
+        return readers(type(self))(self)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        """The views that it writes."""
+        return writers(type(self))(self)
 
 
-class Attend(_Op, frozen=True, kw_only=True):
+class _Kernel(_Op, frozen=True, kw_only=True):
+    """What every kernel has: the stream of all."""
+
+    stream: ClassVar[str] = COMPUTE
+    activity: ClassVar[Activity] = "compute"
+
+
+class _Streaming(_Kernel, frozen=True, kw_only=True):
+    """A kernel that passes over its operands once, so that memory bounds it."""
+
+    kernel: ClassVar[str]
+    """Its name in profiles."""
+    flops_per_element: ClassVar[int]
+    """Of its first operand: what its formula needs, exp and sqrt as one."""
+
+
+class Attend(_Kernel, frozen=True, kw_only=True):
     """out, lse = attention of one block with its log-sum-exp. q, out: bshd; k, v: bshd; lse: bhs.
 
     A standard kernel keeps the probabilities too, ``probs``: (B, H, S_q, S_k).
     """
 
-    q: View
-    k: View
-    v: View
-    out: View
-    lse: View
+    code = "A"
+    meaning = "attend"
+    family = "attention"
+    q: Annotated[View, In("bqhd")]
+    k: Annotated[View, In("bkgd")]
+    v: Annotated[View, In("bkgd")]
+    out: Annotated[View, Out("bqhd")]
+    lse: Annotated[View, Out("bhq")]
     band: Band
     kernel: AttentionName = "flash"
-    probs: View | None = None
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.q, self.k, self.v)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.out, self.lse) if self.probs is None else (self.out, self.lse, self.probs)
+    probs: Annotated[View | None, Out("bhqk")] = None
 
 
-class AttendBackward(_Op, frozen=True, kw_only=True):
-    """dq, dk, dv of one block, from the global out and lse. Shapes as in Attend; dout, dq: bshd; dk, dv: bshd.
+class AttendBackward(_Kernel, frozen=True, kw_only=True):
+    """dq, dk, dv of one block, from the global lse and the global out, or delta instead, all that is needed of it.
 
-    ``out`` may be delta (bhs) instead, all that backward needs of it: see Delta.
+    Shapes as in Attend; dout, dq: bshd; dk, dv: bshd; delta: bhs (see Delta).
     """
 
-    q: View
-    k: View
-    v: View
-    out: View
-    lse: View
-    dout: View
-    dq: View
-    dk: View
-    dv: View
+    code = "B"
+    meaning = "backward"
+    family = "attention"
+    q: Annotated[View, In("bqhd")]
+    k: Annotated[View, In("bkgd")]
+    v: Annotated[View, In("bkgd")]
+    out: Annotated[View | None, In("bqhd")] = None
+    delta: Annotated[View | None, In("bhq")] = None
+    lse: Annotated[View, In("bhq")]
+    dout: Annotated[View, In("bqhd")]
+    dq: Annotated[View, Out("bqhd")]
+    dk: Annotated[View, Out("bkgd")]
+    dv: Annotated[View, Out("bkgd")]
     band: Band
     kernel: AttentionName = "flash"
-    probs: View | None = None
-
-    @property
-    def from_delta(self) -> bool:
-        """Whether delta stands in the place of out."""
-        return len(self.out.slices) == 3
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        given = (self.q, self.k, self.v, self.out, self.lse, self.dout)
-        return given if self.probs is None else (*given, self.probs)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.dq, self.dk, self.dv)
+    probs: Annotated[View | None, In("bhqk")] = None
 
 
-class Delta(_Op, frozen=True, kw_only=True):
+class Delta(_Streaming, frozen=True, kw_only=True):
     """delta = the sum of dout * out over the head dim, of the global out (arXiv:2307.08691 algorithm 2, line 4).
 
     out, dout: bshd; delta: bhs, in the accumulation data type.
     """
 
-    out: View
-    dout: View
-    delta: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.out, self.dout)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.delta,)
+    code = "D"
+    meaning = "delta"
+    family = "other"
+    kernel = "delta"
+    flops_per_element = 2
+    out: Annotated[View, In("bqhd")]
+    dout: Annotated[View, In("bqhd")]
+    delta: Annotated[View, Out("bhq")]
 
 
-class Merge(_Op, frozen=True, kw_only=True):
+class Merge(_Streaming, frozen=True, kw_only=True):
     """Fold the partial (out, lse) of more keys into an accumulated one of the same queries."""
 
-    out: View
-    lse: View
-    into_out: View
-    into_lse: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.out, self.lse, self.into_out, self.into_lse)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.into_out, self.into_lse)
+    code = "M"
+    meaning = "merge"
+    family = "merge, accumulate"
+    kernel = "merge"
+    flops_per_element = 3
+    out: Annotated[View, In("bqhd")]
+    lse: Annotated[View, In("bhq")]
+    into_out: Annotated[View, InOut("bqhd")]
+    into_lse: Annotated[View, InOut("bhq")]
 
 
-class Accumulate(_Op, frozen=True, kw_only=True):
+class Accumulate(_Streaming, frozen=True, kw_only=True):
     """into += source; data types may differ."""
 
-    source: View
-    into: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.source, self.into)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.into,)
+    code = "+"
+    meaning = "accumulate"
+    family = "merge, accumulate"
+    kernel = "accumulate"
+    flops_per_element = 1
+    source: Annotated[View, In("...")]
+    into: Annotated[View, InOut("...")]
 
 
-class Zero(_Op, frozen=True, kw_only=True):
+class Zero(_Streaming, frozen=True, kw_only=True):
     """into = 0: a sum of gradients to which nothing has been added yet."""
 
-    into: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return ()
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.into,)
+    code = "0"
+    meaning = "zero"
+    family = "other"
+    kernel = "zero"
+    flops_per_element = 0
+    into: Annotated[View, Out("...")]
 
 
-class Copy(_Op, frozen=True, kw_only=True):
+class Copy(_Streaming, frozen=True, kw_only=True):
     """Part i of target = part i of source, or part ``order[i]``, in one kernel: layout copies, packing, casts."""
 
-    source: Split
-    target: Split
+    code = "C"
+    meaning = "copy"
+    family = "copy"
+    activity = "copy"
+    kernel = "copy"
+    flops_per_element = 0
+    source: Annotated[Split, In()]
+    target: Annotated[Split, Out()]
     order: tuple[int, ...] = ()
 
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.source.view,)
 
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.target.view,)
-
-
-class Fold(_Op, frozen=True, kw_only=True):
+class Fold(_Streaming, frozen=True, kw_only=True):
     """Part i of target = the sum of parts i * n to i * n + n - 1 of source, which has n times as many parts: gradients
     of key/value heads that were replicated.
     """
 
-    source: Split
-    target: Split
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.source.view,)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.target.view,)
+    code = "F"
+    meaning = "fold"
+    family = "other"
+    kernel = "fold"
+    flops_per_element = 1
+    source: Annotated[Split, In()]
+    target: Annotated[Split, Out()]
 
 
-class Gemm(_Op, frozen=True, kw_only=True):
+class Gemm(_Kernel, frozen=True, kw_only=True):
     """One matrix product of a linear layer with tokens x and weight w, by its form as BLAS names it.
 
     nn: out = x w           x (B, S, fan in), w (fan in, fan out), out (B, S, fan out)
-    nt: out = dy w^T        dy (B, S, fan out), out (B, S, fan in); with ``accumulate`` added to what out holds
+    nt: out = dy w^T        dy (B, S, fan out), out (B, S, fan in)
     tn: out = x^T dy        out (fan in, fan out), summed over batch and tokens of this rank
 
-    Heads and head dim count as one dimension: (B, S, H, D) is (B, S, H * D).
+    With ``accumulate`` it is added to what out holds. Heads and head dim count as one dimension: (B, S, H, D) is
+    (B, S, H * D).
     """
 
+    code = "L"
+    meaning = "linear"
+    family = "matrix product"
+    letters: ClassVar[dict[GemmForm, tuple[str, str, str]]] = {
+        "nn": ("bs*i", "io", "bs*o"),
+        "nt": ("bs*o", "io", "bs*i"),
+        "tn": ("bs*i", "bs*o", "io"),
+    }
+    """Dimensions of a, b and out."""
     form: GemmForm
-    a: View
-    b: View
-    out: View
+    a: Annotated[View, In()]
+    b: Annotated[View, In()]
+    out: Annotated[View, Out(read_if="accumulate")]
     accumulate: bool = False
 
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.a, self.b, self.out) if self.accumulate else (self.a, self.b)
 
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.out,)
-
-
-class RmsNorm(_Op, frozen=True, kw_only=True):
+class RmsNorm(_Streaming, frozen=True, kw_only=True):
     """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension (arXiv:1910.07467).
 
-    x, out: bse; weight: i; rstd: bs, in the accumulation data type.
+    rstd is in the accumulation data type.
     """
 
-    x: View
-    weight: View
-    out: View
-    rstd: View
+    code = "n"
+    meaning = "norm"
+    family = "norm, rope, SwiGLU"
+    kernel = "rms_norm"
+    flops_per_element = 4
+    x: Annotated[View, In("bse")]
+    weight: Annotated[View, In("e")]
+    out: Annotated[View, Out("bse")]
+    rstd: Annotated[View, Out("bs")]
     epsilon: float
 
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.x, self.weight)
 
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.out, self.rstd)
+class RmsNormBackward(_Streaming, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch and tokens of this rank) of RmsNorm."""
 
-
-class RmsNormBackward(_Op, frozen=True, kw_only=True):
-    """dx and dweight (summed over batch and tokens of this rank) of RmsNorm. Shapes as there."""
-
-    x: View
-    weight: View
-    rstd: View
-    dout: View
-    dx: View
-    dweight: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.x, self.weight, self.rstd, self.dout)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.dx, self.dweight)
+    code = "N"
+    meaning = "norm backward"
+    family = "norm, rope, SwiGLU"
+    kernel = "rms_norm_backward"
+    flops_per_element = 10
+    x: Annotated[View, In("bse")]
+    weight: Annotated[View, In("e")]
+    rstd: Annotated[View, In("bs")]
+    dout: Annotated[View, In("bse")]
+    dx: Annotated[View, Out("bse")]
+    dweight: Annotated[View, Out("e")]
 
 
-class Rope(_Op, frozen=True, kw_only=True):
+class Rope(_Streaming, frozen=True, kw_only=True):
     """Rotate x (bshd) in place by the positions of its tokens, halves paired as in Llama (arXiv:2104.09864).
 
     ``inverse`` rotates back, which is the backward pass.
     """
 
-    x: View
+    code = "o"
+    meaning = "rope"
+    family = "norm, rope, SwiGLU"
+    kernel = "rope"
+    flops_per_element = 3
+    x: Annotated[View, InOut("bshd")]
     tokens: Tokens
     theta: float
     inverse: bool = False
 
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.x,)
+
+class SwiGlu(_Streaming, frozen=True, kw_only=True):
+    """out = silu(gate) * up (arXiv:2002.05202)."""
+
+    code = "g"
+    meaning = "swiglu"
+    family = "norm, rope, SwiGLU"
+    kernel = "swiglu"
+    flops_per_element = 5
+    gate: Annotated[View, In("bse")]
+    up: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+
+
+class SwiGluBackward(_Streaming, frozen=True, kw_only=True):
+    """dgate and dup of SwiGlu."""
+
+    code = "W"
+    meaning = "swiglu backward"
+    family = "norm, rope, SwiGLU"
+    kernel = "swiglu_backward"
+    flops_per_element = 12
+    gate: Annotated[View, In("bse")]
+    up: Annotated[View, In("bse")]
+    dout: Annotated[View, In("bse")]
+    dgate: Annotated[View, Out("bse")]
+    dup: Annotated[View, Out("bse")]
+
+
+class _Communication(_Op, frozen=True, kw_only=True):
+    """What all communication has: its communicator, whose name its stream bears."""
+
+    family: ClassVar[Family] = "transfer"
+    activity: ClassVar[Activity] = "communication"
+    communicator: str
 
     @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.x,)
+    def stream(self) -> str:
+        """The stream of the communicator's ops."""
+        return self.communicator
 
 
-class SwiGlu(_Op, frozen=True, kw_only=True):
-    """out = silu(gate) * up (arXiv:2002.05202). All bse."""
-
-    gate: View
-    up: View
-    out: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.gate, self.up)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.out,)
-
-
-class SwiGluBackward(_Op, frozen=True, kw_only=True):
-    """dgate and dup of SwiGlu. All bse."""
-
-    gate: View
-    up: View
-    dout: View
-    dgate: View
-    dup: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.gate, self.up, self.dout)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.dgate, self.dup)
-
-
-class Exchange(_Op, frozen=True, kw_only=True):
+class Exchange(_Communication, frozen=True, kw_only=True):
     """Grouped point to point: all sends and receives begin together, as in ncclGroup and batch_isend_irecv."""
 
-    communicator: str
-    sends: tuple[Message, ...]
-    recvs: tuple[Message, ...]
+    code = "X"
+    meaning = "exchange"
+    sends: Annotated[tuple[Message, ...], In()]
+    recvs: Annotated[tuple[Message, ...], Out()]
+
+
+class _Collective(_Communication, frozen=True, kw_only=True):
+    """What every collective has. Of what it reads part i goes to member i, or, where it is one view, all of it to each;
+    of what it writes part i comes from member i, or, where it is one view, is the sum of what all send.
+    """
+
+    name: ClassVar[CollectiveName]
 
     @property
-    def reads(self) -> tuple[View, ...]:
-        return tuple([message.view for message in self.sends])
+    def given(self) -> View | Split | None:
+        """What it reads."""
+        return side(self, written=False)
 
     @property
-    def writes(self) -> tuple[View, ...]:
-        return tuple([message.view for message in self.recvs])
+    def taken(self) -> View | Split | None:
+        """What it writes."""
+        return side(self, written=True)
 
 
-class AllToAll(_Op, frozen=True, kw_only=True):
+class AllToAll(_Collective, frozen=True, kw_only=True):
     """Part i of ``sends`` goes to member i of the group, part i of ``recvs`` comes from it; the own one is copied."""
 
-    communicator: str
-    sends: Split
-    recvs: Split
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.sends.view,)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.recvs.view,)
+    code = "T"
+    meaning = "all-to-all"
+    name = "all_to_all"
+    sends: Annotated[Split, In()]
+    recvs: Annotated[Split, Out()]
 
 
-class AllGather(_Op, frozen=True, kw_only=True):
+class AllGather(_Collective, frozen=True, kw_only=True):
     """Part i of ``recvs`` = what member i sends."""
 
-    communicator: str
-    send: View
-    recvs: Split
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.send,)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.recvs.view,)
+    code = "G"
+    meaning = "all-gather"
+    name = "all_gather"
+    send: Annotated[View, In()]
+    recvs: Annotated[Split, Out()]
 
 
-class ReduceScatter(_Op, frozen=True, kw_only=True):
+class ReduceScatter(_Collective, frozen=True, kw_only=True):
     """recv = sum over the members of what each sends to this one; part i of ``sends`` is meant for member i."""
 
-    communicator: str
-    sends: Split
-    recv: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.sends.view,)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.recv,)
+    code = "R"
+    meaning = "reduce-scatter"
+    name = "reduce_scatter"
+    sends: Annotated[Split, In()]
+    recv: Annotated[View, Out()]
 
 
-class AllReduce(_Op, frozen=True, kw_only=True):
+class AllReduce(_Collective, frozen=True, kw_only=True):
     """view = sum of the members' views, in place."""
 
-    communicator: str
-    view: View
+    code = "S"
+    meaning = "all-reduce"
+    name = "all_reduce"
+    view: Annotated[View, InOut()]
 
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.view,)
 
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.view,)
+class Barrier(_Collective, frozen=True, kw_only=True):
+    """Ends on no member before it has begun on all."""
+
+    code = "|"
+    meaning = "barrier"
+    family = "synchronisation"
+    activity = "synchronisation"
+    name = "barrier"
 
 
 class HostCopy(_Op, frozen=True, kw_only=True):
     """target = source, one of which lies in the host's memory: carried out by a copy engine, which needs no SMs."""
 
-    source: View
-    target: View
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return (self.source,)
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return (self.target,)
+    code = "V"
+    meaning = "copy to the host or back"
+    family = "copy"
+    activity = "copy"
+    stream: Literal["to host", "from host"]
+    source: Annotated[View, In("...")]
+    target: Annotated[View, Out("...")]
 
 
 class HostSync(_Op, frozen=True, kw_only=True):
     """The host issues nothing more before all that it issued to ``streams`` has ended."""
 
+    code = "H"
+    meaning = "host sync"
+    family = "synchronisation"
+    activity = "synchronisation"
+    stream: ClassVar[str] = HOST
+    label: str = "host sync"
     streams: tuple[str, ...]
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return ()
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return ()
-
-
-class Barrier(_Op, frozen=True, kw_only=True):
-    """Ends on no member before it has begun on all."""
-
-    communicator: str
-
-    @property
-    def reads(self) -> tuple[View, ...]:
-        return ()
-
-    @property
-    def writes(self) -> tuple[View, ...]:
-        return ()
 
 
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
@@ -442,5 +432,12 @@ Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
 """What a layer does to each token by itself."""
+StreamingKernel: TypeAlias = (
+    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | Accumulate | Zero | Copy | Fold
+)
+"""What memory bounds."""
 Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
 Op: TypeAlias = Kernel | Communication | HostCopy | HostSync
+
+KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}
+"""Every kind of op by the name that traces have for it."""

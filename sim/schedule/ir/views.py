@@ -78,6 +78,16 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
         shape = self.view.shape
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
 
+    def part(self, number: int) -> View:
+        """Return one part."""
+        size = self.part_shape[self.dim]
+        return self.view[(*(slice(None),) * self.dim, slice(number * size, (number + 1) * size))]
+
+
+def part_of(side: View | Split, member: int) -> View:
+    """Return what one side of a collective has for, or from, a member of the group: a part, or all of a view."""
+    return side.part(member) if isinstance(side, Split) else side
+
 
 def renumbered(part: Described, number: Mapping[int, int] | Sequence[int]) -> Described:
     """Return an op or a port with other numbers for its buffers: ``number[old]``."""

@@ -10,6 +10,7 @@ from sim.errors import InputError
 from sim.options import OF_LAYERS, Options, only
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Span, Tokens, mask_of
+from sim.schedule.ir.ops import AllGather, Copy, ReduceScatter
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -92,7 +93,7 @@ class AllGatherAttention:
                 shape = (self._size * batch, tokens, heads, dim)
                 arrived = Split(b.buffer(f"{name} gathered", "bshd", shape, b.dtype(k), "communication"), 0, self._size)
                 copies.append((arrived, whole, f"order {name}"))
-            b.all_gather(self._everyone, local, arrived, f"gather {name}")
+            b.add(AllGather(label=f"gather {name}", communicator=self._everyone.name, send=local, recvs=arrived))
             found.append(whole)
         for arrived, whole, label in copies:
             self._reorder(arrived, whole, label, back=False)
@@ -111,7 +112,7 @@ class AllGatherAttention:
             packed = Split(b.buffer(f"{name} packed", "bshd", shape, dtype, "communication"), 0, self._size)
             self._reorder(packed, whole, f"order {name}", back=True)
         own = b.tensor(f"{name} own", tokens, heads, "attention", dtype)
-        b.reduce_scatter(self._everyone, packed, own, f"scatter {name}")
+        b.add(ReduceScatter(label=f"scatter {name}", communicator=self._everyone.name, sends=packed, recv=own))
         return GradientSum(b, name, own, empty=False)
 
     def _in_order(self, whole: View) -> bool:
@@ -130,7 +131,8 @@ class AllGatherAttention:
             part = whole[:, min(places) * each : (max(places) + 1) * each]
             order = tuple(reversed(range(self._size))) if descending else ()
             run = Split(part, TOKENS, self._size)
-            b.copy_parts(*((run, some) if back else (some, run)), label, order)
+            source, target = (run, some) if back else (some, run)
+            b.add(Copy(label=label, source=source, target=target, order=tuple(order)))
 
 
 def _wire_bytes(workload: Workload, options: Options, size: int) -> int:

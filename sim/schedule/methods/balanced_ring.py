@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.options import OF_LAYERS, Options, only
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import CAUSAL, FULL, Tokens
-from sim.schedule.ir.ops import Message
+from sim.schedule.ir.ops import Attend, Exchange, HostSync, Message
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -114,7 +114,9 @@ class BalancedAttention:
                     b.like("out for another", here[0], "attention"),
                     b.lse("lse for another", here[0].shape[1], here[0].shape[2], "attention"),
                 )
-                b.attend(here[0], k, v, *made, FULL, f"attend for q{one.helps}")
+                b.add(
+                    Attend(label=f"attend for q{one.helps}", q=here[0], k=k, v=v, out=made[0], lse=made[1], band=FULL)
+                )
             if arrived:
                 softmax.merge((arrived[0], arrived[1]), f"what helped q{b.rank}")
             arrived = self._return_round(one.helps, made, one.helped_by, (softmax.out, softmax.lse), "out")
@@ -189,9 +191,16 @@ class BalancedAttention:
         ]  # fmt: skip
         out = [Message(peer, view) for peer, views in sends if peer is not None for view in views]
         if out or into:
-            b.exchange(over, out, [Message(peer, view) for peer, view in into], label)
+            b.add(
+                Exchange(
+                    label=label,
+                    communicator=over.name,
+                    sends=tuple(out),
+                    recvs=tuple([Message(peer, view) for peer, view in into]),
+                )
+            )
             if not self._options.overlap:
-                b.host_sync(over.name, label=f"wait for {label}")
+                b.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
         return tuple(view for _, view in into)
 
 

@@ -15,6 +15,7 @@ from sim.errors import InputError
 from sim.options import OF_LAYERS, Options, only
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
+from sim.schedule.ir.ops import Accumulate
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.methods.ring import Rings, hop, ring_communicators, sum_slots, travel_slots
@@ -110,7 +111,7 @@ class DoubleRingAttention:
                     self._hop(self._inner.behind, here, slots[(s + 1) % 2], f"send dkv{source}")
             home = slots[self._width % 2 if self._width > 1 else 0]
             for name, view, into in zip(names, arrived, home, strict=False):
-                b.accumulate(view, into, f"add {name} of round{r}")
+                b.add(Accumulate(label=f"add {name} of round{r}", source=view, into=into))
             if self._rounds > 1:
                 arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in likes.items()]
                 self._hop(self._outer.behind, home, arrived, f"send outward dkv{self._source(r, 0)}")

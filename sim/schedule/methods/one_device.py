@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import assert_never
 
 import msgspec
 
 from sim.schedule.derive.interpreter import Turns
 from sim.schedule.derive.matching import Key, Transfer
 from sim.schedule.ir.ops import (
-    COMPUTE,
     FETCH,
     OFFLOAD,
     Accumulate,
-    AllGather,
     AllReduce,
-    AllToAll,
-    Barrier,
     Collective,
     Copy,
     HostCopy,
@@ -30,10 +25,9 @@ from sim.schedule.ir.ops import (
     Kernel,
     Op,
     Part,
-    ReduceScatter,
 )
 from sim.schedule.ir.program import Port, Program, Schedule
-from sim.schedule.ir.views import Buffer, Split, View, renumbered
+from sim.schedule.ir.views import Buffer, Split, View, part_of, renumbered
 from sim.schedule.proof.check import Checked
 from sim.workload import Parallel
 
@@ -117,64 +111,34 @@ class _Recorder(Turns):
             self._copy(self._moved(source, sent), self._moved(target, received), op.part, f"{source} to {target}")
 
     def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
-        """See Turns."""
+        """See Turns. A sum in place is made on the first member, the others get copies of it."""
         ranks = [rank for rank, _ in members]
-        first = ops[0]
-        if isinstance(first, Barrier):
-            return
         for place, (rank, op) in enumerate(zip(ranks, ops, strict=True)):
             parts = [
-                self._moved(sender, part)
+                self._moved(sender, part_of(of_sender.given, place))
                 for sender, of_sender in zip(ranks, ops, strict=True)
-                for part in [_sent(of_sender, place)]
+                if of_sender.given
             ]
             label = f"all to {rank}"
-            if isinstance(op, AllToAll | AllGather):
-                for source, target in zip(parts, _parts(op.recvs), strict=True):
-                    self._copy(source, self._moved(rank, target), op.part, label)
-            elif isinstance(op, ReduceScatter):
-                self._sum(parts, self._moved(rank, op.recv), op.part, label)
+            if isinstance(op.taken, Split):
+                for number, source in enumerate(parts):
+                    self._copy(source, self._moved(rank, op.taken.part(number)), op.part, label)
             elif isinstance(op, AllReduce):
                 if place == 0:
                     self._add(parts[1:], parts[0], op.part, label)
                 else:
                     self._copy(parts[0], parts[place], op.part, label)
-            elif isinstance(op, Barrier):
-                raise AssertionError("barriers move nothing")
-            else:
-                assert_never(op)
+            elif op.taken is not None:
+                self._copy(parts[0], self._moved(rank, op.taken), op.part, label)
+                self._add(parts[1:], self._moved(rank, op.taken), op.part, label)
 
     def _moved(self, rank: int, view: View) -> View:
         return View(self._numbers[rank][view.buffer], view.slices)
 
     def _copy(self, source: View, target: View, part: Part, label: str) -> None:
         whole = (Split(source, 0, 1), Split(target, 0, 1))
-        self._ops.append(Copy(stream=COMPUTE, part=part, label=label, source=whole[0], target=whole[1]))
-
-    def _sum(self, sources: list[View], target: View, part: Part, label: str) -> None:
-        self._copy(sources[0], target, part, label)
-        self._add(sources[1:], target, part, label)
+        self._ops.append(Copy(part=part, label=label, source=whole[0], target=whole[1]))
 
     def _add(self, sources: list[View], into: View, part: Part, label: str) -> None:
         for source in sources:
-            self._ops.append(Accumulate(stream=COMPUTE, part=part, label=label, source=source, into=into))
-
-
-def _parts(split: Split) -> list[View]:
-    """Return the parts of a split as views."""
-    size = split.part_shape[split.dim]
-    before = (slice(None),) * split.dim
-    return [split.view[(*before, slice(i * size, (i + 1) * size))] for i in range(split.parts)]
-
-
-def _sent(op: Collective, place: int) -> View:
-    """Return what a member of a collective sends to the one at a place in the group."""
-    if isinstance(op, AllToAll | ReduceScatter):
-        return _parts(op.sends)[place]
-    if isinstance(op, AllGather):
-        return op.send
-    if isinstance(op, AllReduce):
-        return op.view
-    if isinstance(op, Barrier):
-        raise AssertionError("a barrier sends nothing")
-    assert_never(op)
+            self._ops.append(Accumulate(part=part, label=label, source=source, into=into))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sim.options import OF_LAYERS, Options, only
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
-from sim.schedule.ir.ops import Message
+from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -122,15 +122,15 @@ class RingAttention:
         """P - 1 hops of q, dout, lse and delta, and P hops of dq; dk and dv stay."""
         b = self._b
         delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
-        b.delta(saved.out, dout, delta)
+        b.add(Delta(label="delta", out=saved.out, dout=dout, delta=delta))
         dk, dv = new_sums(b, self._options, {"dk": saved.k, "dv": saved.v})
         pool = sum_slots(b, self._options, {"dq": saved.q}, self._size)
         hops = self._size if self._size > 1 else 0
         for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
             (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
             for block in self._blocks(source, self._position):
-                operands = saved._replace(q=q, out=delta_of, lse=lse)
-                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), f"q{source}")
+                operands = saved._replace(q=q, lse=lse)
+                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), f"q{source}", delta_of)
             self._send_sums(step, hops, (dq,), pool, 1, f"send dq{source}")
         (dq,) = self._sums(("dq",), pool[hops % 2], empty=False)
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
@@ -202,9 +202,9 @@ def hop(
     position = ring.index(builder.rank)
     target, source = ring[(position + way) % len(ring)], ring[(position - way) % len(ring)]
     sends, recvs = [Message(target, view) for view in here], [Message(source, view) for view in there]
-    builder.exchange(over, sends, recvs, label)
+    builder.add(Exchange(label=label, communicator=over.name, sends=tuple(sends), recvs=tuple(recvs)))
     if not overlap:
-        builder.host_sync(over.name, label=f"wait for {label}")
+        builder.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
 
 
 class Heads(NamedTuple):

@@ -6,6 +6,7 @@ from sim.errors import InputError
 from sim.options import OF_LAYERS, AttentionName, only
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -57,7 +58,11 @@ class SingleAttention:
         probs = None
         if self._kernel == "standard":
             probs = b.buffer("probs", "bhst", (batch, heads, tokens, k.shape[1]), b.workload.dtype, "saved")
-        b.attend(q, k, v, out, lse, self._mask, "attend all", kernel=self._kernel, probs=probs)
+        b.add(
+            Attend(
+                label="attend all", q=q, k=k, v=v, out=out, lse=lse, band=self._mask, kernel=self._kernel, probs=probs
+            )
+        )
         return out, Saved(q, k, v, out, lse, () if probs is None else (probs,))
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
@@ -65,7 +70,21 @@ class SingleAttention:
         b = self._b
         dq, dk, dv = (b.like(f"d{x}", view, "attention") for x, view in zip("qkv", saved[:3], strict=True))
         probs = saved.more[0] if saved.more else None
-        b.attend_backward(
-            saved.operands, dout, (dq, dk, dv), self._mask, "backward all", kernel=self._kernel, probs=probs
+        b.add(
+            AttendBackward(
+                label="backward all",
+                q=saved.q,
+                k=saved.k,
+                v=saved.v,
+                out=saved.out,
+                lse=saved.lse,
+                dout=dout,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                band=self._mask,
+                kernel=self._kernel,
+                probs=probs,
+            )
         )
         return dq, dk, dv

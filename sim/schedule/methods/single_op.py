@@ -10,7 +10,17 @@ import msgspec
 from sim.errors import InputError
 from sim.options import only
 from sim.schedule.ir.masks import Span, mask_of
-from sim.schedule.ir.ops import Message
+from sim.schedule.ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Exchange,
+    Message,
+    ReduceScatter,
+    Zero,
+)
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import TOKENS, Data, Split, View
 from sim.schedule.write.attention import all_heads
@@ -64,7 +74,7 @@ def build(kind: str, size: Size, workload: Workload, parallel: Parallel) -> Sche
         else:
             shape = (1, size.nbytes // DTYPE_BYTES[workload.dtype], 1)
             given, taken = (b.buffer(x, "bse", shape, workload.dtype, "communication") for x in ("given", "taken"))
-            b.zero(given, "something to send")
+            b.add(Zero(label="something to send", into=given))
             communicate(b, kind, everyone, given, taken, kind)
         return b.build()
 
@@ -92,13 +102,13 @@ def _attend(b: ProgramBuilder, kind: str, size: Attended) -> None:
     q, k, v = q[:, block.rows], k[:, block.columns], v[:, block.columns]
     if kind == "Attend":
         out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[TOKENS], heads.size, "attention")
-        b.attend(q, k, v, out, lse, block.band, kind)
+        b.add(Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band))
         return
     b.part = "backward"
     out, dout = (b.input(x, queries, heads)[:, block.rows] for x in ("out", "dout"))
     lse = b.input("lse", queries, heads)[:, :, block.rows]
     dq, dk, dv = (b.like(f"d{x}", view, "attention") for x, view in zip("qkv", (q, k, v), strict=True))
-    b.attend_backward((q, k, v, out, lse), dout, (dq, dk, dv), block.band, kind)
+    b.add(AttendBackward(label=kind, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, band=block.band))
 
 
 def communicate(b: ProgramBuilder, kind: str, over: Communicator, given: View, taken: View, label: str) -> None:
@@ -110,14 +120,18 @@ def communicate(b: ProgramBuilder, kind: str, over: Communicator, given: View, t
     part = slice(0, given.shape[TOKENS] // size)
     if kind == "Exchange":
         sends, recvs = Message(ranks[(at + 1) % size], given), Message(ranks[at - 1], taken)
-        b.exchange(over, [sends], [recvs], label)
+        b.add(Exchange(label=label, communicator=over.name, sends=(sends,), recvs=(recvs,)))
     elif kind == "AllToAll":
-        b.all_to_all(over, Split(given, TOKENS, size), Split(taken, TOKENS, size), label)
+        b.add(
+            AllToAll(
+                label=label, communicator=over.name, sends=Split(given, TOKENS, size), recvs=Split(taken, TOKENS, size)
+            )
+        )
     elif kind == "AllGather":
-        b.all_gather(over, given[:, part], Split(taken, TOKENS, size), label)
+        b.add(AllGather(label=label, communicator=over.name, send=given[:, part], recvs=Split(taken, TOKENS, size)))
     elif kind == "ReduceScatter":
-        b.reduce_scatter(over, Split(given, TOKENS, size), taken[:, part], label)
+        b.add(ReduceScatter(label=label, communicator=over.name, sends=Split(given, TOKENS, size), recv=taken[:, part]))
     else:
         assert kind == "AllReduce", kind
         b.copy(given, taken, "copy")
-        b.all_reduce(over, taken, label)
+        b.add(AllReduce(label=label, communicator=over.name, view=taken))

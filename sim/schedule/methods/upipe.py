@@ -15,6 +15,7 @@ from sim.errors import InputError
 from sim.options import OF_LAYERS, Options, only
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Tokens
+from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import HEADS, Category, Split, View
 from sim.schedule.methods.ring import RING_OPTIONS, Heads, check_backward, ring_bytes
@@ -157,7 +158,14 @@ class UPipeAttention:
         if self._places == list(range(total)):
             return staged
         whole = self._local(name, total)
-        self._b.copy_parts(Split(staged, HEADS, total), Split(whole, HEADS, total), f"order {name}", self._places)
+        self._b.add(
+            Copy(
+                label=f"order {name}",
+                source=Split(staged, HEADS, total),
+                target=Split(whole, HEADS, total),
+                order=tuple(self._places),
+            )
+        )
         return whole
 
     def _local(self, name: str, heads: int) -> View:

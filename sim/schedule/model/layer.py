@@ -15,6 +15,7 @@ from sim.errors import InputError
 from sim.options import AttentionName, Options
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span
+from sim.schedule.ir.ops import Accumulate, AllReduce, Gemm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Category, View
 from sim.schedule.model.equations import weight_shapes
@@ -133,18 +134,18 @@ class _Layers:
             self._linear(h1, f"w{name}", b.tensor(name, self._tokens, heads, "saved"))
             for name, heads in (("q", model.num_heads), ("k", model.num_kv_heads), ("v", model.num_kv_heads))
         )
-        b.rope(q, self._shard.tokens, "rope q")
-        b.rope(k, self._shard.tokens, "rope k")
+        b.add(Rope(label="rope q", x=q, tokens=self._shard.tokens, theta=model.rope_theta))
+        b.add(Rope(label="rope k", x=k, tokens=self._shard.tokens, theta=model.rope_theta))
         out, attention = self._attention.forward(q, k, v)
         middle = self._linear(out, "wo", self._activation("middle"))
-        b.accumulate(x, middle, "residual of attention")
+        b.add(Accumulate(label="residual of attention", source=x, into=middle))
         h2, rstd2 = self._norm(middle, "norm2", "h2")
         gate, up, act = (self._activation(name, model.ffn_dim) for name in ("gate", "up", "act"))
         self._linear(h2, "w_gate", gate)
         self._linear(h2, "w_up", up)
-        b.swiglu(gate, up, act, "swiglu")
+        b.add(SwiGlu(label="swiglu", gate=gate, up=up, out=act))
         after = self._linear(act, "w_down", self._activation("x"))
-        b.accumulate(middle, after, "residual of mlp")
+        b.add(Accumulate(label="residual of mlp", source=middle, into=after))
         return after, _SavedLayer(x, rstd1, h1, attention, out, middle, rstd2, h2, gate, up, act)
 
     def _backward(self, saved: _SavedLayer, dx: View) -> View:
@@ -153,26 +154,28 @@ class _Layers:
         dact, dgate, dup = (self._activation(name, model.ffn_dim, "other") for name in ("dact", "dgate", "dup"))
         self._input_gradient(dx, "w_down", dact)
         self._weight_gradient(saved.act, dx, "w_down")
-        b.swiglu_backward(saved.gate, saved.up, dact, (dgate, dup), "back through swiglu")
+        b.add(
+            SwiGluBackward(label="back through swiglu", gate=saved.gate, up=saved.up, dout=dact, dgate=dgate, dup=dup)
+        )
         dh2 = self._activation("dh2", category="other")
         self._input_gradient(dgate, "w_gate", dh2)
         self._weight_gradient(saved.h2, dgate, "w_gate")
         self._input_gradient(dup, "w_up", dh2, add=True)
         self._weight_gradient(saved.h2, dup, "w_up")
         dmiddle = self._norm_backward((saved.middle, saved.rstd2), "norm2", dh2, "dmiddle")
-        b.accumulate(dx, dmiddle, "residual of mlp")
+        b.add(Accumulate(label="residual of mlp", source=dx, into=dmiddle))
         dout = b.tensor("dout", self._tokens, model.num_heads, "attention")
         self._input_gradient(dmiddle, "wo", dout)
         self._weight_gradient(saved.out, dmiddle, "wo")
         dq, dk, dv = self._attention.backward(saved.attention, dout)
-        b.rope(dq, self._shard.tokens, "rope dq", inverse=True)
-        b.rope(dk, self._shard.tokens, "rope dk", inverse=True)
+        b.add(Rope(label="rope dq", x=dq, tokens=self._shard.tokens, inverse=True, theta=model.rope_theta))
+        b.add(Rope(label="rope dk", x=dk, tokens=self._shard.tokens, inverse=True, theta=model.rope_theta))
         dh1 = self._activation("dh1", category="other")
         for name, grad in (("wq", dq), ("wk", dk), ("wv", dv)):
             self._input_gradient(grad, name, dh1, add=name != "wq")
             self._weight_gradient(saved.h1, grad, name)
         before = self._norm_backward((saved.x, saved.rstd1), "norm1", dh1, "dx")
-        b.accumulate(dmiddle, before, "residual of attention")
+        b.add(Accumulate(label="residual of attention", source=dmiddle, into=before))
         return before
 
     def _activation(self, name: str, width: int | None = None, category: Category = "saved") -> View:
@@ -184,26 +187,47 @@ class _Layers:
         rstd_shape = (b.workload.batch, self._tokens)
         rstd = b.buffer(f"rstd of {name}", "bs", rstd_shape, accumulation_dtype(b.workload.dtype), "saved")
         out = self._activation(name)
-        b.rms_norm(x, self._weights[weight], out, rstd, weight)
+        b.add(
+            RmsNorm(
+                label=weight,
+                x=x,
+                weight=self._weights[weight],
+                out=out,
+                rstd=rstd,
+                epsilon=b.workload.model.norm_epsilon,
+            )
+        )
         return out, rstd
 
     def _norm_backward(self, saved: tuple[View, View], weight: str, dout: View, name: str) -> View:
         x, rstd = saved
         dx, dweight = self._activation(name, category="other"), self._gradient(weight)
-        self._b.rms_norm_backward((x, self._weights[weight], rstd), dout, dx, dweight, f"back through {weight}")
+        self._b.add(
+            RmsNormBackward(
+                label=f"back through {weight}",
+                x=x,
+                weight=self._weights[weight],
+                rstd=rstd,
+                dout=dout,
+                dx=dx,
+                dweight=dweight,
+            )
+        )
         self._finish(weight, dweight)
         return dx
 
     def _linear(self, x: View, weight: str, out: View) -> View:
-        self._b.gemm("nn", x, self._weights[weight], out, weight)
+        self._b.add(Gemm(label=weight, form="nn", a=x, b=self._weights[weight], out=out))
         return out
 
     def _input_gradient(self, dout: View, weight: str, into: View, *, add: bool = False) -> None:
-        self._b.gemm("nt", dout, self._weights[weight], into, f"back through {weight}", add=add)
+        self._b.add(
+            Gemm(label=f"back through {weight}", form="nt", a=dout, b=self._weights[weight], out=into, accumulate=add)
+        )
 
     def _weight_gradient(self, x: View, dout: View, weight: str) -> None:
         gradient = self._gradient(weight)
-        self._b.gemm("tn", x, dout, gradient, f"gradient d{weight}")
+        self._b.add(Gemm(label=f"gradient d{weight}", form="tn", a=x, b=dout, out=gradient))
         self._finish(weight, gradient)
 
     def _gradient(self, weight: str) -> View:
@@ -212,7 +236,7 @@ class _Layers:
     def _finish(self, weight: str, gradient: View) -> None:
         """Sum a gradient over all ranks, and declare it."""
         for over in self._gradients:
-            self._b.all_reduce(over, gradient, f"reduce d{weight}")
+            self._b.add(AllReduce(label=f"reduce d{weight}", communicator=over.name, view=gradient))
         rows = Span(0, gradient.shape[0])
         self._b.output(f"d{weight}", gradient, (rows,), ONE, self._layer)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from sim.options import Place
-from sim.schedule.ir.ops import OFFLOAD
+from sim.schedule.ir.ops import OFFLOAD, HostSync
 from sim.schedule.ir.views import View
 from sim.schedule.write.builder import ProgramBuilder
 
@@ -20,13 +20,13 @@ Kept = TypeVar("Kept")
 
 def offload(b: ProgramBuilder, kept: Kept, layer: int, place: Place) -> Kept:
     """Append copies of everything in ``kept``, a nest of tuples, to the host's memory; return where it lies there."""
-    b.host_sync(OFFLOAD, label="wait for the layer before")
+    b.add(HostSync(label="wait for the layer before", streams=(OFFLOAD,)))
     return _copied(b, kept, place, f"offload layer {layer}")
 
 
 def all_out(b: ProgramBuilder) -> None:
     """Append a wait for what is still on its way to the host."""
-    b.host_sync(OFFLOAD, label="wait for the last one")
+    b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
 
 
 def fetch(b: ProgramBuilder, kept: Kept, layer: int) -> Kept:

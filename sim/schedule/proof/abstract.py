@@ -10,15 +10,12 @@ from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Turns
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
+from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import Span, Tokens, mask_of
 from sim.schedule.ir.ops import (
     Accumulate,
-    AllGather,
-    AllReduce,
-    AllToAll,
     Attend,
     AttendBackward,
-    Barrier,
     Collective,
     Copy,
     Delta,
@@ -27,13 +24,12 @@ from sim.schedule.ir.ops import (
     HostSync,
     Kernel,
     Merge,
-    Op,
-    ReduceScatter,
     Rope,
     TokenKernel,
     Zero,
 )
 from sim.schedule.ir.program import Port, Schedule
+from sim.schedule.ir.views import Split
 from sim.schedule.model.equations import heads_of, is_weight, is_weight_gradient
 from sim.schedule.proof.abstract_memory import Held, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
@@ -71,9 +67,9 @@ class AbstractPlayer(Turns):
                     memory.write(op.probs, probs)
             elif isinstance(op, AttendBackward):
                 ratio = op.q.shape[2] // op.k.shape[2]
-                names = ("q", "k", "v", "delta" if op.from_delta else "out", "lse", "dout", "probs")
-                operands = {name: memory.read(view) for name, view in zip(names, op.reads, strict=False)}
-                grads = self._rules.attend_backward(operands, op.band, ratio)
+                views = {name: getattr(op, name) for name, mark in operands(AttendBackward).items() if mark.is_read}
+                saved = {name: memory.read(view) for name, view in views.items() if view is not None}
+                grads = self._rules.attend_backward(saved, op.band, ratio)
                 for view, pieces in zip(op.writes, grads, strict=True):
                     memory.write(view, pieces)
             elif isinstance(op, Delta):
@@ -132,30 +128,20 @@ class AbstractPlayer(Turns):
     def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
         """See Turns."""
         sent = [self._sent(key, op, len(ops)) for key, op in zip(members, ops, strict=True)]
-        for number, (op, key) in enumerate(zip(ops, members, strict=True)):
-            memory = self._memory[key[0]]
-            parts = [of_member[number] for of_member in sent if of_member]
-            if isinstance(op, AllToAll | AllGather):
-                memory.write_parts(op.recvs, parts)
-            elif isinstance(op, ReduceScatter):
-                memory.write(op.recv, reduce(_sum, parts))
-            elif isinstance(op, AllReduce):
-                memory.write(op.view, reduce(_sum, parts))
-            else:
-                assert isinstance(op, Barrier)
+        for place, (key, op) in enumerate(zip(members, ops, strict=True)):
+            parts = [of_member[place] for of_member in sent]
+            if isinstance(op.taken, Split):
+                self._memory[key[0]].write_parts(op.taken, parts)
+            elif op.taken is not None:
+                self._memory[key[0]].write(op.taken, reduce(_sum, parts))
 
-    def _sent(self, key: Key, op: Op, size: int) -> list[list[Piece]]:
+    def _sent(self, key: Key, op: Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
         memory = self._memory[key[0]]
         with self._naming(key):
-            if isinstance(op, AllToAll | ReduceScatter):
-                return memory.read_parts(op.sends)
-            if isinstance(op, AllGather):
-                return [memory.read(op.send)] * size
-            if isinstance(op, AllReduce):
-                return [memory.read(op.view)] * size
-            assert isinstance(op, Barrier)
-            return []
+            if isinstance(op.given, Split):
+                return memory.read_parts(op.given)
+            return [memory.read(op.given) if op.given else []] * size
 
     def _naming(self, key: Key) -> _Naming:
         """Let errors say which op they came from."""

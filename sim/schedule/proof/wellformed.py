@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import assert_never
 
 from sim.schedule.derive.dependencies import overlap
+from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.ops import (
-    Accumulate,
-    AllGather,
-    AllReduce,
-    AllToAll,
+    FETCH,
+    OFFLOAD,
     Attend,
     AttendBackward,
-    Barrier,
+    Collective,
     Communication,
     Copy,
-    Delta,
     Exchange,
     Fold,
     Gemm,
     HostCopy,
-    HostSync,
-    Kernel,
-    Merge,
     Op,
-    ReduceScatter,
-    RmsNorm,
-    RmsNormBackward,
     Rope,
-    SwiGlu,
-    SwiGluBackward,
-    Zero,
 )
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
@@ -48,11 +36,11 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
     if isinstance(op, HostCopy):
-        return _host_copy_problem(op, program)
+        return _host_copy_problem(op, program) or _shape_problem(op, program)
     problem = _place_problem((*reads, *writes), program) or _collision(op, reads, writes, program)
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
-    return problem or _shape_problem(op) or _dims_problem(op, program)
+    return problem or _shape_problem(op, program) or _rule_problem(op, program)
 
 
 def _place_problem(views: tuple[View, ...], program: Program) -> str:
@@ -66,76 +54,68 @@ def _host_copy_problem(op: HostCopy, program: Program) -> str:
     source, target = (program.buffers[view.buffer] for view in (op.source, op.target))
     if [source.place, target.place].count("hbm") != 1:
         return f"copies from {source.place} to {target.place}: takes one of them in hbm; use a Copy inside one memory"
-    if (source.dims, source.dtype) != (target.dims, target.dtype):
-        return f"takes {source.dims} of {source.dtype} for {target.dims} of {target.dtype}"
+    if source.dtype != target.dtype:
+        return f"takes {source.dtype} for {target.dtype}"
     if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
         return "copies a view with gaps; copy it into a buffer first"
-    return _differ(op.source.shape, [op.target])
+    stream = FETCH if target.place == "hbm" else OFFLOAD
+    return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
 
 
-def _shape_problem(op: Kernel | HostSync) -> str:
-    """Return where operands do not fit each other."""
+_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
+"""What a buffer may call the dimension of a letter, where not by the letter itself."""
+
+
+def _shape_problem(op: Op, program: Program) -> str:
+    """Return where an operand has not the dimensions that its op declares, or another extent than the others have."""
+    if isinstance(op, Gemm):
+        declared = dict(zip(("a", "b", "out"), op.letters[op.form], strict=True))
+    else:
+        declared = {name: mark.letters for name, mark in operands(type(op)).items() if mark.letters}
+    extents: dict[str, int] = {}
+    anything: tuple[str, tuple[int, ...]] | None = None
+    for name, letters in declared.items():
+        view: View | None = getattr(op, name)
+        if view is None:
+            continue
+        dims, shape = program.buffers[view.buffer].dims, view.shape
+        if letters == "...":
+            anything = anything or (dims, shape)
+            if (dims, shape) != anything:
+                return f"takes {name} {dims} {shape} where {anything[0]} {anything[1]} is needed"
+            continue
+        outer, folded, last = letters.partition("*")
+        if folded:
+            dims, shape = dims[: len(outer)] + last, (*shape[: len(outer)], math.prod(shape[len(outer) :]))
+        wanted = outer + last
+        fits = len(dims) == len(wanted) and all(
+            dim in _DIMS.get(letter, letter) for dim, letter in zip(dims, wanted, strict=True)
+        )
+        if not fits:
+            return f"takes {wanted} for {dims} of buffer {program.buffers[view.buffer].name!r}"
+        needed = tuple(extents.setdefault(letter, extent) for letter, extent in zip(wanted, shape, strict=True))
+        if shape != needed:
+            return f"has {name} of shape {shape} where {needed} is needed"
+    return ""
+
+
+def _rule_problem(op: Op, program: Program) -> str:
+    """Return what else does not fit, of kinds with a rule of their own."""
     if isinstance(op, Attend | AttendBackward):
-        batch, queries, heads, dim = op.q.shape
-        like_q, like_k, like_lse = [op.out], [op.v], [op.lse]
-        if isinstance(op, AttendBackward):
-            like_k += [op.dk, op.dv]
-            like_q = [op.dout, op.dq]
-            (like_lse if op.from_delta else like_q).append(op.out)
-        keys = (batch, op.k.shape[1], op.k.shape[2], dim)
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
-        return (
-            _differ(op.q.shape, like_q)
-            or _differ(keys, [op.k, *like_k])
-            or _differ((batch, heads, queries), like_lse)
-            or _differ((batch, heads, queries, keys[1]), [op.probs] if op.probs else [])
-            or ("" if heads % op.k.shape[2] == 0 else f"has {heads} heads for {op.k.shape[2]} key/value heads")
-        )
-    if isinstance(op, Merge):
-        batch, tokens, heads, _ = op.out.shape
-        return _differ(op.out.shape, [op.into_out]) or _differ((batch, heads, tokens), [op.lse, op.into_lse])
-    if isinstance(op, Accumulate):
-        return _differ(op.source.shape, [op.into])
-    if isinstance(op, Delta):
-        batch, tokens, heads, _ = op.out.shape
-        return _differ(op.out.shape, [op.dout]) or _differ((batch, heads, tokens), [op.delta])
-    if isinstance(op, Zero):
-        return ""
-    if isinstance(op, Copy | Fold):
-        return _parts_problem(op)
-    if isinstance(op, Gemm):
-        return _gemm_problem(op)
-    if isinstance(op, RmsNorm | RmsNormBackward):
-        batch, tokens, width = op.x.shape
-        like = [op.out] if isinstance(op, RmsNorm) else [op.dout, op.dx]
-        weights = [op.weight] if isinstance(op, RmsNorm) else [op.weight, op.dweight]
-        return _differ(op.x.shape, like) or _differ((batch, tokens), [op.rstd]) or _differ((width,), weights)
+        if isinstance(op, AttendBackward) and (op.out is None) == (op.delta is None):
+            return f"has out {op.out} and delta {op.delta}: give one of them"
+        heads, kv_heads = op.q.shape[2], op.k.shape[2]
+        return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
     if isinstance(op, Rope):
         count = num_tokens(op.tokens)
         return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
-    if isinstance(op, SwiGlu | SwiGluBackward):
-        return _differ(op.gate.shape, [*op.reads, *op.writes])
-    if isinstance(op, HostSync):
-        return ""
-    assert_never(op)
-
-
-def _dims_problem(op: Kernel | HostSync, program: Program) -> str:
-    """Return where views of one shape mean different things: heads that are taken for tokens."""
-    views: tuple[View, ...]
-    if isinstance(op, Attend | AttendBackward):
-        views, wanted = (op.q, op.k, op.v), "bshd"
-    elif isinstance(op, Copy | Fold):
-        views, wanted = (op.target.view,), program.buffers[op.source.view.buffer].dims
-    elif isinstance(op, Accumulate):
-        views, wanted = (op.source,), program.buffers[op.into.buffer].dims
-    else:
-        return ""
-    for view in views:
-        dims = program.buffers[view.buffer].dims
-        if dims != wanted:
-            return f"takes {wanted} for {dims} of buffer {program.buffers[view.buffer].name!r}"
+    if isinstance(op, Copy | Fold):
+        wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
+        if target.dims != wanted.dims:
+            return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
+        return _parts_problem(op)
     return ""
 
 
@@ -154,37 +134,16 @@ def _parts_problem(op: Copy | Fold) -> str:
     return "" if fits else f"takes parts {tuple(order)} of {source.parts} for {target.parts}"
 
 
-def _gemm_problem(op: Gemm) -> str:
-    """Return where the sides of a matrix product do not fit."""
-
-    def rows(view: View) -> tuple[int, int]:
-        return view.shape[0] * view.shape[1], math.prod(view.shape[2:])
-
-    if op.form == "tn":
-        (m, fan_in), (n, fan_out) = rows(op.a), rows(op.b)
-        fits = m == n and op.out.shape == (fan_in, fan_out) and op.a.shape[:2] == op.b.shape[:2]
-    else:
-        fan_in, fan_out = op.b.shape if op.form == "nn" else op.b.shape[::-1]
-        fits = rows(op.a)[1] == fan_in and rows(op.out)[1] == fan_out and op.a.shape[:2] == op.out.shape[:2]
-    return "" if fits else f"multiplies {op.a.shape} with {op.b.shape} into {op.out.shape} ({op.form})"
-
-
-def _differ(shape: tuple[int, ...], views: list[View] | tuple[View, ...]) -> str:
-    """Return what to say of the first view that has another shape."""
-    for view in views:
-        if view.shape != shape:
-            return f"has operands of shape {view.shape} where {shape} is needed"
-    return ""
-
-
 def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], program: Program) -> str:
-    """Return where an op writes to what it also reads or writes: the order within an op is nobody's promise.
+    """Return where an op writes to what it also reads or writes: the order within an op is undefined.
 
     What is updated in place, the same view read and written, is what some ops are for.
     """
     if len({view.buffer for view in (*reads, *writes)}) == len(reads) + len(writes):
         return ""
-    in_place = set(writes) if isinstance(op, Merge | Accumulate | AllReduce | Rope | Gemm) else set()
+    in_place = {
+        getattr(op, name) for name, mark in operands(type(op)).items() if mark.is_written and mark.is_read_by(op)
+    }
     pairs = [*combinations(writes, 2), *((a, b) for a in reads for b in writes if not (a == b and a in in_place))]
     for a, b in pairs:
         if a.buffer == b.buffer and overlap(a.slices, b.slices):
@@ -197,25 +156,13 @@ def _message_problem(op: Communication, views: tuple[View, ...], program: Progra
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
-    for split in _splits(op):
-        if not parts_are_contiguous(split, program.buffers[split.view.buffer]):
-            return f"cuts its view along dimension {split.dim}, which leaves gaps; copy first"
+    if isinstance(op, Collective):
+        for side in (op.given, op.taken):
+            if isinstance(side, Split) and not parts_are_contiguous(side, program.buffers[side.view.buffer]):
+                return f"cuts its view along dimension {side.dim}, which leaves gaps; copy first"
     if isinstance(op, Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
         return "exchanges with its own rank; use a Copy"
     return ""
-
-
-def _splits(op: Communication) -> list[Split]:
-    """Return the splits that an op sends or receives."""
-    if isinstance(op, AllToAll):
-        return [op.sends, op.recvs]
-    if isinstance(op, AllGather):
-        return [op.recvs]
-    if isinstance(op, ReduceScatter):
-        return [op.sends]
-    if isinstance(op, Exchange | AllReduce | Barrier):
-        return []
-    assert_never(op)
 
 
 def port_problem(port: Port, program: Program, model: ModelSpec, batch: int) -> str:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.options import Options
+from sim.schedule.ir.ops import Accumulate, Attend, AttendBackward, Merge, Zero
 from sim.schedule.ir.views import Category, View
 from sim.schedule.write.attention import Saved
 from sim.schedule.write.blocks import Block
@@ -72,12 +73,16 @@ class SoftmaxAccumulator:
         direct = fresh and b.dtype(self._sum) == b.dtype(q)
         out = self._sum[:, rows] if direct else b.tensor("out part", tokens, heads, "attention")
         lse = self.lse[:, :, rows] if fresh else b.lse("lse part", tokens, heads, "attention")
-        b.attend(q, k, v, out, lse, block.band, f"attend {label}")
+        b.add(Attend(label=f"attend {label}", q=q, k=k, v=v, out=out, lse=lse, band=block.band))
         for piece, held in pieces if not direct else ():
             part = slice(piece.start - rows.start, piece.stop - rows.start)
             into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
             if held:
-                b.merge((out[:, part], lse[:, :, part]), (into, into_lse), f"merge {label}")
+                b.add(
+                    Merge(
+                        label=f"merge {label}", out=out[:, part], lse=lse[:, :, part], into_out=into, into_lse=into_lse
+                    )
+                )
             else:
                 b.copy(out[:, part], into, f"cast {label}")
                 if not fresh:
@@ -86,7 +91,7 @@ class SoftmaxAccumulator:
 
     def merge(self, part: tuple[View, View], label: str) -> None:
         """Merge a partial (out, lse) of all queries that another rank has computed."""
-        self._b.merge(part, (self._sum, self.lse), f"merge {label}")
+        self._b.add(Merge(label=f"merge {label}", out=part[0], lse=part[1], into_out=self._sum, into_lse=self.lse))
         self._count()
 
     def _count(self) -> None:
@@ -122,7 +127,7 @@ class GradientSum:
         for piece, held in self._pieces:
             some, into = part[:, piece.start - rows.start : piece.stop - rows.start], self.total[:, piece]
             if held:
-                self._b.accumulate(some, into, f"add {self._name} {label}")
+                self._b.add(Accumulate(label=f"add {self._name} {label}", source=some, into=into))
             else:
                 self._b.copy(some, into, f"cast {self._name} {label}")
 
@@ -136,7 +141,7 @@ class GradientSum:
         """Write zeros where the sum holds nothing yet."""
         for piece, held in self._filled.take(_all_rows(self.total)):
             if not held:
-                self._b.zero(self.total[:, piece], f"zero {self._name}")
+                self._b.add(Zero(label=f"zero {self._name}", into=self.total[:, piece]))
 
     def finished(self, name: str, category: Category = "attention") -> View:
         """Return the sum in the model's data type."""
@@ -166,17 +171,35 @@ class Gradients(NamedTuple):
 
 
 def attend_backward(
-    builder: ProgramBuilder, block: Block, saved: Saved, dout: View, sums: Gradients, label: str
+    builder: ProgramBuilder,
+    block: Block,
+    saved: Saved,
+    dout: View,
+    sums: Gradients,
+    label: str,
+    delta: View | None = None,
 ) -> None:
-    """Append the backward pass of one block of q, k, v, and add what it gives to the sums.
-
-    ``saved.out`` may be delta instead, as ``ProgramBuilder.attend_backward`` says.
+    """Append the backward pass of one block of q, k, v, and add what it gives to the sums; ``delta`` serves instead of
+    the output where it is given.
     """
     rows, columns = block.rows, block.columns
     q, k, v = saved.q[:, rows], saved.k[:, columns], saved.v[:, columns]
-    out = saved.out[:, rows] if len(saved.out.slices) == len(saved.q.slices) else saved.out[:, :, rows]
     targets = (sums.dq.target(rows, q), sums.dk.target(columns, k), sums.dv.target(columns, v))
-    operands = (q, k, v, out, saved.lse[:, :, rows])
-    builder.attend_backward(operands, dout[:, rows], targets, block.band, f"backward {label}")
+    builder.add(
+        AttendBackward(
+            label=f"backward {label}",
+            q=q,
+            k=k,
+            v=v,
+            out=None if delta else saved.out[:, rows],
+            delta=delta[:, :, rows] if delta else None,
+            lse=saved.lse[:, :, rows],
+            dout=dout[:, rows],
+            dq=targets[0],
+            dk=targets[1],
+            dv=targets[2],
+            band=block.band,
+        )
+    )
     for total, part, where in zip(sums, targets, (rows, columns, columns), strict=True):
         total.add(part, where, label)

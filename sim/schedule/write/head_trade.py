@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from sim.options import Options
+from sim.schedule.ir.ops import AllToAll, Copy, Fold, HostSync
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import HEADS, TOKENS, Category, Split, View
 from sim.schedule.write.builder import ProgramBuilder
@@ -83,7 +84,8 @@ class HeadTrade:
         for group, arrived in [(group, self._all_to_all(group)) for group in groups]:
             if arrived != group[0].recvs:
                 for part, place in zip(group, self._places(arrived, group), strict=True):
-                    (self._b.fold if part.fold else self._b.copy_parts)(place, part.recvs, f"unpack {part.name}")
+                    unpack = Fold if part.fold else Copy
+                    self._b.add(unpack(label=f"unpack {part.name}", source=place, target=part.recvs))
         return [part.recvs.view for part in parts]
 
     def _all_to_all(self, parts: list[_Part]) -> Split:
@@ -98,12 +100,12 @@ class HeadTrade:
         else:
             sends = self._staging(f"{name} packed", parts)
             for part, place in zip(parts, self._places(sends, parts), strict=True):
-                b.copy_parts(part.sends, place, f"pack {part.name}", part.order)
+                b.add(Copy(label=f"pack {part.name}", source=part.sends, target=place, order=tuple(part.order)))
         direct = alone and not first.fold and b.parts_are_contiguous(first.recvs)
         recvs = first.recvs if direct else self._staging(f"{name} arrived", parts)
-        b.all_to_all(self._over, sends, recvs, f"all-to-all {name}")
+        b.add(AllToAll(label=f"all-to-all {name}", communicator=self._over.name, sends=sends, recvs=recvs))
         if not self._options.overlap:
-            b.host_sync(self._over.name, label=f"wait for {name}")
+            b.add(HostSync(label=f"wait for {name}", streams=(self._over.name,)))
         return recvs
 
     def _staging(self, name: str, parts: list[_Part]) -> Split:

@@ -1,0 +1,112 @@
+"""How ops declare themselves: each operand says in its annotation whether it is read or written, and its dimensions.
+
+From these declarations follow ``reads`` and ``writes``, the rule of shapes, what is updated in place, and the sides of
+a collective. Letters name extents that have to agree within one op: b batch, q queries, k keys, s tokens, h query
+heads, g key/value heads, d head dim, e width; of weights i fan in, o fan out. A ``*`` folds all remaining dimensions
+into the next letter; ``...`` stands for any dimensions, the same wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, get_type_hints
+
+from sim.schedule.ir.views import Data, Split, View
+
+
+class Operand(NamedTuple):
+    """What an annotation says of the views in a field: a View, a Split, or the views of messages."""
+
+    letters: str
+    """Dimensions; empty where the op has a rule of its own."""
+    is_read: bool
+    is_written: bool
+    read_if: str = ""
+    """The flag by which an op also reads what it writes."""
+
+    def is_read_by(self, op: Data) -> bool:
+        """Return whether an op reads it."""
+        return self.is_read or bool(self.read_if and getattr(op, self.read_if))
+
+
+def In(letters: str = "") -> Operand:  # noqa: N802 - stands in annotations, as a type does
+    """Return the declaration of what an op reads."""
+    return Operand(letters, is_read=True, is_written=False)
+
+
+def Out(letters: str = "", *, read_if: str = "") -> Operand:  # noqa: N802
+    """Return the declaration of what an op writes."""
+    return Operand(letters, is_read=False, is_written=True, read_if=read_if)
+
+
+def InOut(letters: str = "") -> Operand:  # noqa: N802
+    """Return the declaration of what an op updates in place."""
+    return Operand(letters, is_read=True, is_written=True)
+
+
+@cache
+def operands(kind: type[Data]) -> dict[str, Operand]:
+    """Return the operands that a class of ops declares, by field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        field: mark
+        for field in kind.__struct_fields__
+        for mark in getattr(hints[field], "__metadata__", ())
+        if isinstance(mark, Operand)
+    }
+
+
+Views = Callable[[Any], tuple[View, ...]]
+
+
+@cache
+def readers(kind: type[Data]) -> Views:
+    """Return what finds the views that an op of a class reads, in the order of its fields."""
+    declared = operands(kind).items()
+    return _collector(kind, [(name, mark.read_if) for name, mark in declared if mark.is_read or mark.read_if])
+
+
+@cache
+def writers(kind: type[Data]) -> Views:
+    """Return what finds the views that an op of a class writes, in the order of its fields."""
+    return _collector(kind, [(name, "") for name, mark in operands(kind).items() if mark.is_written])
+
+
+def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:
+    """Return what collects the views of fields, each but those under a flag that is not set."""
+    hints = get_type_hints(kind)
+    names = [name for name, _ in fields]
+    if len(names) > 1 and all(hints[name] is View for name in names) and not any(flag for _, flag in fields):
+        return attrgetter(*names)  # most ops, and every player asks all the time
+
+    def collect(op: Any) -> tuple[View, ...]:
+        views: list[View] = []
+        for name, flag in fields:
+            if not flag or getattr(op, flag):
+                value = getattr(op, name)
+                if type(value) is View:
+                    views.append(value)
+                else:
+                    views += views_in(value)
+        return tuple(views)
+
+    return collect
+
+
+def views_in(value: View | Split | Iterable[Any] | None) -> Iterator[View]:
+    """Yield the views of a field: itself, of a Split the whole one, of messages each; none where there is none."""
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, Split):
+        yield value.view
+    elif value is not None:
+        for _, view in value:
+            yield view
+
+
+def side(op: Data, *, written: bool) -> View | Split | None:
+    """Return what a collective writes, or what it reads: its one such operand, or None."""
+    fields = (name for name, mark in operands(type(op)).items() if (mark.is_written if written else mark.is_read))
+    return next((getattr(op, name) for name in fields), None)
