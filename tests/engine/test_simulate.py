@@ -13,12 +13,13 @@ from sim.breakdown import breakdown
 from sim.engine.report import floors, report
 from sim.engine.simulate import Jitter, simulate
 from sim.errors import InputError
+from sim.mesh import Mesh
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Trace
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, DramSpec, LinkSpec, PcieSpec, PerGpu, SocketSpec
@@ -140,7 +141,7 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
             return b.build()
 
         workload = Workload(model=make_model(HEADS, HEADS, DIM), seq=TOKENS, mask="full")
-        schedule = Schedule(Header(name="two", workload=workload, parallel=Parallel()), build)
+        schedule = Schedule(Header(name="two", workload=workload, mesh=Mesh()), build)
         gpu = msgspec.structs.replace(make_cluster_spec().gpu, launch_s=0.1 * BLOCK_S)
         found = simulate(check(schedule), Cluster(make_cluster_spec(1, gpu=gpu)), None).trace
         attends = [row.begin_s / BLOCK_S for row in found.rows if row.kind == "Attend"]
@@ -177,7 +178,7 @@ def test_ring_collectives_use_every_nic() -> None:
         b.all_gather(everyone, given, Split(whole, 1, 4), "gather")
         return b.build()
 
-    header = Header(name="g", workload=workload, parallel=Parallel(ring_degree=4), communicators=(everyone,))
+    header = Header(name="g", workload=workload, mesh=Mesh(ring=4), communicators=(everyone,))
     nic = LinkSpec(bytes_per_s=1e3, latency_s=0.0)
     spec = make_cluster_spec(2, nodes=2, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=0.0), nic=nic)
     part = 4 * DIM * 4
@@ -200,7 +201,7 @@ def host_copies(ranks: int, *, both_ways: bool = False) -> Checked:
             b.host_copy(k_there, b.elsewhere(k, "hbm"), "k back")
         return b.build()
 
-    return check(Schedule(Header(name="copies", workload=workload, parallel=Parallel(ring_degree=ranks)), build))
+    return check(Schedule(Header(name="copies", workload=workload, mesh=Mesh(ring=ranks)), build))
 
 
 def test_copies_to_the_host_share_the_way_there() -> None:
