@@ -57,6 +57,34 @@ def test_a_slow_link_holds_the_second_block_up() -> None:
     assert step_s(ring(), spec) == pytest.approx(4.5 * BLOCK_S + MERGE_S, rel=1e-6)
 
 
+def test_ranks_run_where_they_are_placed() -> None:
+    """Inside a node the hop takes half a block and hides; to the other node it takes three: 3 + 1.
+    A device of half the speed takes its time with it.
+    """
+    nic = LinkSpec(bytes_per_s=KV_BYTES / (3 * BLOCK_S), latency_s=0.0)
+    spec = with_link(KV_BYTES / (BLOCK_S / 2), nodes=2, nic=nic, per_gpu={3: PerGpu(speed=0.5)})
+    two, cluster = ring(), Cluster(spec)
+    inside, across = simulate(two, cluster, None), simulate(two, cluster, None, placement=(0, 2))
+    assert inside.trace.step_time_s == pytest.approx(2 * BLOCK_S + MERGE_S, rel=1e-6)
+    assert across.trace.step_time_s == pytest.approx(4 * BLOCK_S + MERGE_S, rel=1e-6)
+    assert floors(two, across.cluster)["nic"] == pytest.approx(3 * BLOCK_S)
+    slow = simulate(two, cluster, None, placement=(3, 2)).trace
+    assert slow.step_time_s == pytest.approx(2 * (2 * BLOCK_S + MERGE_S), rel=1e-6), "its second block ends last"
+    again = simulate(ring(4), cluster, None, placement=range(4))
+    assert again.trace == simulate(ring(4), cluster, None).trace
+
+
+@pytest.mark.parametrize("placement", [(0, 0), (0, 4), (-1, 0)])
+def test_ranks_have_a_device_each(placement: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="expected different devices among 0 to 3"):
+        simulate(ring(), Cluster(make_cluster_spec(4)), None, placement=placement)
+
+
+def test_a_placement_has_a_device_for_every_rank() -> None:
+    with pytest.raises(InputError, match="needs 2 GPUs, cluster 'toy' has 1"):
+        simulate(ring(), Cluster(make_cluster_spec(4)), None, placement=(3,))
+
+
 def test_on_cuda_communication_waits_for_the_kernels_issued_before_it() -> None:
     """A hop takes a quarter of a block; the second could follow at once, but torch lets it wait for the first block."""
     checked = ring(3, passes="forward")
