@@ -134,7 +134,7 @@ class Chosen:
     def hints(self) -> Hints:
         """Return what a builder may ask: the cost model is made when it first does."""
         cost = cache(lambda: CostModel(self.cluster(), self.profile))
-        return Hints(seconds=lambda use: cost().kernel_seconds(0, use)[0])
+        return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
 
 
 def command_line() -> str:

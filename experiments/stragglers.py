@@ -40,7 +40,8 @@ def straggler_costs(chosen: Chosen) -> list[Straggler]:
     found = []
     for name, entry in SCHEDULES.items():
         try:
-            checked = check(entry.schedule(chosen.workload, entry.mesh(ranks, chosen.workload.model)))
+            mesh = entry.mesh(ranks, chosen.workload.model)
+            checked = check(entry.schedule(chosen.workload, mesh, hints=chosen.hints()))
         except InputError:
             continue
         turns = range(0, ranks, -(-ranks // _MOST))

@@ -108,3 +108,13 @@ def test_a_builder_that_plans_by_cost_asks_the_cost_model_of_the_cluster(tmp_pat
         alone = simulate(chosen.checked(), Cluster(chosen.spec), None).cost.kernel_seconds(0, use)
         assert chosen.hints().seconds is not None
         assert chosen.hints().seconds(use) == alone[0] > 0
+
+
+@pytest.mark.parametrize(("per_node", "width"), [(1, 1), (4, 4), (6, 4), (8, 8), (32, 16)])
+def test_inner_rings_are_those_of_a_node(per_node: int, width: int) -> None:
+    """Of 32 ranks: the largest divisor that fits into a node, and leaves two rings."""
+    overrides = (f"cluster.gpus_per_node={per_node}",)
+    selection = Selection(schedule="double-ring", cluster="hgx-h100", gpus=32, nodes=32, set=overrides)
+    communicators = {one.name: one.groups for one in choose(selection).built().header.communicators}
+    assert {len(group) for group in communicators["outer kv"]} == {32 // width}
+    assert width == 1 or communicators["inner kv"][0] == tuple(range(width))
