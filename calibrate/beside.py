@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 
+from sim.mesh import Mesh
 from sim.schedule.derive.kernels import KernelUse, kernel_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Span
 from sim.schedule.ir.ops import AllReduce, AllToAll, Attend, Exchange, Kernel, Merge, Message, Op
@@ -15,7 +16,7 @@ from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split, renumbered
 from sim.schedule.methods import single
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]
 AMONG_RANKS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")
@@ -50,8 +51,8 @@ def beside_schedules(transfer: Transfer, ranks: int, model: ModelSpec, dtype: Dt
     """Return the schedules of one kind of transfer, among all ranks or of each to its host."""
     workload = Workload(model=model, seq=_TOKENS, dtype=dtype, scope="layer")
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
-    parallel = Parallel(ring_degree=ranks)
-    header = Header(name=f"kernels beside {transfer}", workload=workload, parallel=parallel, communicators=(link,))
+    mesh = Mesh(ring=ranks)
+    header = Header(name=f"kernels beside {transfer}", workload=workload, mesh=mesh, communicators=(link,))
 
     def schedule(*, beside: bool) -> Schedule:
         return Schedule(header, lambda rank: _program(rank, transfer, workload, link, beside=beside)[0])
@@ -65,7 +66,7 @@ def _program(
 ) -> tuple[Program, list[Place]]:
     """Return a rank's program and its places: the kernels of a layer and others, the first of each with a transfer."""
     own = _own(rank, transfer, workload, link)
-    layer = single.build(workload, Parallel()).program(0)
+    layer = single.build(workload, Mesh()).program(0)
     number = {buffer: len(own.buffers) + buffer for buffer in range(len(layer.buffers))}
     fill, moving, waiting, *others = own.ops
     given = msgspec.structs.replace(

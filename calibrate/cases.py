@@ -9,15 +9,17 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from sim.errors import InputError
-from sim.options import AttentionName, Options
+from sim.mesh import Mesh
+from sim.options import AttentionName
 from sim.profile import Point
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
 from sim.schedule.ir.ops import Gemm, Kernel
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import renumbered
 from sim.schedule.methods import allgather, ring, single, ulysses
+from sim.schedule.methods.ring import RingOptions
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Dtype, MaskName, ModelSpec, Parallel, Workload
+from sim.workload import Dtype, MaskName, ModelSpec, Workload
 
 
 class KernelCase(NamedTuple):
@@ -84,11 +86,11 @@ def _cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> Iterator[KernelCase]
             yield from _attention(part, dtype, "full", lengths)
     for tokens in (2**n for n in sizes.rectangular):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
-        for program in ring.build(workload, Parallel(ring_degree=2, options=Options(layout="zigzag"))).programs:
+        for program in ring.build(workload, Mesh(ring=2), RingOptions(layout="zigzag")).programs:
             yield from (case for case in cases_of(program) if _is_rectangular(case.use))
     for tokens in (2**n for n in sizes.layer):
         workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
-        program = single.build(workload, Parallel()).program(0)
+        program = single.build(workload, Mesh()).program(0)
         yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
     for tokens in (2**n for n in sizes.around):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
@@ -100,14 +102,13 @@ def _cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> Iterator[KernelCase]
 
 def _programs_of_two(workload: Workload) -> Iterator[Program]:
     """Yield what one of two ranks does in schedules that between them have every kernel around attention."""
-    on_rings = (Options(), Options(ring_backward="kv-at-hand"), Options(ring_backward="queries"))
-    for options in on_rings:
-        yield from ring.build(workload, Parallel(ring_degree=2, options=options)).programs
-    yield allgather.build(workload, Parallel(ring_degree=2, options=Options(layout="zigzag"))).program(1)
+    for options in (RingOptions(), RingOptions(ring_backward="kv-at-hand"), RingOptions(ring_backward="queries")):
+        yield from ring.build(workload, Mesh(ring=2), options).programs
+    yield allgather.build(workload, Mesh(ring=2), allgather.AllGatherOptions(layout="zigzag")).program(1)
     alone = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, num_kv_heads=1))
     for one in (workload, alone):
         with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time
-            yield ulysses.build(one, Parallel(ulysses_degree=2)).program(1)
+            yield ulysses.build(one, Mesh(ulysses=2)).program(1)
 
 
 def _attention(
@@ -115,7 +116,7 @@ def _attention(
 ) -> Iterator[KernelCase]:
     for n in exponents:
         workload = Workload(model=model, seq=2**n, mask=mask, dtype=dtype)
-        yield from cases_of(single.build(workload, Parallel(options=Options(kernel=kernel))).program(0))
+        yield from cases_of(single.build(workload, Mesh(), single.SingleOptions(kernel=kernel)).program(0))
 
 
 def _is_rectangular(use: KernelUse) -> bool:

@@ -8,6 +8,7 @@ from calibrate.kernels import sample
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.engine.cost import HOST_COPY_KINDS
+from sim.mesh import Mesh
 from sim.options import Place
 from sim.profile import Point
 from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy, HostSync, Zero
@@ -15,7 +16,7 @@ from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Row
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 PLACES: dict[Place, str] = {"host": "pinned", "pageable": "pageable"}
 """What the host's memory is at each place."""
@@ -86,4 +87,4 @@ def _copies(tokens: int, model: ModelSpec, dtype: Dtype, place: Place) -> Schedu
         b.add(HostSync(streams=(OFFLOAD, FETCH)))
         return b.build()
 
-    return Schedule(Header(name="host copies", workload=workload, parallel=Parallel()), program)
+    return Schedule(Header(name="host copies", workload=workload, mesh=Mesh()), program)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from calibrate.kernels import sample
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
+from sim.mesh import Mesh
 from sim.profile import Condition, Point
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import Accumulate, Attend, Zero
@@ -16,7 +17,7 @@ from sim.schedule.methods.single_op import communicate
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Row
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Parallel, Workload
+from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 LinkKernel = Literal["exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
@@ -137,7 +138,7 @@ def time_launch(session: Session, model: ModelSpec, dtype: Dtype, *, inline: boo
             b.add(Accumulate(label="small kernel", source=given, into=total))
         return b.build()
 
-    header = Header(name="launch", workload=workload, parallel=Parallel(ring_degree=session.ranks))
+    header = Header(name="launch", workload=workload, mesh=Mesh(ring=session.ranks))
     run = ScheduleRun(session, check(Schedule(header, program)))
     gaps = []
     for _ in range(_STEPS):
@@ -201,5 +202,5 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
                 )
         return b.build()
 
-    header = Header(name="link", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(link,))
+    header = Header(name="link", workload=workload, mesh=Mesh(ring=ranks), communicators=(link,))
     return Schedule(header, program)

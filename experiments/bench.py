@@ -17,7 +17,7 @@ from rich.table import Table
 from experiments.cli import guarded, open_console
 from experiments.tables import seconds
 from sim.engine.simulate import simulate
-from sim.options import DEFAULTS, Options
+from sim.mesh import Mesh
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Communicator, Header, Schedule
@@ -25,7 +25,8 @@ from sim.schedule.ir.views import View
 from sim.schedule.methods import ring, ulysses
 from sim.schedule.proof.check import check
 from sim.schedule.write.attention import all_heads, attention_program
-from sim.workload import Parallel, Workload, load_model
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu
 
@@ -66,20 +67,20 @@ class TrafficRing(ring.RingAttention):
 
 def desynchronised(workload: Workload, ranks: int) -> Schedule:
     """Return a short ring with other traffic beside it: the worst case, where no two ranks do the same at a time."""
-    everyone = tuple(range(ranks))
-    layout = contiguous(workload.seq, ranks)
-    rings, traffic = ring.ring_communicators((everyone,), DEFAULTS), Communicator(name="traffic", groups=(everyone,))
+    mesh, options = Mesh(ring=ranks), ring.RingOptions()
+    layout, groups = contiguous(workload.seq, ranks), mesh.groups("ring")
+    rings, traffic = ring.ring_communicators(groups, options), Communicator(name="traffic", groups=groups)
     header = Header(
         name="ring beside traffic",
         workload=workload,
-        parallel=Parallel(ring_degree=ranks),
+        mesh=mesh,
         communicators=(*rings.declared, traffic),
     )
     shards = [all_heads(workload.model, tokens) for tokens in layout]
     return Schedule(
         header,
         lambda rank: attention_program(
-            rank, workload, shards[rank], lambda b: TrafficRing(b, rings, layout, shards[rank], DEFAULTS)
+            ProgramBuilder(rank, workload), shards[rank], lambda b: TrafficRing(b, rings, layout, shards[rank], options)
         ),
     )
 
@@ -95,17 +96,17 @@ def cases() -> list[Case]:
     wide = Workload(model=msgspec.structs.replace(model, num_heads=64, num_kv_heads=64), seq=1024 * 1024, dtype="bf16")
     deep = Workload(model=model, seq=128 * 1024, dtype="bf16", scope="layer", layers=32)
     layer = Workload(model=model, seq=1024 * 1024, dtype="bf16", scope="layer")
-    balanced = Options(layout="zigzag")
+    balanced = ring.RingOptions(layout="zigzag")
     return [
-        Case("ring, P = 8", lambda: ring.build(long, Parallel(ring_degree=8)), one, 0.05),
-        Case("ring, P = 64", lambda: ring.build(long, Parallel(ring_degree=64)), eight, 1.5),
-        Case("zigzag, P = 64", lambda: ring.build(long, Parallel(ring_degree=64, options=balanced)), eight, None),
-        Case("ulysses, P = 8", lambda: ulysses.build(long, Parallel(ulysses_degree=8)), one, None),
-        Case("ulysses, P = 64", lambda: ulysses.build(wide, Parallel(ulysses_degree=64)), eight, None),
+        Case("ring, P = 8", lambda: ring.build(long, Mesh(ring=8)), one, 0.05),
+        Case("ring, P = 64", lambda: ring.build(long, Mesh(ring=64)), eight, 1.5),
+        Case("zigzag, P = 64", lambda: ring.build(long, Mesh(ring=64), balanced), eight, None),
+        Case("ulysses, P = 8", lambda: ulysses.build(long, Mesh(ulysses=8)), one, None),
+        Case("ulysses, P = 64", lambda: ulysses.build(wide, Mesh(ulysses=64)), eight, None),
         Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven, None),
-        Case("32 layers, ring, P = 8", lambda: ring.build(deep, Parallel(ring_degree=8)), one, None),
-        Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Parallel(ulysses_degree=8)), one, None),
-        Case("1 layer, ring, P = 64", lambda: ring.build(layer, Parallel(ring_degree=64)), eight, None),
+        Case("32 layers, ring, P = 8", lambda: ring.build(deep, Mesh(ring=8)), one, None),
+        Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Mesh(ulysses=8)), one, None),
+        Case("1 layer, ring, P = 64", lambda: ring.build(layer, Mesh(ring=64)), eight, None),
     ]
 
 

@@ -23,6 +23,7 @@ from sim.presets import load_toml
 from sim.profile import load_profile
 from sim.schedule.ir.ops import HostSync
 from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import Entry
 from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
 from sim.trace import Trace
 from sim.workload import parse_length
@@ -93,10 +94,10 @@ class Case(NamedTuple):
 
     def chosen(self) -> Chosen:
         """Return what is simulated; raises InputError as ``choose`` does."""
-        chosen = choose(self.selection, here=False)
         if self.alone is None:
-            return chosen
-        return dataclasses.replace(chosen, entry=chosen.entry._replace(build=partial(build, self.measure, self.alone)))
+            return choose(self.selection, here=False)
+        entry = Entry(partial(build, self.measure, self.alone), "", ("ring",), "")
+        return choose(dataclasses.replace(self.selection, schedule=self.measure), here=False, entry=entry)
 
     def seconds(self, trace: Trace) -> float:
         """Return what was timed, as a trace has it: the step, or an op's mean time at work over all ranks."""
@@ -182,7 +183,7 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     for case in cases:
         try:
             chosen = case.chosen()
-            schedule = chosen.entry.build(chosen.workload, chosen.parallel)
+            schedule = chosen.built()
             if case.measure:
                 _check_measure(case.measure, chosen.checked().schedule if chosen.one_device else schedule)
         except InputError as error:

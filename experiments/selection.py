@@ -9,22 +9,25 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import tyro
 
-from sim.engine.cost import measured_cluster
+from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.simulate import STEADY, Jitter
 from sim.errors import InputError, LengthError, LongstepError, unknown
+from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override
 from sim.profile import HOST_COPIES, Profile, load_profile, profile_names
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.schedule.methods.catalog import SCHEDULES, Entry
+from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, load_model, parse_length
+from sim.workload import DTYPE_BYTES, ModelSpec, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -32,6 +35,11 @@ from topology.specs import ClusterSpec
 SCOPES = ("attention", "layer")
 PASSES = ("forward", "backward", "both")
 MASK_NAMES = ("causal", "full")
+PLACEMENTS: dict[str, tuple[Axis, ...]] = {
+    "ulysses-inner": AXES,
+    "ring-inner": ("pp", "dp", "ulysses", "ring", "tp"),
+}
+"""Whose groups are neighbouring ranks, where ranks split both heads and sequence (arXiv:2405.07719 §3)."""
 DATASHEET = "datasheet"
 _CALIBRATED = "longstep"
 """Among the software of profiles that ``longstep calibrate`` has measured; those made from tables have the cluster's
@@ -95,16 +103,26 @@ class Chosen:
     schedule: str
     """As the user named it."""
     workload: Workload
-    parallel: Parallel
+    mesh: Mesh
+    options: Any
+    """Of the schedule; None if it takes none."""
     entry: Entry
     spec: ClusterSpec
     profile: Profile | None
     jitter: Jitter = STEADY
     one_device: bool = False
 
+    def built(self) -> Schedule:
+        """Return the schedule; raises InputError also where a builder of the user's fails."""
+        with _blaming_the_builder():
+            schedule = self.entry.schedule(self.workload, self.mesh, self.options, self.hints())
+            if not isinstance(schedule, Schedule):
+                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
+            return schedule
+
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
-        schedule = _built(self.entry.build, self.workload, self.parallel)
+        schedule = self.built()
         with _blaming_the_builder():
             checked = check(schedule)
         return check(on_one_device(checked)) if self.one_device else checked
@@ -112,6 +130,11 @@ class Chosen:
     def cluster(self) -> Cluster:
         """Return the cluster, built."""
         return Cluster(self.spec)
+
+    def hints(self) -> Hints:
+        """Return what a builder may ask: the cost model is made when it first does."""
+        cost = cache(lambda: CostModel(self.cluster(), self.profile))
+        return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
 
 
 def command_line() -> str:
@@ -121,11 +144,11 @@ def command_line() -> str:
     return " ".join([program, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
-def choose(selection: Selection, *, here: bool = True) -> Chosen:
+def choose(selection: Selection, *, here: bool = True, entry: Entry | None = None) -> Chosen:
     """Return what a selection stands for; raises InputError that names the bad value and the allowed ones.
 
     The host is this machine, or, where what was measured elsewhere is only simulated, that of the profile (not
-    ``here``).
+    ``here``). An ``entry`` is what the schedule's name stands for, if it is in no catalog.
     """
     overrides = _overrides(selection)
     model = load_model(selection.model)
@@ -135,17 +158,12 @@ def choose(selection: Selection, *, here: bool = True) -> Chosen:
     spec = _spec(selection, profile)
     for path, value in overrides["cluster"]:
         spec = override(spec, path, value, "--set cluster.")
-    entry = _entry(selection.schedule)
-    parallel = _parallel(selection, entry, spec, model)
-    for path, value in overrides["schedule"]:
-        options = override(parallel.options, path, value, "--set schedule.")
-        parallel = msgspec.structs.replace(parallel, options=options)
-    spec = _sized(selection, spec, 1 if selection.one_device else parallel.num_ranks)
-    workload = _workload(selection, model)
-    if selection.pad:
-        workload = _padded(workload, parallel, entry.build)
-    jitter = _jitter(selection, profile)
-    return Chosen(selection.schedule, workload, parallel, entry, spec, profile, jitter, selection.one_device)
+    entry = entry or _entry(selection.schedule)
+    mesh, options = _overridden(selection, entry, _mesh(selection, entry, spec, model), overrides["schedule"])
+    spec = _sized(selection, spec, 1 if selection.one_device else mesh.size)
+    workload, jitter = _workload(selection, model), _jitter(selection, profile)
+    chosen = Chosen(selection.schedule, workload, mesh, options, entry, spec, profile, jitter, selection.one_device)
+    return _padded(chosen) if selection.pad else chosen
 
 
 def _spec(selection: Selection, profile: Profile | None) -> ClusterSpec:
@@ -178,15 +196,6 @@ def _overrides(selection: Selection) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _built(build: Build, workload: Workload, parallel: Parallel) -> Schedule:
-    """Return a schedule; raises InputError also where a builder of the user's fails."""
-    with _blaming_the_builder():
-        schedule = build(workload, parallel)
-        if not isinstance(schedule, Schedule):
-            raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
-        return schedule
-
-
 @contextlib.contextmanager
 def _blaming_the_builder() -> Iterator[None]:
     """Raise InputError with the place where a builder, or the programs that it builds lazily, fails."""
@@ -200,13 +209,15 @@ def _blaming_the_builder() -> Iterator[None]:
         raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
 
 
-def _padded(workload: Workload, parallel: Parallel, build: Build) -> Workload:
-    """Return the workload with as many tokens of padding as the schedule needs."""
+def _padded(chosen: Chosen) -> Chosen:
+    """Return what was chosen with as many tokens of padding as the schedule needs."""
     try:
-        _built(build, workload, parallel)
+        chosen.built()
     except LengthError as error:
-        return msgspec.structs.replace(workload, seq=error.above, padding=error.above - workload.seq)
-    return workload
+        padding = error.above - chosen.workload.seq
+        workload = msgspec.structs.replace(chosen.workload, seq=error.above, padding=padding)
+        return dataclasses.replace(chosen, workload=workload)
+    return chosen
 
 
 def _jitter(selection: Selection, profile: Profile | None) -> Jitter:
@@ -252,7 +263,7 @@ def one_of(option: str, value: str, allowed: Any) -> str:
     return value
 
 
-def _parallel(selection: Selection, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Parallel:
+def _mesh(selection: Selection, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
     """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
     given = {"ulysses": selection.ulysses_degree, "ring": selection.ring_degree}
     counts = {f"--{name}-degree": degree for name, degree in given.items()} | {"--gpus": selection.gpus}
@@ -266,7 +277,7 @@ def _parallel(selection: Selection, entry: Entry, spec: ClusterSpec, model: Mode
     elif gpus is None:
         gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (selection.nodes or spec.nodes)
     if given == {"ulysses": None, "ring": None} and (entry.degrees or gpus == 1):
-        return entry.parallel(gpus, model)
+        return entry.mesh(gpus, model)
     rest = next((name for name in entry.degrees if given[name] is None), None)
     if rest and gpus % product == 0:
         given[rest] = gpus // product
@@ -279,7 +290,28 @@ def _parallel(selection: Selection, entry: Entry, spec: ClusterSpec, model: Mode
     for name, degree in degrees.items():
         if degree > 1 and entry.degrees and name not in entry.degrees:
             raise InputError(f"--{name}-degree {degree}: schedule {selection.schedule!r} has none; set it to 1")
-    return Parallel(ulysses_degree=degrees["ulysses"], ring_degree=degrees["ring"], options=entry.options)
+    return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"])
+
+
+def _overridden(selection: Selection, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
+    """Return the mesh and the options of a schedule with what was set of them; raises InputError for what it has not.
+
+    Where a schedule splits heads and sequence, which of the two is inside belongs to the mesh.
+    """
+    options = entry.options
+    takes = [*msgspec.to_builtins(options or {}), *(["placement"] if {"ring", "ulysses"} <= set(entry.degrees) else [])]
+    for name, value in given:
+        if name not in takes:
+            raise InputError(
+                f"schedule {selection.schedule!r} has no option {name}: it takes {', '.join(takes) or 'none'}; leave "
+                f"out --set schedule.{name}, or choose another schedule with --schedule"
+            )
+        if name == "placement":
+            order = PLACEMENTS[one_of("--set schedule.placement", value, PLACEMENTS)]
+            mesh = msgspec.structs.replace(mesh, order=order)
+        else:
+            options = override(options, name, value, "--set schedule.")
+    return mesh, options
 
 
 def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:

@@ -11,14 +11,14 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from experiments.selection import Chosen, Selection, choose
+from experiments.selection import PLACEMENTS, Chosen, Selection, choose
 from experiments.tables import evidence_lines, report_table
 from sim.engine.report import Report, report
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as play
 from sim.errors import InputError
 from sim.memory import walk
-from sim.options import DEFAULTS
+from sim.mesh import AXES
 from sim.profile import write_whole
 from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Player, Trace, to_chrome
@@ -62,7 +62,7 @@ def title(chosen: Chosen, checked: Checked) -> str:
     """Return one line that names what was played."""
     w, ranks = chosen.workload, f"{checked.schedule.num_ranks} x"
     if chosen.one_device:
-        ranks = f"{chosen.parallel.num_ranks} ranks on one"
+        ranks = f"{chosen.mesh.size} ranks on one"
     scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
     length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
     mask = w.mask + (f" with a window of {w.window}" if w.window else "")
@@ -76,16 +76,16 @@ def _schedule_name(chosen: Chosen) -> str:
     """Return the schedule with what was chosen of it: degrees where there are two, options that are not the default,
     and how often key/value heads are replicated.
     """
-    parallel, kv_heads = chosen.parallel, chosen.workload.model.num_kv_heads
+    mesh, kv_heads = chosen.mesh, chosen.workload.model.num_kv_heads
     said = []
-    if parallel.ulysses_degree > 1 and parallel.ring_degree > 1:
-        said.append(f"U {parallel.ulysses_degree} x R {parallel.ring_degree}")
-    for name in parallel.options.__struct_fields__:
-        value = getattr(parallel.options, name)
-        if value != getattr(DEFAULTS, name):
+    if mesh.ulysses > 1 and mesh.ring > 1:
+        said.append(f"U {mesh.ulysses} x R {mesh.ring}")
+    said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
+    for name, value in msgspec.to_builtins(chosen.options or {}).items():
+        if value != getattr(chosen.entry.declared, name):
             said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
-    if parallel.ulysses_degree > kv_heads:
-        said.append(f"each of {kv_heads} key/value heads on {parallel.ulysses_degree // kv_heads} ranks")
+    if mesh.ulysses > kv_heads:
+        said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
     return chosen.schedule + (f" ({', '.join(said)})" if said else "")
 
 

@@ -36,11 +36,12 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 def straggler_costs(chosen: Chosen) -> list[Straggler]:
     """Return the cost of a slow rank by schedule; schedules that refuse the workload are left out."""
-    ranks = chosen.parallel.num_ranks
+    ranks = chosen.mesh.size
     found = []
     for name, entry in SCHEDULES.items():
         try:
-            checked = check(entry.build(chosen.workload, entry.parallel(ranks, chosen.workload.model)))
+            mesh = entry.mesh(ranks, chosen.workload.model)
+            checked = check(entry.schedule(chosen.workload, mesh, hints=chosen.hints()))
         except InputError:
             continue
         turns = range(0, ranks, -(-ranks // _MOST))

@@ -18,6 +18,7 @@ import msgspec
 from sim.errors import InputError, unknown
 
 T = TypeVar("T", bound=msgspec.Struct)
+Spec = TypeVar("Spec")
 
 
 def preset_names(folder: str, suffix: str = ".toml") -> list[str]:
@@ -57,8 +58,8 @@ def read_bytes(what: str, path: str, where: str) -> bytes:
         raise InputError(f"{file} {path!r} cannot be read ({error.strerror}); set it with {where}") from error
 
 
-def override(spec: T, path: str, text: str, where: str) -> T:
-    """Return ``spec`` with the figure at ``path`` replaced.
+def override(spec: Spec, path: str, text: str, where: str) -> Spec:
+    """Return ``spec``, a struct or a dataclass, with the figure at ``path`` replaced.
 
     ``path`` is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). ``text``
     is a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
@@ -87,7 +88,7 @@ def _hint(owner: Any, keys: Sequence[str]) -> Any:
     """Return the type of a field at the end of a path of fields; None if there is none such."""
     for key in keys:
         candidates = (owner, *get_args(owner))  # of an optional struct the struct
-        owner = next((get_type_hints(one).get(key) for one in candidates if hasattr(one, "__struct_fields__")), None)
+        owner = next((get_type_hints(one).get(key) for one in candidates if isinstance(one, type)), None)
     return owner
 
 

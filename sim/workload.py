@@ -1,4 +1,4 @@
-"""What is to be computed, and over how many ranks: the model, the batch, and the degrees of parallelism.
+"""What is to be computed: the model and the batch.
 
 B batch · S sequence (global) · H query heads · H_kv key/value heads · D head dim · E model dim · F feed-forward dim
 L layers · V vocabulary · P = U * R context-parallel degree (Ulysses x ring)
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sim.errors import InputError, unknown
-from sim.options import DEFAULTS, Options
+from sim.options import SumOptions
 from sim.presets import load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -62,7 +62,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step's work of one context-parallel group."""
+    """One step's work of one context-parallel group; data-parallel replicas have sequences of their own each."""
 
     model: ModelSpec
     seq: Count
@@ -109,20 +109,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.passes != "forward"
 
 
-class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the sequence is split: P = ``ulysses_degree`` * ``ring_degree`` ranks, and what a schedule may choose."""
-
-    ulysses_degree: Count = 1
-    ring_degree: Count = 1
-    options: Options = DEFAULTS
-
-    @property
-    def num_ranks(self) -> int:
-        """P, the context-parallel degree."""
-        return self.ulysses_degree * self.ring_degree
-
-
-def gradient_dtype(workload: Workload, options: Options) -> Dtype:
+def gradient_dtype(workload: Workload, options: SumOptions) -> Dtype:
     """Return the data type in which partial gradients are summed and sent."""
     return accumulation_dtype(workload.dtype) if options.gradients == "fp32" else workload.dtype
 

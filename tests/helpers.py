@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sim.errors import InputError, ScheduleError
+from sim.mesh import AXES, Axis, Mesh
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.masks import Span, block_band, mask_of
 from sim.schedule.ir.ops import AllGather, Attend, AttendBackward, Barrier, HostSync, ReduceScatter
@@ -17,7 +19,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
+from sim.workload import DTYPE_BYTES, ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
 
@@ -36,20 +38,33 @@ def make_model(heads: int = 8, kv_heads: int = 4, head_dim: int = 16, dtype: str
     return ModelSpec(**fields)
 
 
+RING_INNER: tuple[Axis, ...] = ("pp", "dp", "ulysses", "ring", "tp")
+
+
 class Variant(NamedTuple):
     """A schedule of the catalog with options of its own, and how many of its ranks split heads."""
 
     schedule: str
     options: dict[str, Any] = {}  # noqa: RUF012 - never written to
     ulysses: int | None = None
+    order: tuple[Axis, ...] = AXES
 
-    def parallel(self, ranks: int, model: ModelSpec) -> Parallel:
+    def mesh(self, ranks: int, model: ModelSpec) -> Mesh:
         """Return the degrees of so many ranks; Ulysses gets its share where that divides them."""
-        parallel = SCHEDULES[self.schedule].parallel(ranks, model)
+        mesh = SCHEDULES[self.schedule].mesh(ranks, model)
         if self.ulysses is not None:
             heads = math.gcd(ranks, self.ulysses)
-            parallel = msgspec.structs.replace(parallel, ulysses_degree=heads, ring_degree=ranks // heads)
-        return msgspec.structs.replace(parallel, options=msgspec.structs.replace(parallel.options, **self.options))
+            mesh = msgspec.structs.replace(mesh, ulysses=heads, ring=ranks // heads)
+        return msgspec.structs.replace(mesh, order=self.order)
+
+    def build(self, workload: Workload, mesh: Mesh) -> Schedule:
+        """Return its schedule."""
+        return SCHEDULES[self.schedule].schedule(workload, mesh, self.chosen)
+
+    @property
+    def chosen(self) -> Any:
+        """All of its options."""
+        return dataclasses.replace(SCHEDULES[self.schedule].options, **self.options)
 
 
 VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
@@ -69,11 +84,11 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "usp of 2": Variant("usp", ulysses=2),
     "usp of 4": Variant("usp", {"layout": "striped", "ring_backward": "kv-at-hand"}, ulysses=4),
     "usp of 1": Variant("usp", ulysses=1),
-    "usp, rings inside": Variant("usp", {"placement": "ring-inner", "packed": True, "layout": "contiguous"}, ulysses=2),
+    "usp, rings inside": Variant("usp", {"packed": True, "layout": "contiguous"}, ulysses=2, order=RING_INNER),
     "usp, queries travel": Variant("usp", {"ring_backward": "queries", "overlap": False}, ulysses=2),
     "upipe over rings": Variant("upipe", {"layout": "zigzag"}, ulysses=2),
     "upipe, kept": Variant("upipe", {"recompute": False, "packed": True}, ulysses=4),
-    "upipe of 1": Variant("upipe", {"placement": "ring-inner", "layout": "striped"}, ulysses=1),
+    "upipe of 1": Variant("upipe", {"layout": "striped"}, ulysses=1, order=RING_INNER),
     "standard attention": Variant("single", {"kernel": "standard"}),
     "memory-efficient attention": Variant("single", {"kernel": "memory-efficient"}),
 }
@@ -87,7 +102,7 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
 }
 """What only layers have: activations in the host's memory."""
 
-REFUSED = ("allowed are", "the nearest are", "set --gpus 1", "set --pass both")
+REFUSED = ("allowed are", "the nearest are", "set --pass both")
 """What a refusal says: the values that are allowed."""
 
 
@@ -100,15 +115,15 @@ def is_refused(name: str, workload: Workload, ranks: int) -> bool:
         return True
     if variant.schedule == "ulysses" and workload.model.num_heads % ranks:
         return True
-    options = variant.parallel(ranks, workload.model).options
-    keeps_more = variant.schedule == "upipe" or options.ring_backward == "kv-at-hand" or options.kernel == "standard"
+    chosen = variant.options.values()
+    keeps_more = variant.schedule == "upipe" or "kv-at-hand" in chosen or "standard" in chosen
     return keeps_more and not workload.forward
 
 
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
     """Return a proved schedule of the catalog, or a variant."""
     variant = (VARIANTS | OFFLOADED)[name]
-    return check(SCHEDULES[variant.schedule].build(workload, variant.parallel(ranks, workload.model)))
+    return check(variant.build(workload, variant.mesh(ranks, workload.model)))
 
 
 def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | None:
@@ -181,8 +196,8 @@ def make_gathered(workload: Workload, ranks: int) -> Schedule:
     claims = Claims(
         attention_flops=attention_flops(workload), wire_bytes=4 * (ranks - 1) * _kv_bytes(workload), source=""
     )
-    parallel = Parallel(ring_degree=ranks)
-    header = Header(name="gathered", workload=workload, parallel=parallel, communicators=(everyone,), claims=claims)
+    mesh = Mesh(ring=ranks)
+    header = Header(name="gathered", workload=workload, mesh=mesh, communicators=(everyone,), claims=claims)
     return Schedule(header, build)
 
 

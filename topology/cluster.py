@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,13 +44,20 @@ class Route(NamedTuple):
 
 
 class Cluster:
-    """The machine that a schedule is simulated on. Built once from a spec, never changed."""
+    """The machine that a schedule is simulated on. Built once from a spec, never changed.
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    With a ``placement`` number i is the device ``placement[i]``, by default i.
+    """
+
+    def __init__(self, spec: ClusterSpec, placement: Sequence[int] | None = None) -> None:
         self.spec = spec
         self._graph = wire(spec)
         self.resources: list[Resource] = []
-        self.devices = [self._device(index) for index in range(spec.nodes * spec.gpus_per_node)]
+        wired = [self._device(index) for index in range(spec.nodes * spec.gpus_per_node)]
+        self._placement = range(len(wired)) if placement is None else placement
+        if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(len(wired))):
+            raise InputError(f"placement {placement}: expected different devices among 0 to {len(wired) - 1}")
+        self.devices = [wired[device] for device in self._placement]
         self._index: dict[str, int] = {}
         for _, _, edge in self._graph.edges(data="edge"):
             for resource in edge.resources:
@@ -71,12 +79,13 @@ class Cluster:
 
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
-        return self._route(source, target)
+        return self._route(self._placement[source], self._placement[target])
 
-    @property
-    def has_host_memory(self) -> bool:
-        """Whether the sockets of its nodes are described."""
-        return bool(self._dram)
+    def typical_routes(self) -> list[Route]:
+        """Return the routes to a neighbour, to the next node and to the host's memory, as far as there are such."""
+        per_node = self.spec.gpus_per_node
+        others = [number for number in (1, per_node) if number < self.spec.nodes * per_node]
+        return [self._route(0, other) for other in others] + ([self._host_route(0, True)] if self._dram else [])
 
     def host_route(self, device: int, *, to_host: bool) -> Route:
         """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
@@ -87,7 +96,7 @@ class Cluster:
                 f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
                 f"buffers on the GPUs"
             )
-        return self._host_route(device, to_host)
+        return self._host_route(self._placement[device], to_host)
 
     def peak_flops_per_s(self, device: int, dtype: str) -> float:
         """Return the peak rate of one device; raises InputError for a data type that it has no peak for."""
@@ -122,7 +131,8 @@ class Cluster:
         return len(self.resources) - 1
 
     def _find_route(self, source: int, target: int) -> Route:
-        near = self.devices[source].node == self.devices[target].node  # and so not over the NICs, however short that is
+        per_node = self.spec.gpus_per_node
+        near = source // per_node == target // per_node  # and so not over the NICs, however short that is
         path = (self._paths_inside if near else self._paths_across)(source).get(f"gpu[{target}]")
         if path is None or source == target:
             raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")

@@ -16,10 +16,11 @@ import msgspec
 
 from calibrate.cases import cases_of
 from calibrate.published.reading import Averaged, geometric_mean, kernel_point, rows
+from sim.mesh import Mesh
 from sim.profile import Point
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.methods import single
-from sim.workload import Parallel, Workload, load_model
+from sim.workload import Workload, load_model
 
 _VLLM = {
     "input_layernorm(rmsnorm)": "rms_norm",
@@ -108,7 +109,7 @@ def _uses(tokens: int, **model: int) -> dict[str, KernelUse]:
     spec = msgspec.structs.replace(load_model("llama3-70b"), **model)
     workload = Workload(model=spec, seq=tokens, dtype="bf16", scope="layer")
     uses: dict[str, KernelUse] = {}
-    for case in cases_of(single.build(workload, Parallel()).program(0)):
+    for case in cases_of(single.build(workload, Mesh()).program(0)):
         uses.setdefault(case.use.kernel, case.use)
     of_queries, heads = uses["rope"], spec.num_heads + spec.num_kv_heads
     elements, flops, nbytes = (

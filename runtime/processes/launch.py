@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,7 @@ from typing import Any, Self
 from runtime.processes.process import GRACE_S, LocalRank, RankProcess, deaf
 from runtime.processes.rank import Job, Rendezvous, Seat
 from runtime.processes.torchrun import Workers
-from sim.errors import RankError
+from sim.errors import InputError, RankError
 
 TIMEOUT_S = 120.0
 """Longest time that a rank may take for one op, and at least allowed for joining, before the run is ended."""
@@ -27,7 +28,8 @@ class Session:
     """The processes of a run. A context manager: on leaving it no process stays.
 
     ``workers`` are those that torchrun has started, each for the rank of its number; without them all ranks run here.
-    ``attention`` names the kernel that GPUs run; by default the best that is installed.
+    ``attention`` names the kernel that GPUs run; by default the best that is installed. Rank i computes on this host's
+    device ``placement[i]``, by default i.
     """
 
     def __init__(
@@ -39,7 +41,13 @@ class Session:
         threads_per_rank: int = 1,
         workers: Workers | None = None,
         attention: str = "",
+        placement: Sequence[int] | None = None,
     ) -> None:
+        if placement is not None and (workers or len(placement) != ranks):
+            raise InputError(
+                f"placement {tuple(placement)}: expected a device for each of {ranks} ranks; where torchrun starts "
+                f"ranks, it is torchrun that places them"
+            )
         self.ranks = ranks
         self.one_host = workers is None or ranks <= workers.world.local_size
         """Whether all ranks run on one host, and so read one clock."""
@@ -49,7 +57,7 @@ class Session:
         here = Rendezvous(str(Path(self._folder.name) / "store"))
         rendezvous = workers.new_rendezvous() if workers else here
         seat = Seat(0, ranks, device, rendezvous, timeout_s, threads_per_rank, self.one_host, attention)
-        start = workers.start if workers else _start_here
+        start = workers.start if workers else partial(_start_here, placement or range(ranks))
         self.processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
@@ -154,6 +162,6 @@ class Session:
         self._folder.cleanup()
 
 
-def _start_here(seat: Seat) -> RankProcess:
-    """Start the process of a rank on this host, whose devices are counted as the ranks are."""
-    return LocalRank(seat, seat.rank)
+def _start_here(placement: Sequence[int], seat: Seat) -> RankProcess:
+    """Start the process of a rank on its device of this host."""
+    return LocalRank(seat, placement[seat.rank])

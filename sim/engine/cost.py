@@ -18,7 +18,7 @@ from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
-from topology.cluster import Cluster, Device
+from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
 HOST_COPY_KINDS: dict[Place, dict[str, str]] = {
@@ -90,7 +90,7 @@ class CostModel:
         seconds, note = self.kernel_seconds(rank, use)
         self.notes |= {note} if note else set()
         memory = min(self._moved(use) / seconds, self._cluster.spec.hbm.bytes_per_s) if seconds > 0 else 0.0
-        return self._on_sms(self._cluster.devices[rank], use, seconds, memory)
+        return self._on_sms(rank, use, seconds, memory)
 
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return what a kernel takes alone on a rank's device, and a note where the profile has nothing of its size."""
@@ -111,21 +111,22 @@ class CostModel:
         """Return the bytes that a kernel moves through its memory."""
         return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) if self._profile else 1.0)
 
-    def _on_sms(self, device: Device, use: KernelUse, seconds: float, memory: float) -> Activity:
-        """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
+    def _on_sms(self, rank: int, use: KernelUse, seconds: float, memory: float) -> Activity:
+        """Return the flow of a kernel over the SMs (or a core) and the memory of a rank's device.
 
         On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched,
         and what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds
         is no slower on fewer SMs. Before the grid of attention's backward pass runs a short one, for delta, and what
         waits for SMs comes behind that one (flash_attn csrc/flash_attn/src/flash_bwd_launch_template.h).
         """
+        device = self._cluster.devices[rank]
         sms, work = device.compute_units, (device.hbm, memory)
         if self._cluster.spec.gpu.kind == "cpu":
             return (Flow(seconds, ((device.compute, sms), work)),)
         blocks = self._profile.blocks_per_sm.get(use.kernel, 1) if self._profile else 1
         waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
         bytes_per_s = self._cluster.spec.hbm.bytes_per_s
-        peak = self._cluster.peak_flops_per_s(device.number, use.dtype)
+        peak = self._cluster.peak_flops_per_s(rank, use.dtype)
         if waves > 1 and use.flops * bytes_per_s < use.hbm_bytes * peak:
             return (Flow(seconds, (work,), fills=device.compute),)
         before = min(use.delta_bytes / bytes_per_s, seconds)
@@ -267,10 +268,7 @@ def _kind(op: Op) -> str:
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
-    targets = [rank for rank in (1, cluster.spec.gpus_per_node) if rank < len(cluster.devices)]
-    routes = [cluster.route(0, target) for target in targets]
-    if cluster.has_host_memory:
-        routes.append(cluster.host_route(0, to_host=True))
+    routes = cluster.typical_routes()
 
     def figures(link: str) -> Figures:
         for route in routes:

@@ -90,8 +90,9 @@ def _beyond_dram(walks: list[MemoryWalk], cluster: Cluster) -> list[str]:
     if spec.socket is None:
         return []
     held: dict[int, int] = {}
-    for rank, found in enumerate(walks):
-        held[socket_of(spec, rank)] = held.get(socket_of(spec, rank), 0) + found.host_peak_bytes
+    for device, found in zip(cluster.devices, walks, strict=False):
+        socket = socket_of(spec, device.number)
+        held[socket] = held.get(socket, 0) + found.host_peak_bytes
     room = spec.socket.dram.capacity_bytes
     return [
         f"socket {number} is given {nbytes / 1e9:.4g} GB to keep and has {room / 1e9:.4g} GB of memory"

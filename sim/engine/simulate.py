@@ -12,7 +12,7 @@ other side has posted too, a collective begins when its last member has posted.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import cache, partial
 from random import Random
 from typing import NamedTuple, assert_never
@@ -72,13 +72,17 @@ def simulate(
     cluster: Cluster,
     profile: Profile | None,
     jitter: Jitter = STEADY,
+    placement: Sequence[int] | None = None,
 ) -> Simulation:
-    """Return what happens when rank i of a schedule runs on device i; deterministic to the bit.
+    """Return what happens when rank i of a schedule runs on device ``placement[i]``, by default i; deterministic to the
+    bit.
 
     Without a profile kernels and links run at the datasheet's rates. Raises InputError if the cluster has too few
     devices, or the profile is of another machine.
     """
     ranks = checked.schedule.num_ranks
+    if placement is not None:
+        cluster = Cluster(cluster.spec, placement)
     if ranks > len(cluster.devices):
         raise InputError(
             f"schedule {checked.schedule.header.name!r} needs {ranks} GPUs, cluster {cluster.spec.name!r} has "

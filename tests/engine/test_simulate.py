@@ -13,13 +13,14 @@ from sim.breakdown import breakdown
 from sim.engine.report import floors, report
 from sim.engine.simulate import Jitter, simulate
 from sim.errors import InputError
+from sim.mesh import Mesh
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.trace import Trace
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, DramSpec, LinkSpec, PcieSpec, PerGpu, SocketSpec
@@ -55,6 +56,34 @@ def test_a_slow_link_holds_the_second_block_up() -> None:
     """The hop takes three blocks, behind a latency of half a block: 3.5 + 1."""
     spec = with_link(KV_BYTES / (3 * BLOCK_S), latency_s=BLOCK_S / 2)
     assert step_s(ring(), spec) == pytest.approx(4.5 * BLOCK_S + MERGE_S, rel=1e-6)
+
+
+def test_ranks_run_where_they_are_placed() -> None:
+    """Inside a node the hop takes half a block and hides; to the other node it takes three: 3 + 1.
+    A device of half the speed takes its time with it.
+    """
+    nic = LinkSpec(bytes_per_s=KV_BYTES / (3 * BLOCK_S), latency_s=0.0)
+    spec = with_link(KV_BYTES / (BLOCK_S / 2), nodes=2, nic=nic, per_gpu={3: PerGpu(speed=0.5)})
+    two, cluster = ring(), Cluster(spec)
+    inside, across = simulate(two, cluster, None), simulate(two, cluster, None, placement=(0, 2))
+    assert inside.trace.step_time_s == pytest.approx(2 * BLOCK_S + MERGE_S, rel=1e-6)
+    assert across.trace.step_time_s == pytest.approx(4 * BLOCK_S + MERGE_S, rel=1e-6)
+    assert floors(two, across.cluster)["nic"] == pytest.approx(3 * BLOCK_S)
+    slow = simulate(two, cluster, None, placement=(3, 2)).trace
+    assert slow.step_time_s == pytest.approx(2 * (2 * BLOCK_S + MERGE_S), rel=1e-6), "its second block ends last"
+    again = simulate(ring(4), cluster, None, placement=range(4))
+    assert again.trace == simulate(ring(4), cluster, None).trace
+
+
+@pytest.mark.parametrize("placement", [(0, 0), (0, 4), (-1, 0)])
+def test_ranks_have_a_device_each(placement: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="expected different devices among 0 to 3"):
+        simulate(ring(), Cluster(make_cluster_spec(4)), None, placement=placement)
+
+
+def test_a_placement_has_a_device_for_every_rank() -> None:
+    with pytest.raises(InputError, match="needs 2 GPUs, cluster 'toy' has 1"):
+        simulate(ring(), Cluster(make_cluster_spec(4)), None, placement=(3,))
 
 
 def test_on_cuda_communication_waits_for_the_kernels_issued_before_it() -> None:
@@ -141,7 +170,7 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
             return b.build()
 
         workload = Workload(model=make_model(HEADS, HEADS, DIM), seq=TOKENS, mask="full")
-        schedule = Schedule(Header(name="two", workload=workload, parallel=Parallel()), build)
+        schedule = Schedule(Header(name="two", workload=workload, mesh=Mesh()), build)
         gpu = msgspec.structs.replace(make_cluster_spec().gpu, launch_s=0.1 * BLOCK_S)
         found = simulate(check(schedule), Cluster(make_cluster_spec(1, gpu=gpu)), None).trace
         attends = [row.begin_s / BLOCK_S for row in found.rows if row.kind == "Attend"]
@@ -178,7 +207,7 @@ def test_ring_collectives_use_every_nic() -> None:
         b.add(AllGather(label="gather", communicator=everyone.name, send=given, recvs=Split(whole, 1, 4)))
         return b.build()
 
-    header = Header(name="g", workload=workload, parallel=Parallel(ring_degree=4), communicators=(everyone,))
+    header = Header(name="g", workload=workload, mesh=Mesh(ring=4), communicators=(everyone,))
     nic = LinkSpec(bytes_per_s=1e3, latency_s=0.0)
     spec = make_cluster_spec(2, nodes=2, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=0.0), nic=nic)
     part = 4 * DIM * 4
@@ -201,7 +230,7 @@ def host_copies(ranks: int, *, both_ways: bool = False) -> Checked:
             b.host_copy(k_there, b.elsewhere(k, "hbm"), "k back")
         return b.build()
 
-    return check(Schedule(Header(name="copies", workload=workload, parallel=Parallel(ring_degree=ranks)), build))
+    return check(Schedule(Header(name="copies", workload=workload, mesh=Mesh(ring=ranks)), build))
 
 
 def test_copies_to_the_host_share_the_way_there() -> None:

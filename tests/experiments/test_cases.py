@@ -21,7 +21,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     assert file.quality
     for case in cases:
         chosen = case.chosen()
-        chosen.entry.build(chosen.workload, chosen.parallel)
+        chosen.built()
         assert chosen.profile == (None if file.profile == DATASHEET else load_profile(file.profile))
 
 

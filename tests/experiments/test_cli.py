@@ -25,17 +25,18 @@ from topology.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
 OWN = """
+from sim.mesh import Mesh
 from sim.schedule.methods import ring
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 
 
-def build(workload: Workload, parallel: Parallel):
-    schedule = ring.build(workload, parallel)
+def build(workload: Workload, mesh: Mesh):
+    schedule = ring.build(workload, mesh)
     {body}
     return schedule
 
 
-def nothing(workload, parallel):
+def nothing(workload, mesh):
     return None
 
 
@@ -242,8 +243,8 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         main(["show", *own])
     assert ">>>" in capsys.readouterr().out, "the place is shown"
     path.write_text(OWN.format(body="1 / 0"))
-    assert "my_module.py:8: ZeroDivisionError" in fails(capsys, "simulate", *own)
-    assert "my_module.py:8: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
+    assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own)
+    assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
     assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)

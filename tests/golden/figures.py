@@ -4,9 +4,10 @@ import msgspec
 
 from sim.engine.report import report
 from sim.engine.simulate import simulate
+from sim.mesh import Mesh
 from sim.schedule.methods import ring, ulysses
 from sim.schedule.proof.check import check
-from sim.workload import Parallel, Workload, load_model
+from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import PerGpu
 
@@ -20,11 +21,8 @@ model = msgspec.structs.replace(load_model("llama3-8b"), num_kv_heads=16)
 for name, (gpus, spec) in machines.items():
     for seq in (16, 128, 1024):
         work = Workload(model=model, seq=seq * 1024, dtype="bf16")
-        for build, parallel in (
-            (ring.build, Parallel(ring_degree=gpus)),
-            (ulysses.build, Parallel(ulysses_degree=gpus)),
-        ):
-            checked = check(build(work, parallel))
+        for schedule in (ring.build(work, Mesh(ring=gpus)), ulysses.build(work, Mesh(ulysses=gpus))):
+            checked = check(schedule)
             found = report(checked, simulate(checked, Cluster(spec), None), None)
             floors = " ".join(f"{resource} {seconds:.6g}" for resource, seconds in found.floors.items())
             parts = " ".join(f"{part} {seconds:.6g}" for part, seconds in found.breakdown.items() if seconds)

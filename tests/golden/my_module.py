@@ -16,9 +16,9 @@ class Gathered:
 
     def __init__(self, b, everyone, layout):
         self.b, self.everyone, self.parts = b, everyone, len(layout)
-        self.saved_shard = all_heads(b.workload.model, layout[b.rank])
-        everything = (Span(0, b.workload.seq),)
-        (self.block,) = blocks(mask_of(b.workload), layout[b.rank], everything)
+        own, everything = layout[everyone.position(b.rank)], (Span(0, b.workload.seq),)
+        self.saved_shard = all_heads(b.workload.model, own)
+        (self.block,) = blocks(mask_of(b.workload), own, everything)
 
     def gather(self, name, local):
         whole = self.b.tensor(f"all {name}", self.b.workload.seq, local.shape[2], "communication")
@@ -73,17 +73,18 @@ class Gathered:
         return own
 
 
-def build(workload, parallel):
-    model, size = workload.model, parallel.num_ranks
+def build(workload, mesh):
+    mesh.only("gathered", "ring")
+    model, size = workload.model, mesh.ring
     layout = contiguous(workload.seq, size)
-    everyone = Communicator(name="everyone", groups=(tuple(range(size)),))
+    everyone = Communicator(name="everyone", groups=mesh.groups("ring"))
     shards = 2 * workload.batch * workload.seq * model.num_kv_heads * model.head_dim * 4  # fp32
     plan = AttentionPlan(
         name="gathered",
         communicators=(everyone,),
-        shard=lambda rank: all_heads(model, layout[rank]),
+        shard=lambda rank: all_heads(model, layout[everyone.position(rank)]),
         attention=lambda b: Gathered(b, everyone, layout),
         wire_bytes=(size - 1) * shards * (workload.forward + workload.backward),
         source="this file: (P-1) shards of K and V are gathered, and of dK and dV scattered",
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh)

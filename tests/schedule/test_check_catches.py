@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from sim.errors import ScheduleError
+from sim.mesh import Mesh
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ir.ops import (
     STREAMS,
@@ -32,7 +33,7 @@ from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedul
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 from tests.helpers import make_checked, make_gathered, make_model
 
 Change = Callable[[Op], Op | None]
@@ -204,9 +205,7 @@ def schedule_of(programs: Callable[[ProgramBuilder, Communicator], None], ranks:
         return b.build()
 
     other = Communicator(name="other", groups=everyone.groups)
-    header = Header(
-        name="own", workload=workload, parallel=Parallel(ring_degree=ranks), communicators=(everyone, other)
-    )
+    header = Header(name="own", workload=workload, mesh=Mesh(ring=ranks), communicators=(everyone, other))
     return Schedule(header, build)
 
 
@@ -387,7 +386,7 @@ def test_a_missing_output_and_an_invented_input() -> None:
         program = whole.program(rank)
         view = View(len(program.buffers), ((0, 1), (0, 16), (0, 2), (0, 16)))
         buffer = Buffer(name="free k", dims="bshd", shape=(1, 16, 2, 16), dtype="fp32", category="other")
-        port = Port(tensor="k", view=view, tokens=(Span(0, 16),), heads=Span(0, 2))
+        port = Port(tensor="k", view=view, batch=Span(0, 1), tokens=(Span(0, 16),), heads=Span(0, 2))
         return msgspec.structs.replace(program, buffers=(*program.buffers, buffer), inputs=(*program.inputs, port))
 
     refuses(Schedule(whole.header, generous), "twice")
@@ -489,7 +488,7 @@ def test_probabilities_of_keys_in_another_order() -> None:
         changed("standard attention", 1, AttendBackward, half, rank=0, number=0), "those of a standard one are kept"
     )
     workload = Workload(model=make_model(4, 4), seq=8, mask="full")
-    header = Header(name="turned", workload=workload, parallel=Parallel())
+    header = Header(name="turned", workload=workload, mesh=Mesh())
 
     def build(rank: int) -> Program:
         b, tokens, heads = ProgramBuilder(rank, workload), (Span(0, 8),), Span(0, 4)
@@ -548,7 +547,7 @@ def test_all_keys_given_to_every_rank() -> None:
     workload = Workload(model=make_model(4, 4), seq=8, passes="forward", mask="full")
     single = make_checked("single", workload, 1).schedule
     claims = msgspec.structs.replace(single.header.claims, attention_flops=single.header.claims.attention_flops)
-    header = msgspec.structs.replace(single.header, parallel=Parallel(ring_degree=2), claims=claims)
+    header = msgspec.structs.replace(single.header, mesh=Mesh(ring=2), claims=claims)
 
     def halves(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)

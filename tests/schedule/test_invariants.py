@@ -9,14 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from experiments.selection import Selection, choose
 from sim.errors import InputError, LengthError
 from sim.memory import Lifetime, lifetimes, walk
+from sim.mesh import Mesh
 from sim.schedule.derive.show import grid, logical_times
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Exchange
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 
 RANKS = (1, 2, 3, 4, 8)
@@ -53,7 +55,7 @@ def test_schedules_are_deterministic_and_survive_json(name: str) -> None:
     for checked in itertools.islice(cells(name), 0, None, 2):
         schedule = checked.schedule
         variant, workload = VARIANTS[name], schedule.header.workload
-        again = SCHEDULES[variant.schedule].build(workload, schedule.header.parallel)
+        again = variant.build(workload, schedule.header.mesh)
         assert again.hash == schedule.hash
         data = schedule.to_json()
         read = Schedule.from_json(data)
@@ -288,7 +290,7 @@ def test_programs_are_built_lazily(name: str) -> None:
     variant = VARIANTS[name]
     ranks = 1 if variant.schedule == "single" else 4
     workload = Workload(model=make_model(8, 8), seq=48)
-    schedule = SCHEDULES[variant.schedule].build(workload, variant.parallel(ranks, workload.model))
+    schedule = variant.build(workload, variant.mesh(ranks, workload.model))
     assert not schedule._programs
     schedule.program(ranks - 1)
     assert list(schedule._programs) == [ranks - 1]
@@ -313,20 +315,19 @@ def test_the_grid_shows_every_op_once(name: str) -> None:
 def test_options_that_a_schedule_has_no_use_for_are_refused(name: str) -> None:
     unused = {"single": "layout", "ring": "placement", "ulysses": "layout"}.get(name, "kernel")
     value = {"layout": "zigzag", "placement": "ring-inner", "kernel": "standard"}[unused]
-    options = msgspec.structs.replace(SCHEDULES[name].options, **{unused: value})
-    workload = Workload(model=make_model(8, 8), seq=48)
-    with pytest.raises(InputError, match=f"has no option {unused}"):
-        SCHEDULES[name].build(workload, Parallel(options=options))
+    selection = Selection(schedule=name, cluster="hgx-h100", gpus=1, set=(f"schedule.{unused}={value}",))
+    with pytest.raises(InputError, match=f"schedule '{name}' has no option {unused}: it takes .*activations"):
+        choose(selection)
 
 
 def test_the_nearest_lengths_divide() -> None:
     """Ulysses over 3 of a zigzag of 2: 4 chunks, 6 shares."""
     workload = Workload(model=make_model(6, 6), seq=100)
-    parallel = Parallel(ulysses_degree=3, ring_degree=2, options=SCHEDULES["usp"].options)
+    mesh = Mesh(ulysses=3, ring=2)
     with pytest.raises(LengthError, match="no multiple of 12: the nearest are 96 or 108") as error:
-        SCHEDULES["usp"].build(workload, parallel)
+        SCHEDULES["usp"].schedule(workload, mesh)
     assert error.value.above == 108
-    check(SCHEDULES["usp"].build(msgspec.structs.replace(workload, seq=108), parallel))
+    check(SCHEDULES["usp"].schedule(msgspec.structs.replace(workload, seq=108), mesh))
 
 
 def test_padding_is_refused_where_others_would_see_it() -> None:

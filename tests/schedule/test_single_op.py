@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from sim.mesh import Mesh
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.methods import single_op
 from sim.schedule.methods.single_op import Attended, Sent
 from sim.schedule.proof.check import check
-from sim.workload import MaskName, Parallel, Workload, load_model
+from sim.workload import MaskName, Workload, load_model
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_attention_alone_ends_where_its_keys_end(
 ) -> None:
     model = load_model("tiny")
     work = Workload(model=model, seq=1024, batch=3, mask=mask, window=window)
-    checked = check(single_op.build(kind, Attended(queries=queries, keys=keys), work, Parallel(ring_degree=2)))
+    checked = check(single_op.build(kind, Attended(queries=queries, keys=keys), work, Mesh(ring=2)))
     for (use,) in checked.kernels:
         assert use is not None
         assert use.flops == 2 * products * model.head_dim * 3 * model.num_heads * pairs
@@ -45,5 +46,5 @@ def test_attention_alone_ends_where_its_keys_end(
 def test_communication_alone_sends_its_bytes(kind: str, sent: int) -> None:
     """64 bytes on each of four ranks: whole, or three of four parts of 16 (twice: what all sum)."""
     work = Workload(model=load_model("tiny"), seq=1024)
-    checked = check(single_op.build(kind, Sent(nbytes=64), work, Parallel(ring_degree=4)))
+    checked = check(single_op.build(kind, Sent(nbytes=64), work, Mesh(ring=4)))
     assert wire_bytes(checked.schedule, checked.matching) == sent

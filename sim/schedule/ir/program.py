@@ -12,14 +12,16 @@ import hashlib
 import math
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from sim.errors import InputError
+from sim.mesh import Mesh
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Data, View
-from sim.workload import DTYPE_BYTES, Dtype, Parallel, Workload
+from sim.workload import DTYPE_BYTES, Dtype, Workload
 
 
 class Port(Data, frozen=True, kw_only=True):
@@ -29,6 +31,8 @@ class Port(Data, frozen=True, kw_only=True):
     """q, k, v, dout, out, lse, dq, dk or dv; of layers x, dx, and the weights and their gradients as in equations."""
     layer: int = 0
     view: View
+    batch: Span
+    """Which sequences of the global batch; of a weight or its gradient ONE."""
     tokens: Tokens
     """Of a weight or its gradient: all of its rows."""
     heads: Span
@@ -70,6 +74,10 @@ class Communicator(Data, frozen=True, kw_only=True):
                 return group
         raise InputError(f"rank {rank} belongs to no group of communicator {self.name!r}: {self.groups}")
 
+    def position(self, rank: int) -> int:
+        """Return which member of its group ``rank`` is."""
+        return self.group_of(rank).index(rank)
+
 
 class Claims(Data, frozen=True, kw_only=True):
     """What the paper says that the schedule costs, over all ranks; ``check`` holds the ops against it."""
@@ -85,7 +93,9 @@ class Header(Data, frozen=True, kw_only=True):
 
     name: str
     workload: Workload
-    parallel: Parallel
+    mesh: Mesh
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Of the method, by name."""
     communicators: tuple[Communicator, ...] = ()
     claims: Claims | None = None
 
@@ -108,7 +118,7 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """P, the number of ranks."""
-        return self.header.parallel.num_ranks
+        return self.header.mesh.size
 
     def program(self, rank: int) -> Program:
         """Return what ``rank`` does; built on the first call, the same object ever after."""
@@ -145,6 +155,6 @@ class Schedule:
             document = msgspec.json.decode(data, type=_Document)
         except msgspec.DecodeError as error:
             raise InputError(f"not a schedule in JSON: {error}") from error
-        if len(document.programs) != document.header.parallel.num_ranks:
-            raise InputError(f"{len(document.programs)} programs for {document.header.parallel.num_ranks} ranks")
+        if len(document.programs) != document.header.mesh.size:
+            raise InputError(f"{len(document.programs)} programs for {document.header.mesh.size} ranks")
         return Schedule(document.header, document.programs.__getitem__)

@@ -6,8 +6,11 @@ dK and dV. The gathered keys are put in the order of their positions, which make
 
 from __future__ import annotations
 
-from sim.errors import InputError
-from sim.options import OF_LAYERS, Options, only
+from dataclasses import dataclass
+from typing import Literal
+
+from sim.mesh import Mesh
+from sim.options import SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Span, Tokens, mask_of
 from sim.schedule.ir.ops import AllGather, Copy, ReduceScatter
@@ -18,42 +21,46 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
+from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
-    """Return attention over keys gathered from all ranks."""
-    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "allgather", "layout", "gradients", *OF_LAYERS)
-    if options.layout == "striped":
-        raise InputError(
-            "schedule 'allgather' has no layout striped: allowed are contiguous, zigzag; --set schedule.layout"
-        )
-    layout = LAYOUTS[options.layout](workload.seq, len(ranks))
-    everyone = Communicator(name="gather", groups=(ranks,))
+@dataclass(frozen=True, kw_only=True)
+class AllGatherOptions(SumOptions):
+    """Options of gathered keys."""
+
+    layout: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which tokens lie on which rank: see ``layout``."""
+
+
+def build(workload: Workload, mesh: Mesh, options: AllGatherOptions = AllGatherOptions()) -> Schedule:
+    """Return attention over keys gathered along the axis ring."""
+    mesh.only("allgather", "ring")
+    layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
+    everyone = Communicator(name="gather", groups=mesh.groups("ring"))
     plan = AttentionPlan(
         name="allgather",
-        communicators=(everyone,) if len(ranks) > 1 else (),
-        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        communicators=(everyone,) if mesh.ring > 1 else (),
+        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: AllGatherAttention(b, everyone, layout, options),
-        wire_bytes=_wire_bytes(workload, options, len(ranks)),
+        wire_bytes=_wire_bytes(workload, options, mesh.ring),
         source="arXiv:2407.21783 §3.3.2",
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
 class AllGatherAttention:
-    """Attention of one rank's queries to the keys of all; ``layout[i]`` are the tokens of rank i."""
+    """Attention of one rank's queries to the keys of its group; ``layout[i]`` are the tokens of its member i."""
 
     def __init__(
-        self, builder: ProgramBuilder, everyone: Communicator, layout: tuple[Tokens, ...], options: Options
+        self, builder: ProgramBuilder, everyone: Communicator, layout: tuple[Tokens, ...], options: SumOptions
     ) -> None:
         self._b = builder
         self._everyone = everyone
         self._size = len(layout)
         self._options = options
-        self.saved_shard = all_heads(builder.workload.model, layout[builder.rank])
-        self._blocks = blocks(mask_of(builder.workload), layout[builder.rank], (Span(0, builder.workload.seq),))
+        own = layout[everyone.position(builder.rank)]
+        self.saved_shard = all_heads(builder.workload.model, own)
+        self._blocks = blocks(mask_of(builder.workload), own, (Span(0, builder.workload.seq),))
         # In the order of positions, chunk i lies at place order[i] of what was gathered rank by rank.
         spans = [span for tokens in layout for span in tokens]
         self._order = tuple(sorted(range(len(spans)), key=lambda place: spans[place].start))
@@ -135,7 +142,7 @@ class AllGatherAttention:
             b.add(Copy(label=label, source=source, target=target, order=tuple(order)))
 
 
-def _wire_bytes(workload: Workload, options: Options, size: int) -> int:
+def _wire_bytes(workload: Workload, options: SumOptions, size: int) -> int:
     """Over all ranks: forward P(P-1) shards of KV; backward as many again, and as many of dKV."""
     model = workload.model
     shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim

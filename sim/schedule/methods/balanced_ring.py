@@ -9,10 +9,12 @@ from helpers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sim.errors import InputError
-from sim.options import OF_LAYERS, Options, only
+from sim.mesh import Mesh
+from sim.options import OverlapOptions, SumOptions
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import CAUSAL, FULL, Tokens
 from sim.schedule.ir.ops import Attend, Exchange, HostSync, Message
@@ -23,33 +25,37 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import Block
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype, gradient_dtype
+from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class BalancedOptions(SumOptions, OverlapOptions):
+    """Options of the balanced ring."""
+
+
+def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOptions()) -> Schedule:
     """Return load-balanced attention; raises InputError for masks that leave nothing to balance."""
-    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "balanced-ring", "gradients", "overlap", *OF_LAYERS)
+    mesh.only("balanced-ring", "ring")
     if workload.mask != "causal" or workload.window is not None:
         raise InputError(
             "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are --mask causal "
             "without --window, or --schedule ring"
         )
-    layout = contiguous(workload.seq, len(ranks))
-    fetch, back = (Communicator(name=name, groups=(ranks,)) for name in ("fetch", "return"))
+    layout = contiguous(workload.seq, mesh.ring)
+    fetch, back = (Communicator(name=name, groups=mesh.groups("ring")) for name in ("fetch", "return"))
     plan = AttentionPlan(
         name="balanced-ring",
-        communicators=(fetch, back) if len(ranks) > 1 else (),
-        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        communicators=(fetch, back) if mesh.ring > 1 else (),
+        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: BalancedAttention(b, fetch, back, layout, options),
-        wire_bytes=_wire_bytes(workload, options, len(ranks)),
+        wire_bytes=_wire_bytes(workload, options, mesh.ring),
         source="arXiv:2310.03294 §3.2",
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
 class _Round(NamedTuple):
-    """What a rank does in one round; a peer of None is nobody."""
+    """What a member of the ring does in one round; a peer, by its place there, of None is nobody."""
 
     attends_to: int | None
     """Whose keys its own queries meet."""
@@ -62,7 +68,7 @@ class _Round(NamedTuple):
 
 
 def _rounds(rank: int, size: int) -> list[_Round]:
-    """Return the rounds of a rank after its own block."""
+    """Return the rounds of a member after its own block."""
     found = []
     for t in range(1, size // 2 + 1):
         helpers = 2 * t < size
@@ -86,13 +92,14 @@ class BalancedAttention:
         fetch: Communicator,
         back: Communicator,
         layout: tuple[Tokens, ...],
-        options: Options,
+        options: BalancedOptions,
     ) -> None:
         self._b = builder
         self._fetch, self._return = fetch, back
         self._options = options
-        self._plan = _rounds(builder.rank, len(layout))
-        self.saved_shard = all_heads(builder.workload.model, layout[builder.rank])
+        self._ring, self._position = fetch.group_of(builder.rank), fetch.position(builder.rank)
+        self._plan = _rounds(self._position, len(layout))
+        self.saved_shard = all_heads(builder.workload.model, layout[self._position])
         rows = slice(0, builder.workload.seq // len(layout))
         self._own, self._other = Block(rows, rows, CAUSAL), Block(rows, rows, FULL)
 
@@ -118,10 +125,10 @@ class BalancedAttention:
                     Attend(label=f"attend for q{one.helps}", q=here[0], k=k, v=v, out=made[0], lse=made[1], band=FULL)
                 )
             if arrived:
-                softmax.merge((arrived[0], arrived[1]), f"what helped q{b.rank}")
+                softmax.merge((arrived[0], arrived[1]), f"what helped q{self._position}")
             arrived = self._return_round(one.helps, made, one.helped_by, (softmax.out, softmax.lse), "out")
         if arrived:
-            softmax.merge((arrived[0], arrived[1]), f"what helped q{b.rank}")
+            softmax.merge((arrived[0], arrived[1]), f"what helped q{self._position}")
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
@@ -189,22 +196,16 @@ class BalancedAttention:
             (peer, b.like(f"{label} slot", view, "communication")) for peer, views in recvs if peer is not None
             for view in views
         ]  # fmt: skip
-        out = [Message(peer, view) for peer, views in sends if peer is not None for view in views]
+        out = [Message(self._ring[peer], view) for peer, views in sends if peer is not None for view in views]
         if out or into:
-            b.add(
-                Exchange(
-                    label=label,
-                    communicator=over.name,
-                    sends=tuple(out),
-                    recvs=tuple([Message(peer, view) for peer, view in into]),
-                )
-            )
+            taken = tuple([Message(self._ring[peer], view) for peer, view in into])
+            b.add(Exchange(label=label, communicator=over.name, sends=tuple(out), recvs=taken))
             if not self._options.overlap:
                 b.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
         return tuple(view for _, view in into)
 
 
-def _wire_bytes(workload: Workload, options: Options, size: int) -> int:
+def _wire_bytes(workload: Workload, options: SumOptions, size: int) -> int:
     """Over all ranks: in round t P - t ranks fetch KV and return dKV, t send q and get (out, lse) back; backward q,
     out, lse and dout, and get dq back.
     """

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from sim.options import DEFAULTS, Options
+from sim.errors import InputError
+from sim.mesh import Axis, Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods import allgather, balanced_ring, double_ring, ring, single, ulysses, upipe, usp
-from sim.workload import ModelSpec, Parallel, Workload
+from sim.schedule.methods.allgather import AllGatherOptions
+from sim.schedule.methods.double_ring import DoubleRingOptions
+from sim.schedule.methods.hints import Hints
+from sim.schedule.methods.ring import RingOptions
+from sim.schedule.methods.upipe import UPipeOptions
+from sim.schedule.methods.usp import UspOptions
+from sim.workload import ModelSpec, Workload
 
-Build = Callable[[Workload, Parallel], Schedule]
-
-
-Degree = Literal["ulysses", "ring"]
+Build = Callable[..., Schedule]
+"""``build(workload, mesh)``; what else its signature names it is given: ``options``, a struct or a dataclass whose
+instance there as default says which there are, and ``hints``."""
 
 
 class Entry(NamedTuple):
@@ -21,21 +28,45 @@ class Entry(NamedTuple):
 
     build: Build
     paper: str
-    degrees: tuple[Degree, ...]
-    """The degrees that it has; ranks that no given degree takes go to the first one."""
+    degrees: tuple[Axis, ...]
+    """The axes that it has; ranks that no given degree takes go to the first one."""
     communication: str
     """Bytes that each rank sends per layer, forward; e bytes an element."""
-    options: Options = DEFAULTS
-    """What this name stands for, where one builder has several."""
+    preset: Any = None
+    """Options that this name stands for, where one builder has several."""
 
-    def parallel(self, ranks: int, model: ModelSpec) -> Parallel:
+    @property
+    def declared(self) -> Any:
+        """The builder's options, as they are where none is given; None if it takes none."""
+        takes = inspect.signature(self.build).parameters
+        if "options" not in takes:
+            return None
+        if takes["options"].default is inspect.Parameter.empty:
+            raise InputError(
+                "a builder that takes options says which there are: give its parameter a default, such as "
+                "options=MyOptions()"
+            )
+        return takes["options"].default
+
+    @property
+    def options(self) -> Any:
+        """The options of this name, where none is set."""
+        return self.declared if self.preset is None else self.preset
+
+    def schedule(self, workload: Workload, mesh: Mesh, options: Any = None, hints: Hints = Hints()) -> Schedule:
+        """Return what its builder makes, by default with the options of this name."""
+        offered = {"options": self.options if options is None else options, "hints": hints}
+        takes = inspect.signature(self.build).parameters
+        return self.build(workload, mesh, **{name: value for name, value in offered.items() if name in takes})
+
+    def mesh(self, ranks: int, model: ModelSpec) -> Mesh:
         """Return the degrees of so many ranks where none is given: Ulysses takes as many as need no replicas of heads,
         the ring the rest.
         """
         heads = ranks if self.degrees == ("ulysses",) else 1
         if self.degrees == ("ulysses", "ring"):
             heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and model.num_kv_heads % n == 0)
-        return Parallel(ulysses_degree=heads, ring_degree=ranks // heads, options=self.options)
+        return Mesh(ulysses=heads, ring=ranks // heads)
 
 
 _RING = "(P-1) * 2 * B * S/P * H_kv * D * e"
@@ -49,13 +80,19 @@ _ULYSSES = "(2H + 2 max(H_kv, U)) * D * B * S/P * e * (U-1)/U"
 SCHEDULES: dict[str, Entry] = {
     "single": Entry(single.build, "arXiv:2307.08691", (), "none"),
     "ring": Entry(ring.build, "arXiv:2310.01889", ("ring",), _RING),
-    "zigzag": Entry(ring.build, "zhuzilin/ring-flash-attention", ("ring",), _RING, Options(layout="zigzag")),
-    "striped": Entry(ring.build, "arXiv:2311.09431", ("ring",), _RING, Options(layout="striped")),
-    "burst": Entry(ring.build, "arXiv:2509.19836", ("ring",), _RING, Options(layout="zigzag", ring_backward="queries")),
-    "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING, Options(layout="zigzag")),
+    "zigzag": Entry(ring.build, "zhuzilin/ring-flash-attention", ("ring",), _RING, RingOptions(layout="zigzag")),
+    "striped": Entry(ring.build, "arXiv:2311.09431", ("ring",), _RING, RingOptions(layout="striped")),
+    "burst": Entry(
+        ring.build, "arXiv:2509.19836", ("ring",), _RING, RingOptions(layout="zigzag", ring_backward="queries")
+    ),
+    "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING, DoubleRingOptions(layout="zigzag")),
     "balanced-ring": Entry(balanced_ring.build, "arXiv:2310.03294", ("ring",), _BALANCED),
     "allgather": Entry(
-        allgather.build, "arXiv:2407.21783", ("ring",), _RING, Options(layout="zigzag", gradients="model")
+        allgather.build,
+        "arXiv:2407.21783",
+        ("ring",),
+        _RING,
+        AllGatherOptions(layout="zigzag", gradients="model"),
     ),
     "ulysses": Entry(ulysses.build, "arXiv:2309.14509", ("ulysses",), _ULYSSES),
     "usp": Entry(
@@ -63,13 +100,13 @@ SCHEDULES: dict[str, Entry] = {
         "arXiv:2405.07719",
         ("ulysses", "ring"),
         f"{_ULYSSES} + {_ON_RINGS}",
-        Options(layout="zigzag"),
+        UspOptions(layout="zigzag"),
     ),
     "upipe": Entry(
         upipe.build,
         "arXiv:2602.21196",
         ("ulysses", "ring"),
         f"{_ULYSSES} + H/U * {_ON_RINGS}",
-        Options(layout="zigzag", overlap=False),
+        UPipeOptions(layout="zigzag", overlap=False),
     ),
 }

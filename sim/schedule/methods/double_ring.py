@@ -10,51 +10,65 @@ round adds meets them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from sim.errors import InputError
-from sim.options import OF_LAYERS, Options, only
+from sim.mesh import Mesh
+from sim.options import SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Accumulate
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
-from sim.schedule.methods.ring import Rings, hop, ring_communicators, sum_slots, travel_slots
+from sim.schedule.methods.hints import Hints
+from sim.schedule.methods.ring import HopOptions, Rings, hop, ring_communicators, sum_slots, travel_slots
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Parallel, Workload, gradient_dtype
-
-NODE = 8
-"""GPUs of a common node: what an inner ring has at most, if nothing else is asked for."""
+from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class DoubleRingOptions(HopOptions):
+    """Options of rings of rings."""
+
+    inner_ring_degree: Annotated[int, Meta(ge=1)] | None = None
+    """Ranks of the inner rings; by default the largest divisor of the ring degree that is at most the GPUs of a node
+    and leaves two rings."""
+
+
+def build(
+    workload: Workload, mesh: Mesh, options: DoubleRingOptions = DoubleRingOptions(), hints: Hints = Hints()
+) -> Schedule:
     """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
-    options, size = parallel.options, parallel.num_ranks
-    only(options, "double-ring", "layout", "inner_ring_degree", "gradients", "communicators", "overlap", *OF_LAYERS)
-    width = inner_degree(options, size)
+    mesh.only("double-ring", "ring")
+    size = mesh.ring
+    width = inner_degree(options, size, hints.gpus_per_node)
     layout = LAYOUTS[options.layout](workload.seq, size)
-    nodes = [tuple(range(first, first + width)) for first in range(0, size, width)]
-    inner = ring_communicators(tuple(nodes), options, "inner")
-    outer = ring_communicators(tuple(zip(*nodes, strict=True)), options, "outer")
+    nodes = [[ring[first : first + width] for first in range(0, size, width)] for ring in mesh.groups("ring")]
+    inner = ring_communicators(tuple(node for ring in nodes for node in ring), options, "inner")
+    outer = ring_communicators(tuple(peers for ring in nodes for peers in zip(*ring, strict=True)), options, "outer")
     plan = AttentionPlan(
         name="double-ring",
-        communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if len(nodes) > 1 else ())),
-        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if size > width else ())),
+        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: DoubleRingAttention(b, inner, outer, layout, options),
-        wire_bytes=_wire_bytes(workload, options, len(nodes), width),
+        wire_bytes=_wire_bytes(workload, options, size // width, width),
         source="arXiv:2406.18485 §4.3",
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
-def inner_degree(options: Options, size: int) -> int:
+def inner_degree(options: DoubleRingOptions, size: int, gpus_per_node: int) -> int:
     """Return how many ranks an inner ring has."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     if options.inner_ring_degree is None:
-        return max(n for n in divisors if n <= NODE and (n < size or size == 1))
+        return max(n for n in divisors if n <= gpus_per_node and (n < size or size == 1))
     if options.inner_ring_degree not in divisors:
         raise InputError(
             f"inner ring degree {options.inner_ring_degree} does not divide {size} ranks: allowed are "
@@ -64,10 +78,10 @@ def inner_degree(options: Options, size: int) -> int:
 
 
 class DoubleRingAttention:
-    """Attention of one rank in its inner and its outer ring; ``layout[i]`` are the tokens of rank i."""
+    """Attention of one rank in its inner and its outer ring; ``layout[i]`` are the tokens of the i-th rank of both."""
 
     def __init__(
-        self, builder: ProgramBuilder, inner: Rings, outer: Rings, layout: Sequence[Tokens], options: Options
+        self, builder: ProgramBuilder, inner: Rings, outer: Rings, layout: Sequence[Tokens], options: DoubleRingOptions
     ) -> None:
         self._b = builder
         self._inner, self._outer = inner, outer
@@ -75,8 +89,9 @@ class DoubleRingAttention:
         self._options = options
         self._width = len(inner.on.group_of(builder.rank))
         self._rounds = len(outer.on.group_of(builder.rank))
+        self._node, self._place = outer.on.position(builder.rank), inner.on.position(builder.rank)
         self._mask = mask_of(builder.workload)
-        self.saved_shard = all_heads(builder.workload.model, layout[builder.rank])
+        self.saved_shard = all_heads(builder.workload.model, layout[self._source(0, 0)])
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """Play n rounds of w steps: n * w - 1 hops of KV in all."""
@@ -120,11 +135,10 @@ class DoubleRingAttention:
 
     def _source(self, outer: int, inner: int) -> int:
         """Return whose keys are at hand in a step of a round."""
-        node, place = divmod(self._b.rank, self._width)
-        return (node - outer) % self._rounds * self._width + (place - inner) % self._width
+        return (self._node - outer) % self._rounds * self._width + (self._place - inner) % self._width
 
     def _blocks(self, outer: int, inner: int) -> tuple[Block, ...]:
-        return blocks(self._mask, self._layout[self._b.rank], self._layout[self._source(outer, inner)])
+        return blocks(self._mask, self._layout[self._source(0, 0)], self._layout[self._source(outer, inner)])
 
     def _starts(self, kv: tuple[View, View]) -> list[tuple[View, ...]]:
         """Return which buffers hold the keys that each round begins with: the own ones, then two in turns."""
@@ -149,7 +163,7 @@ class DoubleRingAttention:
         hop(self._b, over, here, there, 1, label, overlap=self._options.overlap)
 
 
-def _wire_bytes(workload: Workload, options: Options, rounds: int, width: int) -> int:
+def _wire_bytes(workload: Workload, options: SumOptions, rounds: int, width: int) -> int:
     """Over all ranks: P(P-1) hops of KV in each pass; of dKV w hops in each of n rounds, and n outward."""
     size, model = rounds * width, workload.model
     shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim

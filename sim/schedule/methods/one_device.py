@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import msgspec
 
+from sim.mesh import Mesh
 from sim.schedule.derive.interpreter import Turns
 from sim.schedule.derive.matching import Key, Transfer
 from sim.schedule.ir.ops import (
@@ -29,7 +30,6 @@ from sim.schedule.ir.ops import (
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View, part_of, renumbered
 from sim.schedule.proof.check import Checked
-from sim.workload import Parallel
 
 
 def on_one_device(checked: Checked) -> Schedule:
@@ -42,7 +42,7 @@ def on_one_device(checked: Checked) -> Schedule:
     header = msgspec.structs.replace(
         schedule.header,
         name=f"{schedule.header.name}, {schedule.num_ranks} ranks on one device",
-        parallel=Parallel(options=schedule.header.parallel.options),
+        mesh=Mesh(),
         communicators=(),
         claims=claims and msgspec.structs.replace(claims, wire_bytes=0),
     )

@@ -2,7 +2,7 @@
 
 Step t of rank r attends to the keys of rank (r - t) mod P while it sends the keys at hand to r + 1 and receives the
 next ones from r - 1. Backward something travels again, and the sums of its gradients one hop behind it: each rank adds
-its part and passes them on (``sim.options.Options.ring_backward`` says what, and from where). Which tokens lie on which
+its part and passes them on (``RingOptions.ring_backward`` says what, and from where). Which tokens lie on which
 rank is the layout's: contiguous slices, the zigzag's pairs of chunks, or stripes (arXiv:2311.09431). A rank skips what
 the mask empties, but takes every hop; so with contiguous slices under a causal mask the last rank sets the time.
 """
@@ -10,9 +10,11 @@ the mask empties, but takes every hop; so with contiguous slices under a causal 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from sim.options import OF_LAYERS, Options, only
+from sim.mesh import Mesh
+from sim.options import LayoutName, OverlapOptions, SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
@@ -23,27 +25,47 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload, accumulation_dtype, gradient_dtype
-
-RING_OPTIONS = ("layout", "ring_backward", "gradients", "communicators", "overlap")
+from sim.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype, gradient_dtype
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
-    """Return ring attention over all ranks."""
-    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "ring", *RING_OPTIONS, *OF_LAYERS)
-    layout = LAYOUTS[options.layout](workload.seq, len(ranks))
-    rings = ring_communicators((ranks,), options)
+@dataclass(frozen=True, kw_only=True)
+class HopOptions(SumOptions, OverlapOptions):
+    """Options of rings, and of rings of rings."""
+
+    layout: LayoutName = "contiguous"
+    """Which tokens lie on which member of a ring: see ``layout``."""
+    communicators: Literal["two", "one"] = "two"
+    """Whether what hops back has a communicator of its own, or queues behind what hops on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingOptions(HopOptions):
+    """Options of rings."""
+
+    ring_backward: Literal["own-kv", "kv-at-hand", "queries"] = "own-kv"
+    """What travels in a ring's backward pass: keys from their owner on, dKV in P hops (ring-flash-attention); keys from
+    where the forward pass left them, dKV in P - 1 hops (Transformer Engine); or queries (arXiv:2509.19836 §3.1)."""
+
+
+def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) -> Schedule:
+    """Return ring attention along the axis ring."""
+    mesh.only("ring", "ring")
+    layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
+    rings = ring_communicators(mesh.groups("ring"), options)
+    check_backward(workload, options)
+
+    def shard(rank: int) -> Shard:
+        return all_heads(workload.model, layout[mesh.place(rank)["ring"]])
+
     plan = AttentionPlan(
         name="ring",
         communicators=rings.declared,
-        shard=lambda rank: all_heads(workload.model, layout[rank]),
-        attention=lambda b: RingAttention(b, rings, layout, all_heads(workload.model, layout[b.rank]), options),
-        wire_bytes=ring_bytes(workload, options, len(ranks), heads_of(workload.model)),
+        shard=shard,
+        attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
+        wire_bytes=ring_bytes(workload, options, mesh.ring, heads_of(workload.model)),
         source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
     )
-    check_backward(workload, options)
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
 class Rings(NamedTuple):
@@ -58,14 +80,14 @@ class Rings(NamedTuple):
         return (self.on,) if self.on == self.behind else (self.on, self.behind)
 
 
-def ring_communicators(groups: tuple[tuple[int, ...], ...], options: Options, name: str = "ring") -> Rings:
+def ring_communicators(groups: tuple[tuple[int, ...], ...], options: HopOptions, name: str = "ring") -> Rings:
     """Return the communicators of rings over these groups of ranks."""
     on = Communicator(name=f"{name} kv", groups=groups)
     behind = Communicator(name=f"{name} dkv", groups=groups) if options.communicators == "two" else on
     return Rings(on, behind)
 
 
-def check_backward(workload: Workload, options: Options) -> None:
+def check_backward(workload: Workload, options: RingOptions) -> None:
     """Raise InputError where the backward pass alone lacks what the forward pass leaves."""
     if options.ring_backward == "kv-at-hand":
         needs_forward(workload, "ring_backward kv-at-hand")
@@ -75,13 +97,12 @@ class RingAttention:
     """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring, ``shard`` its own."""
 
     def __init__(
-        self, builder: ProgramBuilder, rings: Rings, layout: Sequence[Tokens], shard: Shard, options: Options
+        self, builder: ProgramBuilder, rings: Rings, layout: Sequence[Tokens], shard: Shard, options: RingOptions
     ) -> None:
         self._b = builder
         self._rings = rings
-        self._ring = rings.on.group_of(builder.rank)
-        self._size = len(self._ring)
-        self._position = self._ring.index(builder.rank)
+        self._size = len(layout)
+        self._position = rings.on.position(builder.rank)
         self._layout = layout
         self._options = options
         self._mask = mask_of(builder.workload)
@@ -179,7 +200,7 @@ def travel_slots(builder: ProgramBuilder, bundle: Sequence[View], what: str, siz
     ]
 
 
-def sum_slots(builder: ProgramBuilder, options: Options, likes: Mapping[str, View], size: int) -> list[list[View]]:
+def sum_slots(builder: ProgramBuilder, options: SumOptions, likes: Mapping[str, View], size: int) -> list[list[View]]:
     """Return buffers for sums of gradients that travel: what is here, and what is on its way."""
     return [
         [builder.gradient(f"{name} slot {i}", like, options) for name, like in likes.items()]
@@ -198,8 +219,7 @@ def hop(
     overlap: bool,
 ) -> None:
     """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
-    ring = over.group_of(builder.rank)
-    position = ring.index(builder.rank)
+    ring, position = over.group_of(builder.rank), over.position(builder.rank)
     target, source = ring[(position + way) % len(ring)], ring[(position - way) % len(ring)]
     sends, recvs = [Message(target, view) for view in here], [Message(source, view) for view in there]
     builder.add(Exchange(label=label, communicator=over.name, sends=tuple(sends), recvs=tuple(recvs)))
@@ -219,7 +239,7 @@ def heads_of(model: ModelSpec) -> Heads:
     return Heads(model.num_heads, model.num_kv_heads)
 
 
-def ring_bytes(workload: Workload, options: Options, size: int, heads: Heads) -> int:
+def ring_bytes(workload: Workload, options: RingOptions, size: int, heads: Heads) -> int:
     """Return what all members of one ring over the whole sequence send: forward P(P-1) hops of KV; backward as many of
     what travels, and P*P hops of its gradients, P(P-1) from the KV at hand.
     """

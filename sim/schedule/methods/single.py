@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from sim.errors import InputError
-from sim.options import OF_LAYERS, AttentionName, only
+from dataclasses import dataclass
+
+from sim.mesh import Mesh
+from sim.options import AttentionName, LayerOptions
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.ops import Attend, AttendBackward
@@ -12,7 +14,7 @@ from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Parallel, Workload
+from sim.workload import Workload
 
 _SOURCES: dict[AttentionName, str] = {
     "flash": "arXiv:2307.08691 §4.1",
@@ -21,12 +23,18 @@ _SOURCES: dict[AttentionName, str] = {
 }
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
-    """Return the schedule of one device; raises InputError for more than one rank."""
-    kernel = parallel.options.kernel
-    only(parallel.options, "single", "kernel", *OF_LAYERS)
-    if parallel.num_ranks != 1:
-        raise InputError(f"schedule 'single' runs on 1 GPU, not on {parallel.num_ranks}: set --gpus 1")
+@dataclass(frozen=True, kw_only=True)
+class SingleOptions(LayerOptions):
+    """Options of one device."""
+
+    kernel: AttentionName = "flash"
+    """How it attends: fused; in chunks of keys, unfused (arXiv:2112.05682); or with all scores written out."""
+
+
+def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions()) -> Schedule:
+    """Return the schedule of one device, or of replicas of it; raises InputError for other axes."""
+    mesh.only("single")
+    kernel = options.kernel
     if kernel == "standard":
         needs_forward(workload, "standard attention, which keeps its probabilities,")
     local = all_heads(workload.model, contiguous(workload.seq, 1)[0])
@@ -39,7 +47,7 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
         source=_SOURCES[kernel],
         kernel=kernel,
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
 class SingleAttention:

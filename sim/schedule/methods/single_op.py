@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from sim.errors import InputError
-from sim.options import only
+from sim.mesh import AXES, Mesh
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import (
     AllGather,
@@ -26,7 +26,7 @@ from sim.schedule.ir.views import TOKENS, Data, Split, View
 from sim.schedule.write.attention import all_heads
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Count, Parallel, Workload
+from sim.workload import DTYPE_BYTES, Count, Workload
 
 
 class Attended(Data, frozen=True, kw_only=True):
@@ -58,14 +58,13 @@ ALONE: dict[str, type[Size]] = {
 """Kinds of op that can be played alone, and what says how large they are."""
 
 
-def build(kind: str, size: Size, workload: Workload, parallel: Parallel) -> Schedule:
+def build(kind: str, size: Size, workload: Workload, mesh: Mesh) -> Schedule:
     """Return a schedule of one op on every rank; raises InputError where bytes do not divide among the ranks."""
-    only(parallel.options, kind)
-    everyone = Communicator(name="everyone", groups=(tuple(range(parallel.num_ranks)),))
+    everyone = Communicator(name="everyone", groups=mesh.groups(*AXES))
     if isinstance(size, Attended):
         workload = msgspec.structs.replace(workload, seq=max(size.queries, size.keys))
     else:
-        _check_parts(kind, size.nbytes, workload, parallel)
+        _check_parts(kind, size.nbytes, workload, mesh.size)
 
     def program(rank: int) -> Program:
         b = ProgramBuilder(rank, workload)
@@ -78,13 +77,12 @@ def build(kind: str, size: Size, workload: Workload, parallel: Parallel) -> Sche
             communicate(b, kind, everyone, given, taken, kind)
         return b.build()
 
-    header = Header(name=kind, workload=workload, parallel=parallel, communicators=(everyone,))
+    header = Header(name=kind, workload=workload, mesh=mesh, communicators=(everyone,))
     return Schedule(header, program)
 
 
-def _check_parts(kind: str, nbytes: int, workload: Workload, parallel: Parallel) -> None:
+def _check_parts(kind: str, nbytes: int, workload: Workload, ranks: int) -> None:
     """Raise InputError where there is nobody to send to, or no part for each."""
-    ranks = parallel.num_ranks
     if ranks == 1:
         raise InputError(f"{kind} takes 2 GPUs or more: set gpus")
     multiple = DTYPE_BYTES[workload.dtype] * (1 if kind in {"Exchange", "AllReduce"} else ranks)
@@ -116,7 +114,7 @@ def communicate(b: ProgramBuilder, kind: str, over: Communicator, given: View, t
     part of it; an exchange sends to the next rank. A sum of all is made in ``taken``, of a copy.
     """
     ranks = over.group_of(b.rank)
-    size, at = len(ranks), ranks.index(b.rank)
+    size, at = len(ranks), over.position(b.rank)
     part = slice(0, given.shape[TOKENS] // size)
     if kind == "Exchange":
         sends, recvs = Message(ranks[(at + 1) % size], given), Message(ranks[at - 1], taken)

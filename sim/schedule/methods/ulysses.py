@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.errors import InputError
-from sim.options import OF_LAYERS, Options, only
+from sim.mesh import Mesh
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.program import Communicator, Schedule
@@ -20,36 +20,35 @@ from sim.schedule.methods.single import SingleAttention
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Saved, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.head_trade import TRADE_OPTIONS, HeadTrade
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
+from sim.schedule.write.head_trade import HeadTrade, TradeOptions
+from sim.workload import DTYPE_BYTES, ModelSpec, Workload
 
 Inside = Callable[[ProgramBuilder, Shard], DistributedAttention]
 """Makes the attention of the heads that a rank was given."""
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
-    """Return Ulysses attention over all ranks; raises InputError where heads do not divide over them."""
-    options, ranks = parallel.options, tuple(range(parallel.num_ranks))
-    only(options, "ulysses", *TRADE_OPTIONS, *OF_LAYERS)
-    check_heads(workload.model, len(ranks))
-    layout = contiguous(workload.seq, len(ranks))
-    ulysses = Communicator(name="ulysses", groups=(ranks,))
+def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()) -> Schedule:
+    """Return Ulysses attention along the axis ulysses; raises InputError where heads do not divide over it."""
+    mesh.only("ulysses", "ulysses")
+    check_heads(workload.model, mesh.ulysses)
+    layout = contiguous(workload.seq, mesh.ulysses)
+    ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))
     plan = AttentionPlan(
         name="ulysses",
         communicators=(ulysses,),
-        shard=lambda rank: all_heads(workload.model, layout[rank]),
+        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ulysses"]]),
         attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, workload.seq),), SingleAttention, options),
-        wire_bytes=ulysses_bytes(workload, len(ranks)),
+        wire_bytes=ulysses_bytes(workload, mesh.ulysses),
         source="arXiv:2309.14509 §3.2",
     )
-    return build_around(plan, workload, parallel)
+    return build_around(plan, workload, mesh, options)
 
 
 class UlyssesAttention:
     """Ulysses attention of one rank: member i of the group attends to ``tokens`` with the i-th H/U heads."""
 
     def __init__(
-        self, builder: ProgramBuilder, ulysses: Communicator, tokens: Tokens, inside: Inside, options: Options
+        self, builder: ProgramBuilder, ulysses: Communicator, tokens: Tokens, inside: Inside, options: TradeOptions
     ) -> None:
         self._b = builder
         self._trade = HeadTrade(builder, ulysses, options)

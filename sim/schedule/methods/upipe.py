@@ -10,29 +10,37 @@ nothing (``overlap`` lets copies run beside all-to-alls, no more).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sim.errors import InputError
-from sim.options import OF_LAYERS, Options, only
+from sim.mesh import Mesh
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Tokens
 from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import HEADS, Category, Split, View
-from sim.schedule.methods.ring import RING_OPTIONS, Heads, check_backward, ring_bytes
+from sim.schedule.methods.ring import Heads, check_backward, ring_bytes
 from sim.schedule.methods.ulysses import Inside, check_heads, kv_heads_of, sent_heads, traded_bytes, ulysses_bytes
-from sim.schedule.methods.usp import Mesh
-from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.methods.usp import UspOptions, around_rings
 from sim.schedule.write.accumulate import GradientSum
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.head_trade import TRADE_OPTIONS, HeadTrade
-from sim.workload import Parallel, Workload, gradient_dtype
+from sim.schedule.write.head_trade import HeadTrade
+from sim.workload import Workload, gradient_dtype
 
 
-def build(workload: Workload, parallel: Parallel) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class UPipeOptions(UspOptions):
+    """Options of USP, whose stages these are, and of the stages."""
+
+    recompute: bool = True
+    """Whether the backward pass sends q, k and v again, or keeps them."""
+
+
+def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()) -> Schedule:
     """Return UPipe over U * R ranks; raises InputError where heads or tokens do not divide over them."""
-    options, model, size = parallel.options, workload.model, parallel.ulysses_degree
-    only(options, "upipe", "placement", "recompute", *RING_OPTIONS, *TRADE_OPTIONS, *OF_LAYERS)
+    mesh.only("upipe", "ring", "ulysses")
+    model, size = workload.model, mesh.ulysses
     check_heads(model, size)
     check_backward(workload, options)
     needs_forward(workload, "UPipe, which keeps the output of each stage,")
@@ -41,25 +49,24 @@ def build(workload: Workload, parallel: Parallel) -> Schedule:
             "UPipe sends k and v again, so its rings cannot start from those at hand: allowed are own-kv, queries with "
             "--set schedule.ring_backward, or --set schedule.recompute=false"
         )
-    mesh = Mesh(parallel)
     again = traded_bytes(workload, model.num_heads + sent_heads(model, size), size)
-    rings = model.num_heads * ring_bytes(workload, options, mesh.ring_degree, Heads(1, 1))
-    plan = AttentionPlan(
+    rings = model.num_heads * ring_bytes(workload, options, mesh.ring, Heads(1, 1))
+    return around_rings(
+        workload,
+        mesh,
+        options,
         name="upipe",
-        communicators=mesh.communicators,
-        shard=mesh.shards(workload),
-        attention=mesh.attention(workload, UPipeAttention),
+        outside=UPipeAttention,
         wire_bytes=ulysses_bytes(workload, size) + again * (workload.backward and options.recompute) + rings,
         source="arXiv:2602.21196 §3",
     )
-    return build_around(plan, workload, parallel)
 
 
 class UPipeAttention:
     """UPipe of one rank, whose group has ``tokens``."""
 
     def __init__(
-        self, builder: ProgramBuilder, ulysses: Communicator, tokens: Tokens, inside: Inside, options: Options
+        self, builder: ProgramBuilder, ulysses: Communicator, tokens: Tokens, inside: Inside, options: UPipeOptions
     ) -> None:
         self._b = builder
         self._options = options

@@ -11,8 +11,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from sim.errors import InputError
-from sim.options import AttentionName, Options
+from sim.mesh import Mesh
+from sim.options import AttentionName, LayerOptions, Place
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import Accumulate, AllReduce, Gemm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward
@@ -22,7 +25,7 @@ from sim.schedule.model.equations import weight_shapes
 from sim.schedule.model.offload import all_out, fetch, offload
 from sim.schedule.write.attention import DistributedAttention, Saved, Shard, attention_flops, attention_program
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Parallel, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
 GRADIENTS = "gradients"
 """The communicator that sums the gradients of weights over all ranks."""
@@ -37,34 +40,41 @@ class AttentionPlan(NamedTuple):
     """Which tokens and heads a rank owns."""
     attention: Callable[[ProgramBuilder], DistributedAttention]
     wire_bytes: int
-    """What attention of one layer sends over all ranks, by the paper's formula."""
+    """What attention of one layer sends over all ranks of one replica, by the paper's formula."""
     source: str
     kernel: AttentionName = "flash"
 
 
-def build_around(plan: AttentionPlan, workload: Workload, parallel: Parallel) -> Schedule:
-    """Return the schedule of the workload's scope: attention alone, or layers around it."""
-    ranks = tuple(range(parallel.num_ranks))
+def build_around(
+    plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions = LayerOptions()
+) -> Schedule:
+    """Return the schedule of the workload's scope: attention alone, or layers around it; each of the data-parallel
+    replicas with a batch of its own.
+    """
     layers = workload.scope == "layer"
-    if parallel.options.activations != "hbm" and not layers:
+    if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out --set schedule.activations, or choose "
             "--scope layer"
         )
-    reduces = layers and workload.backward and len(ranks) > 1
-    gradients = (Communicator(name=GRADIENTS, groups=(ranks,)),) if reduces else ()
+    alike = mesh.groups("dp", "ring", "ulysses")
+    reduces = layers and workload.backward and len(alike[0]) > 1
+    gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
     header = Header(
         name=plan.name,
         workload=workload,
-        parallel=parallel,
+        mesh=mesh,
+        options=msgspec.to_builtins(options),
         communicators=plan.communicators + gradients,
-        claims=_claims(plan, workload, len(ranks)),
+        claims=_claims(plan, workload, mesh),
     )
 
     def program(rank: int) -> Program:
+        first = mesh.place(rank)["dp"] * workload.batch
+        b = ProgramBuilder(rank, workload, Span(first, first + workload.batch))
         if not layers:
-            return attention_program(rank, workload, plan.shard(rank), plan.attention)
-        return _Layers(ProgramBuilder(rank, workload), plan, gradients, parallel.options).program()
+            return attention_program(b, plan.shard(rank), plan.attention)
+        return _Layers(b, plan, gradients, options.activations).program()
 
     return Schedule(header, program)
 
@@ -89,10 +99,10 @@ class _Layers:
     """Writes the layers of one rank."""
 
     def __init__(
-        self, builder: ProgramBuilder, plan: AttentionPlan, gradients: tuple[Communicator, ...], options: Options
+        self, builder: ProgramBuilder, plan: AttentionPlan, gradients: tuple[Communicator, ...], place: Place
     ) -> None:
         self._b = builder
-        self._place = options.activations
+        self._place = place
         copied = self._place != "hbm" and builder.workload.backward
         self._elsewhere = range(builder.workload.layers - 1) if copied else range(0)
         """Layers whose activations lie in the host's memory meanwhile."""
@@ -241,24 +251,25 @@ class _Layers:
         self._b.output(f"d{weight}", gradient, (rows,), ONE, self._layer)
 
 
-def _claims(plan: AttentionPlan, workload: Workload, ranks: int) -> Claims:
-    """Attention by its paper; 2 FLOPs per token and weight forward, 4 backward; an all-reduce of every gradient."""
+def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh) -> Claims:
+    """Attention by its paper, in every replica; 2 FLOPs per token and weight forward, 4 backward; an all-reduce of
+    every gradient.
+    """
+    flops, wire_bytes = mesh.dp * attention_flops(workload, plan.kernel), mesh.dp * plan.wire_bytes
     if workload.scope == "attention":
-        return Claims(
-            attention_flops=attention_flops(workload, plan.kernel), wire_bytes=plan.wire_bytes, source=plan.source
-        )
+        return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     sizes = [math.prod(shape) for shape in weight_shapes(workload.model).values()]
-    reduced = 2 * (ranks - 1) * sum(sizes) * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    reduced = 2 * (mesh.size - 1) * sum(sizes) * DTYPE_BYTES[workload.dtype] if workload.backward else 0
     return Claims(
-        attention_flops=workload.layers * attention_flops(workload, plan.kernel),
-        gemm_flops=gemm_flops(workload),
-        wire_bytes=workload.layers * (plan.wire_bytes + reduced),
+        attention_flops=workload.layers * flops,
+        gemm_flops=mesh.dp * gemm_flops(workload),
+        wire_bytes=workload.layers * (wire_bytes + reduced),
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",
     )
 
 
 def gemm_flops(workload: Workload) -> int:
-    """Return the FLOPs of all linear layers over all ranks: 2 per token and weight forward, 4 backward."""
+    """Return the FLOPs of all linear layers over all ranks of a replica: 2 per token and weight forward, 4 backward."""
     if workload.scope == "attention":
         return 0
     weights = sum(math.prod(shape) for shape in weight_shapes(workload.model).values() if len(shape) == 2)

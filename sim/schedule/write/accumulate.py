@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from sim.options import Options
+from sim.options import SumOptions
 from sim.schedule.ir.ops import Accumulate, Attend, AttendBackward, Merge, Zero
 from sim.schedule.ir.views import Category, View
 from sim.schedule.write.attention import Saved
@@ -154,7 +154,7 @@ class GradientSum:
 
 
 def new_sums(
-    builder: ProgramBuilder, options: Options, likes: Mapping[str, View], where: str = "sum"
+    builder: ProgramBuilder, options: SumOptions, likes: Mapping[str, View], where: str = "sum"
 ) -> list[GradientSum]:
     """Return empty sums of gradients, by name the tensors whose they are."""
     return [

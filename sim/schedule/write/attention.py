@@ -72,11 +72,10 @@ def all_heads(model: ModelSpec, tokens: Tokens) -> Shard:
 
 
 def attention_program(
-    rank: int, workload: Workload, local: Shard, attention: Callable[[ProgramBuilder], DistributedAttention]
+    b: ProgramBuilder, local: Shard, attention: Callable[[ProgramBuilder], DistributedAttention]
 ) -> Program:
     """Return the program of one rank at scope "attention"; ``local`` is what it owns of q, k, v, out and gradients."""
-    b = ProgramBuilder(rank, workload)
-    distributed = attention(b)
+    workload, distributed = b.workload, attention(b)
     if workload.forward:
         q = b.input("q", local.tokens, local.heads)
         k = b.input("k", local.tokens, local.kv_heads)

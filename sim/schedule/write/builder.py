@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sim.options import Options, Place
+from sim.options import Place, SumOptions
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
@@ -22,9 +22,10 @@ class ProgramBuilder:
     Shapes are written once: ``local`` below makes every attention tensor from its name, its tokens and its heads.
     """
 
-    def __init__(self, rank: int, workload: Workload) -> None:
+    def __init__(self, rank: int, workload: Workload, batch: Span | None = None) -> None:
         self.rank = rank
         self.workload = workload
+        self.batch = batch or Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
         self._ops: list[Op] = []
@@ -80,7 +81,7 @@ class ProgramBuilder:
         """Return whether a view's buffer is the caller's, and so stays where it is."""
         return any(port.view.buffer == view.buffer for port in self._inputs)
 
-    def gradient(self, name: str, like: View, options: Options) -> View:
+    def gradient(self, name: str, like: View, options: SumOptions) -> View:
         """Return a new buffer in which partial gradients of a tensor are summed."""
         return self.like(name, like, "attention", gradient_dtype(self.workload, options))
 
@@ -100,20 +101,20 @@ class ProgramBuilder:
         """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
         new = self.lse if tensor == "lse" else self.tensor
         view = new(tensor, num_tokens(tokens), heads.size, "other" if tensor == "dout" else "saved")
-        self._inputs.append(Port(tensor=tensor, view=view, tokens=tokens, heads=heads))
+        self._inputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
         return view
 
     def input_activation(self, tensor: str, layer: int, tokens: Tokens, category: Category) -> View:
         """Return a buffer that holds these tokens of x or dx of a layer, (B, tokens, E), when the program starts."""
         view = self.activation(tensor, num_tokens(tokens), self.workload.model.embed_dim, category)
-        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=tokens, heads=ONE))
+        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, batch=self.batch, tokens=tokens, heads=ONE))
         return view
 
     def input_weight(self, tensor: str, layer: int) -> View:
         """Return a buffer that holds a weight of a layer when the program starts."""
         view = self.weight(f"{tensor} {layer}", tensor, "parameter")
         rows = Span(0, view.shape[0])
-        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=(rows,), heads=ONE))
+        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, batch=ONE, tokens=(rows,), heads=ONE))
         return view
 
     def weight(self, name: str, tensor: str, category: Category) -> View:
@@ -123,7 +124,8 @@ class ProgramBuilder:
 
     def output(self, tensor: str, view: View, tokens: Tokens, heads: Span, layer: int = 0) -> None:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        self._outputs.append(Port(tensor=tensor, layer=layer, view=view, tokens=tokens, heads=heads))
+        batch = self.batch if "b" in self._buffers[view.buffer].dims else ONE
+        self._outputs.append(Port(tensor=tensor, layer=layer, view=view, batch=batch, tokens=tokens, heads=heads))
 
     # Ops
 

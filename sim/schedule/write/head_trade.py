@@ -7,10 +7,11 @@ head goes to several members, what they send back for it is summed up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from sim.options import Options
+from sim.options import OverlapOptions
 from sim.schedule.ir.ops import AllToAll, Copy, Fold, HostSync
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import HEADS, TOKENS, Category, Split, View
@@ -19,7 +20,15 @@ from sim.schedule.write.builder import ProgramBuilder
 NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Every member gets heads by its place."""
 
-TRADE_OPTIONS = ("packed", "layout_copies", "overlap")
+
+@dataclass(frozen=True, kw_only=True)
+class TradeOptions(OverlapOptions):
+    """Options of trades."""
+
+    packed: bool = False
+    """Whether q, k and v go in one all-to-all instead of three; of UPipe k and v, which its stages share."""
+    layout_copies: Literal["needed", "always"] = "needed"
+    """Whether all-to-alls copy only where parts have gaps, or before and after each, as published code does."""
 
 
 class _Part(NamedTuple):
@@ -37,13 +46,12 @@ class _Part(NamedTuple):
 class HeadTrade:
     """The trades of one rank with its Ulysses group."""
 
-    def __init__(self, builder: ProgramBuilder, over: Communicator, options: Options) -> None:
+    def __init__(self, builder: ProgramBuilder, over: Communicator, options: TradeOptions) -> None:
         self._b = builder
         self._over = over
         self._options = options
-        group = over.group_of(builder.rank)
-        self.size = len(group)
-        self.position = group.index(builder.rank)
+        self.size = len(over.group_of(builder.rank))
+        self.position = over.position(builder.rank)
 
     def to_heads(
         self, local: dict[str, View], category: Category, heads: Mapping[str, Sequence[int]] = NO_HEADS

@@ -1,0 +1,79 @@
+"""Who the ranks are: a grid with named axes. What lies on which rank, and who communicates, is said by axis.
+
+pp pipeline stages · dp replicas, each with sequences of its own · ring parts of a sequence · ulysses groups of heads,
+which share a part of a sequence · tp parts of weights
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import msgspec
+
+from sim.errors import InputError
+
+Axis = Literal["pp", "dp", "ring", "ulysses", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""As they usually lie, outermost first: neighbours share a node, so the inner ones use its links."""
+_UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
+"""What no shipped schedule splits over an axis."""
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The degree of each axis, and how they are nested: ``Mesh(dp=2, ring=4)`` has ranks 0 to 3 in its first ring."""
+
+    pp: int = 1
+    dp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    order: tuple[Axis, ...] = AXES
+    """All axes, outermost first: with ``ulysses`` before ``ring`` rings are of neighbours (arXiv:2405.07719 §3)."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a degree below 1, and for an order that is none of all axes."""
+        if sorted(self.order) != sorted(AXES):
+            raise InputError(f"order {self.order} of a mesh: expected each of {', '.join(AXES)} once")
+        for axis, degree in self.degrees.items():
+            if degree < 1:
+                raise InputError(f"{axis} {degree}: expected a degree of 1 or more")
+
+    @property
+    def degrees(self) -> dict[Axis, int]:
+        """The degree of each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in self.order}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.degrees.values())
+
+    def place(self, rank: int) -> dict[Axis, int]:
+        """Return where a rank lies along each axis, innermost first."""
+        found: dict[Axis, int] = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            rest = tuple(index for axis, index in self.place(rank).items() if axis not in axes)
+            found.setdefault(rest, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def only(self, schedule: str, *axes: Axis) -> None:
+        """Raise InputError where ranks lie along an axis that a schedule does not take; dp, copies of it, all do."""
+        for axis, degree in self.degrees.items():
+            if degree == 1 or axis in {"dp", *axes}:
+                continue
+            if axis in _UNSPLIT:
+                raise InputError(
+                    f"{axis} {degree}: no shipped schedule splits {_UNSPLIT[axis]} over ranks yet; set {axis} to 1"
+                )
+            raise InputError(
+                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {', '.join(['dp', *axes])}; set "
+                f"{axis} to 1"
+            )
