@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from runtime.execution.reference import attention, layers
@@ -74,24 +75,25 @@ def fill_inputs(
                 storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
                 weights[port.name] = port.view
             continue
+        own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(workload, batch=port.batch.stop)
         if port.tensor in {"x", "dx"}:
-            tokens = [global_activations(port.tensor, span, workload) for span in port.tokens]
-            storage.write(port.view).copy_(torch.cat(tokens, dim=1))
+            tokens = [global_activations(port.tensor, span, drawn) for span in port.tokens]
+            storage.write(port.view).copy_(torch.cat(tokens, dim=1)[own])
             continue
         if port.tensor not in {"out", "lse"}:
             total = model.num_kv_heads if port.tensor in {"k", "v"} else model.num_heads
-            value = torch.cat([global_tokens(port.tensor, span, total, workload) for span in port.tokens], dim=1)
-            storage.write(port.view).copy_(value[:, :, port.heads.start : port.heads.stop])
+            value = torch.cat([global_tokens(port.tensor, span, total, drawn) for span in port.tokens], dim=1)
+            storage.write(port.view).copy_(value[own, :, port.heads.start : port.heads.stop])
             continue
         heads = range(model.num_heads)[port.heads.start : port.heads.stop : port.heads.step]
         group = model.num_heads // model.num_kv_heads
         k, v = (
-            global_tokens(name, whole, model.num_kv_heads, workload).double()[:, :, [head // group for head in heads]]
+            global_tokens(name, whole, model.num_kv_heads, drawn).double()[own, :, [head // group for head in heads]]
             for name in ("k", "v")
         )
         parts = []
         for span in port.tokens:
-            q = global_tokens("q", span, model.num_heads, workload).double()[:, :, list(heads)]
+            q = global_tokens("q", span, model.num_heads, drawn).double()[own, :, list(heads)]
             part = attention(q, k, v, None, mask_of(workload), range(*span))
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))

@@ -58,7 +58,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def report(checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY) -> Report:
     """Return the figures of a simulated schedule; ``jitter`` is what it was simulated with."""
     schedule, trace, cluster = checked.schedule, simulation.trace, simulation.cluster
-    workload, ranks = schedule.header.workload, schedule.num_ranks
+    workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
     step_s = trace.step_time_s
     critical = critical_rank(trace)
     parts = breakdown(trace, critical)
@@ -69,8 +69,8 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None, ji
     return Report(
         step_time_s=step_s,
         interval_s=interval(checked, simulation, profile, jitter),
-        tokens_per_s_per_gpu=workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
-        mfu=_model_flops(checked) / (peak * step_s) if step_s else None,
+        tokens_per_s_per_gpu=replicas * workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
+        mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walks),
         fits=None,
@@ -102,8 +102,8 @@ def _beyond_dram(walks: list[MemoryWalk], cluster: Cluster) -> list[str]:
 
 
 def _model_flops(checked: Checked) -> float:
-    """Return the FLOPs that the model asks for. A backward pass needs four matmuls; the fifth, which the kernels do and
-    ``attention_flops`` counts, recomputes the scores.
+    """Return the FLOPs that the model asks for in one replica. A backward pass needs four matmuls; the fifth, which the
+    kernels do and ``attention_flops`` counts, recomputes the scores.
     """
     workload = checked.schedule.header.workload
     forward = msgspec.structs.replace(workload, passes="forward", seq=workload.real_seq, padding=0)

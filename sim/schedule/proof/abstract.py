@@ -33,7 +33,7 @@ from sim.schedule.ir.views import Split
 from sim.schedule.model.equations import heads_of, is_weight, is_weight_gradient
 from sim.schedule.proof.abstract_memory import Held, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
+from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, spell, union
 from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
 
 
@@ -45,7 +45,8 @@ class AbstractPlayer(Turns):
         workload = schedule.header.workload
         model = workload.model
         group = model.num_heads // model.num_kv_heads
-        self._rules = AttentionRules(mask_of(workload), workload.seq, workload.batch, group)
+        sequences = workload.batch * schedule.header.mesh.dp
+        self._rules = AttentionRules(mask_of(workload), workload.seq, sequences, group)
         self._token_rules = TokenRules(model, self._rules)
         self._memory = [Held(program, self._rules) for program in self._programs]
 
@@ -167,29 +168,34 @@ class AbstractPlayer(Turns):
 
     def _check_owners(self, ports: list[Port]) -> None:
         """Raise where a token of a tensor belongs to no rank or to two; weights are on every rank."""
-        workload = self._schedule.header.workload
-        owned: dict[tuple[str, int], Content] = {}
+        workload, replicas = self._schedule.header.workload, self._schedule.header.mesh.dp
+        batches = [Span(i * workload.batch, (i + 1) * workload.batch) for i in range(replicas)]
+        owned: dict[tuple[str, int, Span], Content] = {}
         for port in ports:
             if is_weight(port.tensor) or is_weight_gradient(port.tensor):
                 continue
-            key = (port.tensor, port.layer)
-            blank = Content(*key, 0, Span(0, 0), Span(0, 0))
+            if port.batch not in batches:
+                expected = ", ".join(map(spell, batches))
+                raise ScheduleError(f"{port.name} of sequences {spell(port.batch)}: those of replicas are {expected}")
+            key = (port.tensor, port.layer, port.batch)
+            blank = Content(port.tensor, port.layer, port.batch.start, Span(0, 0), Span(0, 0))
             boxes = tuple((span, port.heads) for span in port.tokens)
             for box in boxes:  # one by one, so that a port that owns a token twice is found too
                 owned[key] = union(owned.get(key, blank), blank._replace(seen=(box,)))
-        for (tensor, _), content in owned.items():
-            cells = sum(span.size * heads.size for span, heads in content.seen)
-            total = workload.seq * (heads_of(tensor, workload.model) or 1)
+        for tensor, layer in dict.fromkeys(key[:2] for key in owned):
+            found = (owned[tensor, layer, batch].seen for batch in batches if (tensor, layer, batch) in owned)
+            cells = sum(span.size * heads.size for seen in found for span, heads in seen)
+            total = replicas * workload.seq * (heads_of(tensor, workload.model) or 1)
             if cells != total:
                 raise ScheduleError(f"{cells} of {total} (token, head) cells of {tensor} have an owner")
 
 
 def _distinct(inputs: list[Port]) -> list[Port]:
     """Return inputs without the replicas of keys and values that a forward pass may have left on several ranks."""
-    seen: set[tuple[str, Tokens, Span]] = set()
+    seen: set[tuple[str, Span, Tokens, Span]] = set()
     found = []
     for port in inputs:
-        key = (port.tensor, port.tokens, port.heads)
+        key = (port.tensor, port.batch, port.tokens, port.heads)
         if port.tensor not in {"k", "v"} or key not in seen:
             found.append(port)
         seen.add(key)

@@ -117,7 +117,7 @@ def port_pieces(port: Port, program: Program) -> list[Piece]:
     batch = port.view.shape[0] if dims.startswith("b") else 1
     pieces, at = [], 0
     for span in port.tokens:
-        content = Content(port.tensor, port.layer, 0, span, port.heads)
+        content = Content(port.tensor, port.layer, port.batch.start, span, port.heads)
         pieces.append(Piece((0, batch), (at, at + span.size), (0, port.heads.size), content))
         at += span.size
     return pieces
