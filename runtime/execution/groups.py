@@ -5,6 +5,7 @@ Buffers are contiguous (``check`` proves it) and no rank sends to itself, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import assert_never
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from runtime.execution.tensors import Storage
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, ReduceScatter
 from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.views import Split
 
 
 class Groups:
@@ -47,9 +49,14 @@ class Groups:
             return lambda: dist.batch_isend_irecv(calls) if calls else []
         if isinstance(op, AllToAll):
             out, given = storage.write(op.recvs.view).view(-1), storage.read(op.sends.view).view(-1)
-            return lambda: [dist.all_to_all_single(out, given, group=group, async_op=True)]
+            taken, each = (_part_elements(side) if side.sizes else None for side in (op.recvs, op.sends))
+            return lambda: [dist.all_to_all_single(out, given, taken, each, group=group, async_op=True)]
         if isinstance(op, AllGather):
             out, given = storage.write(op.recvs.view).view(-1), storage.read(op.send).view(-1)
+            if op.recvs.sizes:  # which gloo's all-gather does not take
+                each, taken = [given.numel()] * op.recvs.parts, _part_elements(op.recvs)
+                given = given.repeat(op.recvs.parts)
+                return lambda: [dist.all_to_all_single(out, given, taken, each, group=group, async_op=True)]
             return lambda: [dist.all_gather_single(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
             out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)
@@ -60,6 +67,11 @@ class Groups:
         if isinstance(op, Barrier):
             return lambda: [dist.barrier(group=group, async_op=True)]
         assert_never(op)
+
+
+def _part_elements(split: Split) -> list[int]:
+    """Return how many elements each part has."""
+    return [math.prod(split.part(number).shape) for number in range(split.parts)]
 
 
 def start_together(ranks: int, device: torch.device) -> None:

@@ -145,5 +145,5 @@ class _VirtualCluster:
         """Return what a member of a collective sends to each; nothing of a barrier."""
         assert isinstance(op, Collective)
         if isinstance(op.given, Split):
-            return list(storage.read(op.given.view).clone().chunk(size, dim=op.given.dim))
+            return [storage.read(op.given.part(member)).clone() for member in range(size)]
         return [storage.read(op.given).clone()] * size if op.given else []

@@ -132,7 +132,7 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
         op = schedule.program(rank).ops[index]
         assert isinstance(op, Collective)
         ranks = tuple(member for member, _ in group.members)
-        traffic = link_traffic(op.name, ranks, part_bytes(schedule.program(rank), op), cluster)
+        traffic = link_traffic(op.name, ranks, part_bytes(schedule.programs, group.members), cluster)
         for link, nbytes in traffic.nbytes.items():
             load[link] = load.get(link, 0.0) + nbytes
     for program in schedule.programs:

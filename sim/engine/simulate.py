@@ -35,7 +35,7 @@ from sim.schedule.ir.ops import (
     Op,
 )
 from sim.schedule.ir.program import Program
-from sim.schedule.ir.views import part_of
+from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 from sim.trace import Row, Trace
 from topology.cluster import Cluster
@@ -265,7 +265,7 @@ class _Player:
             for rank, index in members:
                 self._ranks[rank].begun[index] = self._clock.now
             ranks = tuple(rank for rank, _ in members)
-            activity = self._cost.collective(op, ranks, part_bytes(self._programs[key[0]], op))
+            activity = self._cost.collective(op, ranks, part_bytes(self._programs, members))
             self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members)))
         return True
 
@@ -287,9 +287,19 @@ def _stretched(activity: Activity, factor: float) -> Activity:
     )
 
 
-def part_bytes(program: Program, op: Collective) -> int:
-    """Return the bytes of one part of a collective (of AllReduce the whole)."""
-    return program.nbytes(part_of(op.given, 0)) if op.given else 0
+def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
+    """Return the bytes of one part of a collective (of AllReduce the whole). Where parts differ it is the largest, at
+    whose pace a ring goes; of direct sends that is an upper bound.
+    """
+    largest = 0
+    for rank, index in members:
+        op = programs[rank].ops[index]
+        assert isinstance(op, Collective)
+        alike = not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
+        if op.given:
+            parts = [part_of(op.given, member) for member in range(1 if alike else len(members))]
+            largest = max(largest, *map(programs[rank].nbytes, parts))
+    return largest
 
 
 def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iterator[tuple[int, float]]:

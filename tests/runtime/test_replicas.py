@@ -80,7 +80,7 @@ def test_whose_sequences_a_rank_has_is_proved() -> None:
     check(moved(2))
     with pytest.raises(ScheduleError, match="would count tokens 0..24 twice"):
         check(moved(0))
-    with pytest.raises(ScheduleError, match="sequences 1..3: those of replicas are 0..2, 2..4"):
+    with pytest.raises(ScheduleError, match="of sequences 0..2 and 1..3: some belong to two"):
         check(moved(1))
 
 

@@ -156,36 +156,58 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
             raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")
         for number in range(counts[members[0]]):
             keys = tuple((rank, indices[rank][number]) for rank in members)
-            parts = {_part(schedule, key, len(members)) for key in keys}
-            if len(parts) != 1:
-                raise ScheduleError(
-                    f"members of one collective disagree: {', '.join(describe(schedule, key) for key in keys)}: "
-                    f"{sorted(map(str, parts))}"
-                )
+            sides = [_sides(schedule, key, len(members)) for key in keys]
+            if not _agree(sides):
+                spelled = [f"{describe(schedule, key)}: {one}" for key, one in zip(keys, sides, strict=True)]
+                raise ScheduleError(f"members of one collective disagree on its parts: {'; '.join(spelled)}")
             yield Group(keys)
 
 
-def _part(schedule: Schedule, key: Key, size: int) -> tuple[object, ...]:
-    """Return what all members of a collective must have in common: its kind, and shape and type of one part."""
+class _Sides(NamedTuple):
+    """What one member of a collective sends to each, and takes from each: shapes and data types, one where all are
+    alike, none where it does neither.
+    """
+
+    kind: str
+    given: tuple[tuple[tuple[int, ...], Dtype], ...]
+    taken: tuple[tuple[tuple[int, ...], Dtype], ...]
+
+
+def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
+    """Return what one member of a group of some size sends and takes; raises ScheduleError where parts do not fit."""
     program = schedule.program(key[0])
     op = program.ops[key[1]]
     assert isinstance(op, Collective)
-    found = set()
+    found: list[tuple[tuple[tuple[int, ...], Dtype], ...]] = []
     for side in (op.given, op.taken):
+        parts: list[View] = []
         if isinstance(side, Split):
-            if side.parts != size or side.view.shape[side.dim] % size:
+            extent = side.view.shape[side.dim]
+            if side.parts != size or side.starts[-1] != extent or len(side.sizes) not in {0, size}:
                 raise ScheduleError(
-                    f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into {side.parts} "
-                    f"parts, but its group has {size} members: give each an equal part"
+                    f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
+                    f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"
                 )
-            found.add((side.part_shape, program.dtype(side.view)))
+            if side.sizes and isinstance(op, ReduceScatter):
+                raise ScheduleError(f"{describe(schedule, key)} sums parts of sizes {side.sizes}: give equal ones")
+            parts = [side.part(member) for member in range(size if side.sizes else 1)]
         elif side is not None:
-            found.add((side.shape, program.dtype(side)))
-    if len(found) > 1:
-        raise ScheduleError(
-            f"{describe(schedule, key)} sends and receives parts that differ: {sorted(map(str, found))}"
-        )
-    return (op.name, *found)
+            parts = [side]
+        found.append(tuple((part.shape, program.dtype(part)) for part in parts))
+    return _Sides(op.name, *found)
+
+
+def _agree(sides: list[_Sides]) -> bool:
+    """Return whether all members do the same, and each takes from each what that sends to it."""
+    if len({one.kind for one in sides}) > 1:
+        return False
+    if len(set(sides)) == 1 and sides[0].given == sides[0].taken and len(sides[0].given) <= 1:
+        return True  # all parts are alike
+    return all(
+        one.given[j % len(one.given)] == other.taken[i % len(other.taken)]
+        for i, one in enumerate(sides)
+        for j, other in enumerate(sides)
+    )
 
 
 def describe(schedule: Schedule, key: Key) -> str:

@@ -36,6 +36,8 @@ class Port(Data, frozen=True, kw_only=True):
     tokens: Tokens
     """Of a weight or its gradient: all of its rows."""
     heads: Span
+    features: Span | None = None
+    """Which features, of a weight columns; None for all."""
 
     @property
     def name(self) -> str:

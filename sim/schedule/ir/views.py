@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import msgspec
@@ -66,22 +67,30 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A view cut along one dimension into equal parts: what goes to, or comes from, each member of a group."""
+    """A view cut along one dimension into parts: what goes to, or comes from, each member of a group."""
 
     view: View
     dim: int
     parts: int
+    sizes: tuple[int, ...] = ()
+    """Extent of each part; empty where all are equal."""
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Extent of one part per dimension."""
+        """Extent of one part per dimension, where all are equal."""
+        assert not self.sizes, "parts differ"
         shape = self.view.shape
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
 
+    @property
+    def starts(self) -> list[int]:
+        """Where each part begins along the dimension, and where the last one ends."""
+        return [0, *accumulate(self.sizes or [self.view.shape[self.dim] // self.parts] * self.parts)]
+
     def part(self, number: int) -> View:
         """Return one part."""
-        size = self.part_shape[self.dim]
-        return self.view[(*(slice(None),) * self.dim, slice(number * size, (number + 1) * size))]
+        start, stop = self.starts[number : number + 2]
+        return self.view[(*(slice(None),) * self.dim, slice(start, stop))]
 
 
 def part_of(side: View | Split, member: int) -> View:

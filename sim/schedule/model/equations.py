@@ -39,6 +39,18 @@ def heads_of(tensor: str, model: ModelSpec) -> int | None:
     return None
 
 
+def width_of(tensor: str, model: ModelSpec) -> int:
+    """Return how many features a token of a tensor has that are no heads, 1 if it has none; of a weight (or its
+    gradient) how many columns.
+    """
+    weight = weight_shapes(model).get(tensor) or weight_shapes(model).get(tensor.removeprefix("d"))
+    if weight:
+        return weight[1] if len(weight) == 2 else 1
+    if tensor in {"gate", "up", "act", "dgate", "dup", "dact"}:
+        return model.ffn_dim
+    return 1 if heads_of(tensor, model) or tensor.startswith("rstd") else model.embed_dim
+
+
 def ports_of(workload: Workload) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """Return the inputs that a workload's scope and passes give, and the outputs that they ask for: (tensor, layer)."""
     given: set[tuple[str, int]] = set()

@@ -194,7 +194,7 @@ class _Layers:
     def _norm(self, x: View, weight: str, name: str) -> tuple[View, View]:
         """Return the normalised tokens, and what was divided by."""
         b = self._b
-        rstd_shape = (b.workload.batch, self._tokens)
+        rstd_shape = (b.batch.size, self._tokens)
         rstd = b.buffer(f"rstd of {name}", "bs", rstd_shape, accumulation_dtype(b.workload.dtype), "saved")
         out = self._activation(name)
         b.add(

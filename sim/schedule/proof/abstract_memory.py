@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
+from itertools import pairwise
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import ZERO, Content, Piece, coalesced, without
+from sim.schedule.proof.contents import (
+    AXIS_OF,
+    FEATURES,
+    TOKENS,
+    ZERO,
+    Box,
+    Content,
+    Piece,
+    coalesced,
+    replaced,
+    volume,
+    without,
+)
 
 
 class Held:
@@ -19,7 +31,7 @@ class Held:
     def __init__(self, program: Program, rules: AttentionRules) -> None:
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
-        self._volume = [_volume(buffer) for buffer in program.buffers]
+        self._volume = [volume(_box(buffer, whole)) for buffer, whole in zip(program.buffers, self._whole, strict=True)]
         self._pieces: list[list[Piece]] = [[] for _ in program.buffers]
         self._full = [False] * len(program.buffers)
         for port in program.inputs:
@@ -31,93 +43,87 @@ class Held:
         number, slices = view.buffer, view.slices
         if self._full[number] and slices == self._whole[number]:
             return self._pieces[number]
-        b, s, h = _box(self._buffers[number], slices)
-        found = [piece.clipped(b, s, h) for piece in self._pieces[number]]
-        pieces = [piece.moved(-b[0], -s[0], -h[0]) for piece in found if piece is not None]
-        if sum([piece.volume for piece in pieces]) != (b[1] - b[0]) * (s[1] - s[0]) * (h[1] - h[0]):
+        box = _box(self._buffers[number], slices)
+        back = tuple([-start for start, _ in box])
+        found = [piece.clipped(box) for piece in self._pieces[number]]
+        pieces = [piece.moved(back) for piece in found if piece is not None]  # type: ignore[arg-type]
+        if sum([piece.volume for piece in pieces]) != volume(box):
             raise ScheduleError(f"reads {slices} of buffer {self._buffers[number].name!r} before all of it is written")
         return coalesced(pieces)
 
     def read_parts(self, split: Split) -> list[list[Piece]]:
         """Return the pieces of each part, in its own coordinates."""
-        axis = self._axis(split)
-        size = split.part_shape[split.dim]
-        parts: list[list[Piece]] = [[] for _ in range(split.parts)]
-        for piece in self.read(split.view):
-            low, high = piece[:3][axis]
-            for number in range(low // size, -(-high // size)):
-                start = number * size
-                bounds = [piece.b, piece.s, piece.h]
-                bounds[axis] = (start, start + size)
-                part = piece.clipped(*bounds)
-                assert part is not None
-                parts[number].append(part.moved(*_along(axis, -start)))
+        axis, starts = self._axis(split), split.starts
+        parts: list[list[Piece]] = []
+        whole = self.read(split.view)
+        for interval in pairwise(starts):
+            found = [piece.clipped(replaced(piece.box, axis, interval)) for piece in whole]
+            parts.append([piece.moved(_along(axis, -interval[0])) for piece in found if piece is not None])
         return parts
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
         """Put pieces, in the coordinates of each part, in place of what was there."""
-        axis, size = self._axis(split), split.part_shape[split.dim]
-        moved: list[Piece] = []
-        for number, pieces in enumerate(parts):
-            by = _along(axis, number * size)
-            moved += [piece.moved(*by) for piece in pieces]
-        self.write(split.view, moved)
+        axis = self._axis(split)
+        self.write(
+            split.view,
+            [
+                piece.moved(_along(axis, start))
+                for start, pieces in zip(split.starts, parts, strict=False)
+                for piece in pieces
+            ],
+        )
 
     def _axis(self, split: Split) -> int:
-        """Return which of (batch, tokens, heads) a split cuts."""
-        return {"b": 0, "s": 1, "i": 1, "h": 2}[self._buffers[split.view.buffer].dims[split.dim]]
+        """Return which axis a split cuts."""
+        return AXIS_OF[self._buffers[split.view.buffer].dims[split.dim]]
 
     def zero(self, view: View) -> None:
         """Put zeros in place of what was there."""
-        b, s, h = _box(self._buffers[view.buffer], view.slices)
-        tokens, heads = Span(0, s[1] - s[0]), Span(0, h[1] - h[0])
-        content = Content(ZERO, 0, 0, tokens, heads)
-        self.write(view, [Piece((0, b[1] - b[0]), (0, tokens.size), (0, heads.size), content)])
+        extents = [stop - start for start, stop in _box(self._buffers[view.buffer], view.slices)]
+        b, s, h, f = (Span(0, extent) for extent in extents)
+        self.write(view, [Piece(((0, b.stop), (0, s.stop), (0, h.stop), (0, f.stop)), Content(ZERO, 0, (b, s, h, f)))])
 
     def write(self, view: View, pieces: list[Piece]) -> None:
         """Put pieces, in the view's coordinates, in place of what was there."""
         number = view.buffer
         if view.slices == self._whole[number]:
-            volume = pieces[0].volume if len(pieces) == 1 else sum([piece.volume for piece in pieces])
-            assert volume == self._volume[number], "shapes were checked before"
+            total = sum([piece.volume for piece in pieces])
+            assert total == self._volume[number], "shapes were checked before"
             self._pieces[number] = coalesced(pieces)
             self._full[number] = True
             return
-        b, s, h = _box(self._buffers[number], view.slices)
-        kept = [part for piece in self._pieces[number] for part in without(piece, b, s, h)]
-        self._pieces[number] = kept + [piece.moved(b[0], s[0], h[0]) for piece in pieces]
+        box = _box(self._buffers[number], view.slices)
+        by = tuple([start for start, _ in box])
+        kept = [part for piece in self._pieces[number] for part in without(piece, box)]
+        self._pieces[number] = kept + [piece.moved(by) for piece in pieces]  # type: ignore[arg-type]
         self._full[number] = False
 
 
-def _along(axis: int, by: int) -> tuple[int, int, int]:
-    """Return a move along one of (batch, tokens, heads)."""
-    return (by if axis == 0 else 0, by if axis == 1 else 0, by if axis == 2 else 0)
-
-
-def _volume(buffer: Buffer) -> int:
-    """Return the number of (sequence, token, head) cells of a buffer."""
-    return math.prod(extent for dim, extent in zip(buffer.dims, buffer.shape, strict=True) if dim in "bsih")
+def _along(axis: int, by: int) -> tuple[int, int, int, int]:
+    """Return a move along one axis."""
+    return tuple([by if number == axis else 0 for number in range(4)])  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=65536)
-def _box(
-    buffer: Buffer, slices: tuple[tuple[int, int], ...]
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return the batch, token and head bounds of a view; raises where it cuts through another dimension."""
-    bounds = dict(zip(buffer.dims, slices, strict=True))
-    for dim, extent in zip(buffer.dims, buffer.shape, strict=True):
-        if dim not in "bsih" and bounds[dim] != (0, extent):
-            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut b, s, i and h")
-    return bounds.get("b", (0, 1)), bounds["s" if "s" in bounds else "i"], bounds.get("h", (0, 1))
+def _box(buffer: Buffer, slices: tuple[tuple[int, int], ...]) -> Box:
+    """Return the bounds of a view along every axis; raises where it cuts through another dimension."""
+    box = [(0, 1)] * 4
+    for dim, bounds, extent in zip(buffer.dims, slices, buffer.shape, strict=True):
+        if dim in AXIS_OF:
+            box[AXIS_OF[dim]] = bounds
+        elif bounds != (0, extent):
+            cut = "".join(AXIS_OF)
+            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut {cut}")
+    return tuple(box)  # type: ignore[return-value]
 
 
 def port_pieces(port: Port, program: Program) -> list[Piece]:
     """Return what a port says that its view holds, in the view's coordinates."""
-    dims = program.buffers[port.view.buffer].dims
-    batch = port.view.shape[0] if dims.startswith("b") else 1
+    box = _box(program.buffers[port.view.buffer], tuple((0, extent) for extent in port.view.shape))
+    features = port.features or Span(*box[FEATURES])
     pieces, at = [], 0
     for span in port.tokens:
-        content = Content(port.tensor, port.layer, port.batch.start, span, port.heads)
-        pieces.append(Piece((0, batch), (at, at + span.size), (0, port.heads.size), content))
+        part = replaced(box, TOKENS, (at, at + span.size))
+        pieces.append(Piece(part, Content(port.tensor, port.layer, (port.batch, span, port.heads, features))))
         at += span.size
     return pieces

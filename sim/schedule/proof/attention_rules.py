@@ -10,7 +10,20 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, Span, count_pairs, keeps_mask
 from sim.schedule.model.equations import is_weight_gradient
-from sim.schedule.proof.contents import Content, Piece, Seen, brief, common, meet, spell, union
+from sim.schedule.proof.contents import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    Content,
+    Piece,
+    Seen,
+    brief,
+    common,
+    meet,
+    replaced,
+    spell,
+    union,
+)
 
 
 class AttentionRules(NamedTuple):
@@ -60,10 +73,11 @@ class AttentionRules(NamedTuple):
             partial = queries._replace(tensor="dq", seen=())
             for key in keys:
                 partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
-                part = key.clipped(key.b, key.s, (piece.h[0] // ratio, -(-piece.h[1] // ratio)))
+                first, last = piece.box[HEADS]
+                part = key.clipped(replaced(key.box, HEADS, (first // ratio, -(-last // ratio))))
                 assert part is not None
                 empty = part.content._replace(tensor="dk", seen=())
-                low, width = offset + piece.h[0] % ratio, min(ratio, piece.h[1] - piece.h[0])
+                low, width = offset + first % ratio, min(ratio, last - first)
                 seen = ((queries.tokens, Span(low, low + width)),)
                 sums[part] = union(sums.get(part, empty), empty._replace(seen=seen))
             dq.append(piece._replace(content=partial))
@@ -73,7 +87,7 @@ class AttentionRules(NamedTuple):
     def same_queries(self, name: str, queries: list[Piece], pieces: list[Piece]) -> None:
         """Raise where pieces are not ``name`` of all keys, of the queries at the same place."""
         for x, y in common(queries, pieces):
-            if y.content[:5] != (name, *x.content[1:5]):
+            if y.content[:3] != (name, *x.content[1:3]):
                 raise ScheduleError(f"{brief(y.content)} where {name} of {brief(x.content)} is needed")
             if not self.complete(y.content):
                 raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
@@ -98,7 +112,7 @@ class AttentionRules(NamedTuple):
 
     def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
         for x, y in common(k, v):
-            if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:5] != y.content[1:5]:
+            if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:3] != y.content[1:3]:
                 raise ScheduleError(f"{brief(x.content)} and {brief(y.content)} used as keys and values of one block")
 
     def _blocks(
@@ -111,27 +125,34 @@ class AttentionRules(NamedTuple):
         for whole in q:
             if whole.content.tensor != "q":
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
-            cuts = {whole.h[0], whole.h[1]} | {ratio * edge for key in k for edge in key.h}
-            edges = sorted(cut for cut in cuts if whole.h[0] <= cut <= whole.h[1])
+            low, high = whole.box[HEADS]
+            cuts = {low, high} | {ratio * edge for key in k for edge in key.box[HEADS]}
+            edges = sorted(cut for cut in cuts if low <= cut <= high)
             for first, last in pairwise(edges):
-                piece = whole.clipped(whole.b, whole.s, (first, last))
+                piece = whole.clipped(replaced(whole.box, HEADS, (first, last)))
                 assert piece is not None
                 keys = [
-                    key for key in k if key.h[0] * ratio <= first and last <= key.h[1] * ratio and meet(key.b, whole.b)
+                    key
+                    for key in k
+                    if key.box[HEADS][0] * ratio <= first
+                    and last <= key.box[HEADS][1] * ratio
+                    and meet(key.box[BATCH], whole.box[BATCH])
                 ]
                 offsets = set()
                 for key in keys:
-                    if key.b != piece.b or key.content[1:3] != piece.content[1:3]:
+                    mine, other = piece.content, key.content
+                    if key.box[BATCH] != piece.box[BATCH] or (mine.layer, mine.batch) != (other.layer, other.batch):
                         raise ScheduleError(f"{brief(piece.content)} attends to another sequence or layer")
                     offset = _head_offset(
-                        piece.content.heads, key.content.heads, first - key.h[0] * ratio, ratio, self.group
+                        piece.content.heads, key.content.heads, first - key.box[HEADS][0] * ratio, ratio, self.group
                     )
                     if offset is None:
                         raise ScheduleError(
                             f"{brief(piece.content)} attends with the wrong key/value heads {spell(key.content.heads)}"
                         )
                     offsets.add(offset)
-                    if not keeps_mask(self.mask, band, piece.content.tokens, key.content.tokens, piece.s[0] - key.s[0]):
+                    shift = piece.box[TOKENS][0] - key.box[TOKENS][0]
+                    if not keeps_mask(self.mask, band, mine.tokens, other.tokens, shift):
                         raise ScheduleError(
                             f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {band}, "
                             f"which is not what the mask {self.mask} keeps of them"
@@ -143,7 +164,7 @@ class AttentionRules(NamedTuple):
 
 def _in_memory_order(keys: list[Piece]) -> Seen:
     """Return the keys of a block as they lie in memory."""
-    return tuple((key.content.tokens, ONE) for key in sorted(keys, key=lambda key: key.s))
+    return tuple((key.content.tokens, ONE) for key in sorted(keys, key=lambda key: key.box[TOKENS]))
 
 
 @lru_cache(maxsize=65536)

@@ -59,7 +59,7 @@ def _check_program(program: Program, workload: Workload) -> None:
     """Raise where an op or a port is wrong by itself."""
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
-            problem = port_problem(port, program, workload.model, workload.batch)
+            problem = port_problem(port, program, workload.model)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     inputs = {port.view.buffer: port.tensor for port in program.inputs}
@@ -77,14 +77,16 @@ def _check_ports(schedule: Schedule) -> None:
     if schedule.header.claims is None:
         return
     given, asked = ports_of(schedule.header.workload)
+    allowed = {"input": given, "output": asked | {("lse", 0)}}
+    left: set[tuple[str, int]] = set()
     for program in schedule.programs:
-        for what, ports, wanted in (("input", program.inputs, given), ("output", program.outputs, asked)):
+        for what, ports in (("input", program.inputs), ("output", program.outputs)):
             found = {(port.tensor, port.layer) for port in ports}
-            missing = wanted - found if what == "output" else set()
-            extra = found - wanted - ({("lse", 0)} if what == "output" else set())
-            for tensor, layer in sorted(missing | extra):
-                state = "lacks" if (tensor, layer) in missing else "has no use for"
-                raise ScheduleError(f"rank {program.rank} {state} the {what} {tensor} of layer {layer}")
+            for tensor, layer in sorted(found - allowed[what]):
+                raise ScheduleError(f"rank {program.rank} has no use for the {what} {tensor} of layer {layer}")
+        left |= found
+    for tensor, layer in sorted(asked - left):
+        raise ScheduleError(f"no rank has the output {tensor} of layer {layer}")
 
 
 def _check_claims(schedule: Schedule, matching: Matching, kernels: list[list[KernelUse | None]]) -> None:

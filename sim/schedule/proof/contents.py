@@ -1,13 +1,13 @@
-"""What lies in a buffer, abstractly: which tokens and heads of which tensor, and what has been summed into them.
+"""What lies in a buffer, abstractly: which part of which tensor, and what has been summed into it.
 
 ``check`` plays a schedule on these contents instead of numbers. A ``Piece`` is a box of a view with one ``Content``;
-operands are lists of pieces, so packing, slicing and gathering need no rules of their own.
+operands are lists of pieces, so packing, slicing and gathering need no rules of their own. Boxes and contents have the
+same named axes: batch, tokens (of a weight its rows), heads, features (of a weight its columns).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -16,6 +16,17 @@ from sim.schedule.ir.masks import Span
 ZERO = "zero"
 """The tensor of zeros, to which any part of any gradient can be added."""
 
+BATCH, TOKENS, HEADS, FEATURES = range(4)
+"""The axes, in the order of boxes and contents."""
+AXIS_OF = {"b": BATCH, "s": TOKENS, "i": TOKENS, "h": HEADS, "e": FEATURES, "o": FEATURES}
+"""Which axis a dimension of a buffer is along; others are never cut."""
+
+Interval = tuple[int, int]
+Box = tuple[Interval, Interval, Interval, Interval]
+"""Start and stop along every axis."""
+Place = tuple[Span, Span, Span, Span]
+"""Positions in the global tensor along every axis."""
+
 Seen = tuple[tuple[Span, Span], ...]
 """Disjoint boxes (tokens, heads) of the other side that have been summed up: keys for out, lse and dq (heads are then
 ONE); queries for dk and dv, with the query heads numbered within the group of their key/value head; tokens and
@@ -23,96 +34,131 @@ sequences of the batch for the gradient of a weight."""
 
 
 class Content(NamedTuple):
-    """Some tokens and heads of one global tensor of one layer; of a weight (or its gradient) rows instead of tokens."""
+    """Some part of one global tensor of one layer."""
 
     tensor: str
     layer: int
-    batch: int
-    tokens: Span
-    heads: Span
+    at: Place
     seen: Seen = ()
+
+    @property
+    def batch(self) -> Span:
+        """Sequences of the global batch."""
+        return self.at[BATCH]
+
+    @property
+    def tokens(self) -> Span:
+        """Tokens; of a weight rows."""
+        return self.at[TOKENS]
+
+    @property
+    def heads(self) -> Span:
+        """Heads, ONE where there are none."""
+        return self.at[HEADS]
 
 
 class Piece(NamedTuple):
-    """A box of a view (batch, tokens, heads; each start and stop) and what lies in it."""
+    """A box of a view, and what lies in it."""
 
-    b: tuple[int, int]
-    s: tuple[int, int]
-    h: tuple[int, int]
+    box: Box
     content: Content
 
-    def clipped(self, b: tuple[int, int], s: tuple[int, int], h: tuple[int, int]) -> Piece | None:
+    def clipped(self, box: Box) -> Piece | None:
         """Return the part of this piece inside a box, None if there is none."""
-        if _inside(self.b, b) and _inside(self.s, s) and _inside(self.h, h):
+        own, content = self
+        if own == box:
             return self
-        nb, ns, nh = meet(self.b, b), meet(self.s, s), meet(self.h, h)
-        if nb is None or ns is None or nh is None:
-            return None
-        c = self.content
-        tokens = c.tokens if ns == self.s else c.tokens.part(ns[0] - self.s[0], ns[1] - self.s[0])
-        heads = c.heads if nh == self.h else c.heads.part(nh[0] - self.h[0], nh[1] - self.h[0])
-        return Piece(nb, ns, nh, Content(c.tensor, c.layer, c.batch + nb[0] - self.b[0], tokens, heads, c.seen))
+        bounds, place, same = [], [], True
+        for mine, other, span in zip(own, box, content.at, strict=True):
+            start, stop = mine
+            low, high = other
+            if low <= start and stop <= high:
+                bounds.append(mine)
+                place.append(span)
+                continue
+            low, high = max(low, start), min(high, stop)
+            if low >= high:
+                return None
+            same = False
+            bounds.append((low, high))
+            place.append(span.part(low - start, high - start))
+        if same:
+            return self
+        return Piece(tuple(bounds), Content(content.tensor, content.layer, tuple(place), content.seen))  # type: ignore[arg-type]
 
-    def moved(self, b: int, s: int, h: int) -> Piece:
+    def moved(self, by: tuple[int, int, int, int]) -> Piece:
         """Return the same content at another place."""
-        if not (b or s or h):
+        if not any(by):
             return self
-        (b0, b1), (s0, s1), (h0, h1), content = self
-        return Piece((b0 + b, b1 + b), (s0 + s, s1 + s), (h0 + h, h1 + h), content)
+        (b0, b1), (s0, s1), (h0, h1), (f0, f1) = self.box
+        b, s, h, f = by
+        return Piece(((b0 + b, b1 + b), (s0 + s, s1 + s), (h0 + h, h1 + h), (f0 + f, f1 + f)), self.content)
 
     @property
     def volume(self) -> int:
-        """Number of (sequence, token, head) cells."""
-        return (self.b[1] - self.b[0]) * (self.s[1] - self.s[0]) * (self.h[1] - self.h[0])
+        """Number of cells."""
+        return volume(self.box)
 
 
-def _inside(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return b[0] <= a[0] and a[1] <= b[1]
+def volume(box: Box) -> int:
+    """Return the number of cells of a box."""
+    (b0, b1), (s0, s1), (h0, h1), (f0, f1) = box
+    return (b1 - b0) * (s1 - s0) * (h1 - h0) * (f1 - f0)
 
 
-def meet(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
+def replaced(box: Box, axis: int, interval: Interval) -> Box:
+    """Return a box with another extent along one axis."""
+    return (*box[:axis], interval, *box[axis + 1 :])  # type: ignore[return-value]
+
+
+def meet(a: Interval, b: Interval) -> Interval | None:
     """Return what two intervals share, None if nothing."""
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else None
 
 
-def without(piece: Piece, b: tuple[int, int], s: tuple[int, int], h: tuple[int, int]) -> list[Piece]:
+def without(piece: Piece, box: Box) -> list[Piece]:
     """Return what is left of a piece outside a box, in pieces."""
     left: list[Piece | None] = []
-    (b0, b1), (s0, s1), (h0, h1) = piece.b, piece.s, piece.h
-    cb, cs = (max(b0, b[0]), min(b1, b[1])), (max(s0, s[0]), min(s1, s[1]))
-    if cb[0] >= cb[1] or cs[0] >= cs[1] or meet(piece.h, h) is None:
+    rest = piece.box
+    if any(meet(mine, other) is None for mine, other in zip(rest, box, strict=True)):
         return [piece]
-    left += [piece.clipped((b0, cb[0]), piece.s, piece.h), piece.clipped((cb[1], b1), piece.s, piece.h)]
-    left += [piece.clipped(cb, (s0, cs[0]), piece.h), piece.clipped(cb, (cs[1], s1), piece.h)]
-    left += [piece.clipped(cb, cs, (h0, max(h0, h[0]))), piece.clipped(cb, cs, (min(h1, h[1]), h1))]
+    for axis, (low, high) in enumerate(box):
+        start, stop = rest[axis]
+        if start < low:
+            left.append(piece.clipped(replaced(rest, axis, (start, low))))
+        if high < stop:
+            left.append(piece.clipped(replaced(rest, axis, (high, stop))))
+        rest = replaced(rest, axis, (max(start, low), min(stop, high)))
     return [part for part in left if part is not None]
 
 
 def coalesced(pieces: list[Piece]) -> list[Piece]:
-    """Return the same contents in fewer pieces: neighbours along tokens, then along heads, that continue each other."""
-    if len(pieces) == 1:
-        return pieces
-    joined: list[Piece] = []
-    for piece in sorted(pieces, key=itemgetter(0, 2, 1)):
-        if joined and joined[-1].b == piece.b and joined[-1].h == piece.h and joined[-1].s[1] == piece.s[0]:
-            last, new = joined[-1].content, piece.content
-            tokens = _continued(last.tokens, new.tokens)
-            if tokens and last[:3] == new[:3] and last[4:] == new[4:]:
-                content = Content(*new[:3], tokens, *new[4:])
-                joined[-1] = Piece(piece.b, (joined[-1].s[0], piece.s[1]), piece.h, content)
-                continue
-        joined.append(piece)
-    wide: list[Piece] = []
-    for piece in sorted(joined, key=itemgetter(0, 1, 2)):
-        if wide and wide[-1].b == piece.b and wide[-1].s == piece.s and wide[-1].h[1] == piece.h[0]:
-            last, new = wide[-1].content, piece.content
-            heads = _continued(last.heads, new.heads)
-            if heads and last[:4] == new[:4] and last.seen == new.seen:
-                wide[-1] = Piece(piece.b, piece.s, (wide[-1].h[0], piece.h[1]), Content(*new[:4], heads, new.seen))
-                continue
-        wide.append(piece)
-    return wide
+    """Return the same contents in fewer pieces: neighbours along an axis that continue each other."""
+    for axis in (TOKENS, HEADS, FEATURES):
+        if len(pieces) == 1:
+            return pieces
+        joined: list[Piece] = []
+        for piece in sorted(pieces, key=lambda piece: (*piece.box[:axis], *piece.box[axis + 1 :], piece.box[axis])):
+            if not joined or (wide := _together(joined[-1], piece, axis)) is None:
+                joined.append(piece)
+            else:
+                joined[-1] = wide
+        pieces = joined
+    return pieces
+
+
+def _together(a: Piece, b: Piece, axis: int) -> Piece | None:
+    """Return two pieces as one, None where the second does not continue the first along an axis."""
+    if a.box[axis][1] != b.box[axis][0] or a.content[:2] != b.content[:2] or a.content.seen != b.content.seen:
+        return None
+    interval = (a.box[axis][0], b.box[axis][1])
+    box = replaced(a.box, axis, interval)
+    span = _continued(a.content.at[axis], b.content.at[axis])
+    if span is None or replaced(b.box, axis, interval) != box:
+        return None
+    place, other = ((*c.at[:axis], span, *c.at[axis + 1 :]) for c in (a.content, b.content))
+    return Piece(box, a.content._replace(at=place)) if place == other else None  # type: ignore[arg-type]
 
 
 def _continued(a: Span, b: Span) -> Span | None:
@@ -122,29 +168,29 @@ def _continued(a: Span, b: Span) -> Span | None:
 
 def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
     """Yield the parts of two operands that lie at the same place."""
-    if len(a) == len(b) == 1 and a[0][:3] == b[0][:3]:
+    if len(a) == len(b) == 1 and a[0].box == b[0].box:
         yield a[0], b[0]
         return
     for x in a:
         for y in b:
-            left, right = x.clipped(y.b, y.s, y.h), y.clipped(x.b, x.s, x.h)
+            left, right = x.clipped(y.box), y.clipped(x.box)
             if left is not None and right is not None:
                 yield left, right
 
 
 def union(a: Content, b: Content) -> Content:
-    """Return the sum of two partial results for the same tokens and heads; raises if anything would count twice."""
+    """Return the sum of two partial results for the same part of a tensor; raises if anything would count twice."""
     if a.tensor == ZERO:
         return b
     if b.tensor == ZERO:
         return a
-    if a[:5] != b[:5]:
+    if a[:3] != b[:3]:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
     for box in b.seen:
         for other in a.seen:
             if _overlap(box[0], other[0]) and _overlap(box[1], other[1]):
                 raise ScheduleError(f"{brief(a)} would count tokens {spell(box[0])} twice")
-    return Content(*a[:5], _merged(a.seen, b.seen))
+    return Content(*a[:3], _merged(a.seen, b.seen))
 
 
 def _overlap(a: Span, b: Span) -> bool:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import Gemm, Rope, TokenKernel
-from sim.schedule.model.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes
+from sim.schedule.model.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes, width_of
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Content, Piece, brief, meet, spell, union
+from sim.schedule.proof.contents import HEADS, TOKENS, Box, Content, Piece, Place, brief, meet, spell, union
 from sim.workload import ModelSpec
 
 
@@ -23,7 +23,7 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the layer, or
         are different tokens.
         """
-        weights = {i: pieces[0] for i, pieces in enumerate(operands) if pieces[0].content.tensor in self._weights}
+        weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if self._is_weight(pieces[0])}
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
         results: list[list[Piece]] | None = None
         for group in _aligned(tokens):
@@ -33,20 +33,30 @@ class TokenRules(NamedTuple):
         assert results is not None
         return results
 
-    @property
-    def _weights(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes(self.model)
+    def _is_weight(self, piece: Piece) -> bool:
+        return piece.content.tensor in weight_shapes(self.model)
+
+    def _whole(self, pieces: list[Piece]) -> Piece:
+        """Return the one piece of a weight, all of which is needed."""
+        if len(pieces) > 1 or pieces[0].content.at != whole_weight(pieces[0].content.tensor, self.model):
+            raise ScheduleError(f"{brief(pieces[0].content)} where all of the weight is needed")
+        return pieces[0]
 
     def _rows(self, pieces: list[Piece]) -> list[Piece]:
-        """Return pieces of whole tokens: all heads of a tensor that has heads, in their order, as one."""
+        """Return pieces of whole tokens: all heads and features of a tensor, in their order, as one."""
         rows = []
         for piece in pieces:
-            heads = heads_of(piece.content.tensor, self.model)
-            if heads is not None and (piece.content.heads != Span(0, heads) or piece.h != (0, heads)):
-                raise ScheduleError(f"{brief(piece.content)} where all {heads} heads in their order are needed")
+            batch, tokens, *inner = piece.content.at
+            wanted = row_of(piece.content.tensor, self.model)
+            if tuple(inner) != wanted or piece.box[HEADS:] != tuple((0, span.size) for span in wanted):
+                heads, width = (span.size for span in wanted)
+                raise ScheduleError(
+                    f"{brief(piece.content)} where all {heads} heads in their order and {width} features are needed"
+                )
             if not self.attention.complete(piece.content):
                 raise ScheduleError(f"{brief(piece.content)} is not complete yet")
-            rows.append(Piece(piece.b, piece.s, (0, 1), piece.content._replace(heads=ONE, seen=())))
+            b, s, *_ = piece.box
+            rows.append(Piece((b, s, (0, 1), (0, 1)), piece.content._replace(at=(batch, tokens, ONE, ONE), seen=())))
         return rows
 
     def _combined(self, kind: str, operands: list[Piece]) -> list[list[Piece]]:
@@ -57,31 +67,47 @@ class TokenRules(NamedTuple):
         if results is None:
             spelled = ", ".join(f"{piece.content.tensor} of layer {piece.content.layer}" for piece in operands)
             raise ScheduleError(f"{kind} of {spelled} is no equation of the layer")
-        tokens = [piece for piece in operands if piece.content.tensor not in self._weights]
+        tokens = [piece for piece in operands if not self._is_weight(piece)]
         first = tokens[0]
         for piece in tokens:
-            if piece.content[2:4] != first.content[2:4]:
+            if piece.content.at != first.content.at:
                 raise ScheduleError(f"{kind} of {brief(first.content)} with other tokens, {brief(piece.content)}")
         return [[self._result(name, base, first)] for name in results]
 
     def _result(self, name: str, base: int, tokens: Piece) -> Piece:
         """Return one result of tokens: a tensor of the same tokens, or their part in the gradient of a weight."""
-        content = tokens.content
+        batch, rows, *_ = tokens.content.at
         if is_weight_gradient(name):
-            rows = self._weights[name.removeprefix("d")][0]
-            batches = Span(content.batch, content.batch + tokens.b[1] - tokens.b[0])
-            seen = ((content.tokens, batches),)
-            return Piece((0, 1), (0, rows), (0, 1), Content(name, base, 0, Span(0, rows), ONE, seen))
-        heads = heads_of(name, self.model) or 1
-        layer = base + name.count("+")
-        made = Content(name.removesuffix("+"), layer, content.batch, content.tokens, Span(0, heads))
-        return Piece(tokens.b, tokens.s, (0, heads), made)
+            at = whole_weight(name.removeprefix("d"), self.model)
+            return Piece(box_of(at), Content(name, base, at, ((rows, batch),)))
+        layer, name = base + name.count("+"), name.removesuffix("+")
+        inner = row_of(name, self.model)
+        b, s, *_ = tokens.box
+        heads, width = inner
+        return Piece((b, s, (0, heads.size), (0, width.size)), Content(name, layer, (batch, rows, *inner)))
 
     def _joined(self, a: list[Piece], b: list[Piece]) -> list[Piece]:
         """Return a result of more tokens: side by side, or summed up where it is a weight's gradient."""
         if is_weight_gradient(a[0].content.tensor):
             return [a[0]._replace(content=union(a[0].content, b[0].content))]
         return a + b
+
+
+def row_of(tensor: str, model: ModelSpec) -> tuple[Span, Span]:
+    """Return all heads and features of one token of a tensor."""
+    return Span(0, heads_of(tensor, model) or 1), Span(0, width_of(tensor, model))
+
+
+def whole_weight(tensor: str, model: ModelSpec) -> Place:
+    """Return all of a weight: its rows and columns."""
+    rows, *columns = weight_shapes(model)[tensor]
+    return ONE, Span(0, rows), ONE, Span(0, *columns) if columns else ONE
+
+
+def box_of(at: Place) -> Box:
+    """Return the box that holds all of a place from its beginning."""
+    b, s, h, f = at
+    return (0, b.size), (0, s.size), (0, h.size), (0, f.size)
 
 
 def kind_of(op: TokenKernel) -> str:
@@ -98,11 +124,12 @@ def check_positions(pieces: list[Piece], tokens: Tokens) -> None:
     at = 0
     for span in tokens:
         for piece in pieces:
-            shared = meet(piece.s, (at, at + span.size))
+            own = piece.box[TOKENS]
+            shared = meet(own, (at, at + span.size))
             if shared is None:
                 continue
             begin, end = shared
-            has = piece.content.tokens.part(begin - piece.s[0], end - piece.s[0])
+            has = piece.content.tokens.part(begin - own[0], end - own[0])
             if has != span.part(begin - at, end - at):
                 raise ScheduleError(f"{brief(piece.content)} is rotated by positions {spell(span)}")
         at += span.size
@@ -115,9 +142,9 @@ def _aligned(operands: list[list[Piece]]) -> list[tuple[Piece, ...]]:
         wider = []
         for group in found:
             for piece in pieces:
-                clipped = piece.clipped(group[0].b, group[0].s, group[0].h)
+                clipped = piece.clipped(group[0].box)
                 if clipped is not None:
-                    cut = [one.clipped(clipped.b, clipped.s, clipped.h) for one in group]
+                    cut = [one.clipped(clipped.box) for one in group]
                     wider.append((*(one for one in cut if one is not None), clipped))
         found = wider
     return found

@@ -25,7 +25,7 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.equations import heads_of
+from sim.schedule.model.equations import heads_of, width_of
 from sim.workload import ModelSpec
 
 
@@ -123,8 +123,8 @@ def _parts_problem(op: Copy | Fold) -> str:
     """Return where parts of one shape do not fall to parts of the other side."""
     source, target = op.source, op.target
     for split in (source, target):
-        if not 0 <= split.dim < 3 or split.parts < 1 or split.view.shape[split.dim] % split.parts:
-            return f"cuts {split.view.shape} along dimension {split.dim} into {split.parts} parts"
+        if split.sizes or not 0 <= split.dim < 3 or split.parts < 1 or split.view.shape[split.dim] % split.parts:
+            return f"cuts {split.view.shape} along dimension {split.dim} into {split.sizes or split.parts} parts"
     if source.part_shape != target.part_shape:
         return f"takes parts {source.part_shape} for parts {target.part_shape}"
     if isinstance(op, Fold):
@@ -165,10 +165,12 @@ def _message_problem(op: Communication, views: tuple[View, ...], program: Progra
     return ""
 
 
-def port_problem(port: Port, program: Program, model: ModelSpec, batch: int) -> str:
+def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
-    wanted = {"b": batch, "s": num_tokens(port.tokens), "i": num_tokens(port.tokens), "h": port.heads.size}
+    width = port.features.size if port.features else width_of(port.tensor, model)
+    tokens = num_tokens(port.tokens)
+    wanted = {"b": port.batch.size, "s": tokens, "i": tokens, "h": port.heads.size, "e": width, "o": width}
     for dim, extent in dims.items():
         if dim in wanted and extent != wanted[dim]:
             return f"holds {extent} along {dim!r}, but says {wanted[dim]}"

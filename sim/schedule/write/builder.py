@@ -55,12 +55,12 @@ class ProgramBuilder:
 
     def tensor(self, name: str, tokens: int, heads: int, category: Category, dtype: Dtype | None = None) -> View:
         """Return a new (B, tokens, heads, D) buffer, by default in the model's data type."""
-        shape = (self.workload.batch, tokens, heads, self.workload.model.head_dim)
+        shape = (self.batch.size, tokens, heads, self.workload.model.head_dim)
         return self.buffer(name, "bshd", shape, dtype or self.workload.dtype, category)
 
     def lse(self, name: str, tokens: int, heads: int, category: Category) -> View:
         """Return a new (B, heads, tokens) buffer for a log-sum-exp, in the accumulation data type."""
-        shape = (self.workload.batch, heads, tokens)
+        shape = (self.batch.size, heads, tokens)
         return self.buffer(name, "bhs", shape, accumulation_dtype(self.workload.dtype), category)
 
     def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None) -> View:
@@ -95,7 +95,7 @@ class ProgramBuilder:
 
     def activation(self, name: str, tokens: int, width: int, category: Category) -> View:
         """Return a new (B, tokens, width) buffer in the model's data type."""
-        return self.buffer(name, "bse", (self.workload.batch, tokens, width), self.workload.dtype, category)
+        return self.buffer(name, "bse", (self.batch.size, tokens, width), self.workload.dtype, category)
 
     def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
         """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""

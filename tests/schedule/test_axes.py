@@ -1,0 +1,215 @@
+"""What the axes of contents are for: micro-batches, unequal parts, and shards of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+import torch
+
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
+from runtime.processes.launch import Session
+from runtime.run import ScheduleRun
+from sim.engine.simulate import simulate
+from sim.errors import ScheduleError
+from sim.mesh import Mesh
+from sim.schedule.ir.layout import contiguous
+from sim.schedule.ir.masks import ONE, Span, mask_of
+from sim.schedule.ir.ops import AllGather
+from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.views import TOKENS, Split
+from sim.schedule.methods.ring import RingAttention, RingOptions, heads_of, ring_bytes, ring_communicators
+from sim.schedule.proof.check import check
+from sim.schedule.proof.owners import check_shards
+from sim.schedule.write.accumulate import SoftmaxAccumulator
+from sim.schedule.write.attention import all_heads, attention_flops
+from sim.schedule.write.blocks import blocks
+from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import DTYPE_BYTES, Workload
+from tests.helpers import make_checked, make_cluster_spec, make_model
+from topology.cluster import Cluster
+
+MODEL = make_model(4, 2)
+
+
+def exact(schedule: Schedule) -> None:
+    checked = check(schedule)
+    for seed in (1, 2):
+        outputs = execute_virtual(checked, torch.device("cpu"), seed)
+        assert max(output_errors(checked, outputs).values()) <= BOUNDS["fp64"]
+
+
+def in_two_micro_batches(second: Span) -> Schedule:
+    """A ring of two ranks, one sequence after the other; what should be ``Span(1, 2)`` is the second one."""
+    workload, mesh, options = Workload(model=MODEL, seq=16, batch=2, dtype="fp64"), Mesh(ring=2), RingOptions()
+    rings, layout = ring_communicators(mesh.groups("ring"), options), contiguous(16, 2)
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        own = all_heads(MODEL, layout[rank])
+        for b.batch in (Span(0, 1), second):
+            b.part = "forward"
+            attention = RingAttention(b, rings, layout, own, options)
+            q, k, v = (
+                b.input(x, own.tokens, heads)
+                for x, heads in (("q", own.heads), ("k", own.kv_heads), ("v", own.kv_heads))
+            )
+            out, saved = attention.forward(q, k, v)
+            b.output("out", out, own.tokens, own.heads)
+            b.part = "backward"
+            grads = attention.backward(saved, b.input("dout", own.tokens, own.heads))
+            for tensor, grad, heads in zip(
+                ("dq", "dk", "dv"), grads, (own.heads, own.kv_heads, own.kv_heads), strict=True
+            ):
+                b.output(tensor, grad, own.tokens, heads)
+        return b.build()
+
+    claims = Claims(
+        attention_flops=attention_flops(workload),
+        wire_bytes=ring_bytes(workload, options, 2, heads_of(MODEL)),
+        source="ring",
+    )
+    header = Header(name="micro", workload=workload, mesh=mesh, communicators=rings.declared, claims=claims)
+    return Schedule(header, program)
+
+
+def test_two_micro_batches_are_one_batch() -> None:
+    exact(in_two_micro_batches(Span(1, 2)))
+
+
+def test_a_micro_batch_that_is_computed_twice() -> None:
+    with pytest.raises(ScheduleError, match="would count tokens 0..8 twice"):
+        check(in_two_micro_batches(Span(0, 1)))
+
+
+def of_unequal_shards(sizes: Sequence[int], parts: Callable[[int], tuple[int, ...]]) -> Schedule:
+    """Attention to keys gathered from ranks with as many tokens each; ``parts`` is how a rank cuts what it gathers."""
+    workload, mesh = Workload(model=MODEL, seq=sum(sizes), dtype="fp64", passes="forward"), Mesh(ring=len(sizes))
+    everyone = Communicator(name="everyone", groups=mesh.groups("ring"))
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def program(rank: int) -> Program:
+        b, tokens = ProgramBuilder(rank, workload), (Span(starts[rank], starts[rank] + sizes[rank]),)
+        own = all_heads(MODEL, tokens)
+        q, k, v = (
+            b.input(x, tokens, heads) for x, heads in (("q", own.heads), ("k", own.kv_heads), ("v", own.kv_heads))
+        )
+        whole = []
+        for name, view in (("k", k), ("v", v)):
+            whole.append(b.tensor(f"all {name}", workload.seq, MODEL.num_kv_heads, "communication"))
+            recvs = Split(whole[-1], TOKENS, len(sizes), parts(rank))
+            b.add(AllGather(label=f"gather {name}", communicator=everyone.name, send=view, recvs=recvs))
+        (block,) = blocks(mask_of(workload), tokens, (Span(0, workload.seq),))
+        softmax = SoftmaxAccumulator(b, q, num_parts=1)
+        softmax.attend(block, whole[0], whole[1], "all")
+        b.output("out", softmax.out, tokens, own.heads)
+        return b.build()
+
+    row = MODEL.num_kv_heads * MODEL.head_dim * DTYPE_BYTES["fp64"]
+    claims = Claims(
+        attention_flops=attention_flops(workload), wire_bytes=2 * (len(sizes) - 1) * sum(sizes) * row, source="gathered"
+    )
+    header = Header(name="unequal", workload=workload, mesh=mesh, communicators=(everyone,), claims=claims)
+    return Schedule(header, program)
+
+
+def test_an_all_gather_of_3_and_5_tokens() -> None:
+    schedule = of_unequal_shards((3, 5), lambda _: (3, 5))
+    exact(schedule)
+    exact(Schedule.from_json(schedule.to_json()))
+
+
+def test_unequal_parts_take_as_long_as_the_largest() -> None:
+    """Four and four tokens take 4 / 5 of the time of three and five: the links are all that takes time."""
+    times = [
+        simulate(check(of_unequal_shards(sizes, lambda _, sizes=sizes: sizes)), Cluster(make_cluster_spec(2)), None)
+        .trace.of_rank(0)[0]
+        .busy_s
+        for sizes in ((4, 4), (3, 5))
+    ]
+    assert times[0] / times[1] == pytest.approx(4 / 5)
+
+
+@pytest.mark.gloo
+def test_unequal_parts_over_gloo() -> None:
+    checked = check(of_unequal_shards((3, 5), lambda _: (3, 5)))
+    with Session(2) as session:
+        run = ScheduleRun(session, checked)
+        run.step()
+        assert max(run.errors().values()) <= BOUNDS["fp64"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (lambda rank: (3, 5) if rank else (5, 3), "disagree on its parts"),
+        (lambda _: (5, 3), "disagree on its parts"),
+        (lambda _: (3, 4), r"cuts .* into \(3, 4\) parts"),
+        (lambda _: (3, 3, 2), r"into \(3, 3, 2\) parts"),
+        (lambda _: (), "disagree on its parts"),
+    ],
+)
+def test_unequal_parts_that_do_not_meet(parts: Callable[[int], tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(of_unequal_shards((3, 5), parts))
+
+
+LAYERS = Workload(model=MODEL, seq=16, scope="layer")
+
+
+def holding(rows: dict[int, list[Span]], columns: Span | None = None) -> list[Program]:
+    """Ranks that hold rows of wq, and leave their gradient."""
+
+    def port(tensor: str, span: Span) -> Port:
+        return Port(tensor=tensor, view=None, batch=ONE, tokens=(span,), heads=ONE, features=columns)  # type: ignore[arg-type]
+
+    return [
+        Program(
+            rank=rank,
+            buffers=(),
+            ops=(),
+            inputs=tuple(port("wq", span) for span in spans),
+            outputs=tuple(port("dwq", span) for span in spans),
+        )
+        for rank, spans in rows.items()
+    ]
+
+
+UPPER, LOWER = Span(0, 32), Span(32, 64)
+
+
+def test_shards_that_are_held_equally_often() -> None:
+    check_shards(holding({0: [Span(0, 64)], 1: [Span(0, 64)]}), LAYERS)
+    check_shards(holding({0: [UPPER], 1: [LOWER]}), LAYERS)
+    check_shards(holding({0: [UPPER], 1: [LOWER], 2: [UPPER], 3: [LOWER]}), LAYERS)
+    check_shards(holding({0: [UPPER, LOWER]}) + holding({1: [Span(0, 64)]}), LAYERS)
+    halves = [holding({rank: [Span(0, 64)]}, columns)[0] for rank, columns in enumerate((UPPER, LOWER))]
+    check_shards(halves, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({0: [UPPER], 1: [UPPER]}, "rows 32..64, columns 0..64 are held 0 times"),
+        ({0: [UPPER], 1: [LOWER], 2: [UPPER]}, "rows 0..32, columns 0..64 are held 2 times"),
+        ({0: [Span(0, 64)], 1: [Span(0, 48)]}, "rows 48..64, columns 0..64 are held 1 times"),
+    ],
+)
+def test_a_lost_or_doubled_shard(rows: dict[int, list[Span]], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_shards(holding(rows), LAYERS)
+
+
+def test_a_gradient_that_a_rank_does_not_leave() -> None:
+    checked = make_checked("ring", msgspec.structs.replace(LAYERS, dtype="fp64"), 2)
+    whole = checked.schedule
+
+    def forgetful(rank: int) -> Program:
+        program = whole.program(rank)
+        kept = tuple(port for port in program.outputs if rank == 0 or port.tensor != "dwq")
+        return msgspec.structs.replace(program, outputs=kept)
+
+    with pytest.raises(ScheduleError, match="rank 1 leaves no gradient of rows 0..64, columns 0..64 of wq of layer 0"):
+        check(Schedule(whole.header, forgetful))
