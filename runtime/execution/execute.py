@@ -9,7 +9,7 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from runtime.execution.attention import attention_kernel
+from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
