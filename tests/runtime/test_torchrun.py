@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from experiments.machine import require_processes
 from runtime.execution.verify import BOUNDS
+from runtime.processes.torchrun import Workers, _own_address
 from runtime.processes.worker import World
 from sim.errors import InputError
 from tests.runtime.programs import Programs
@@ -113,6 +115,31 @@ def test_nodes_are_those_of_the_cluster() -> None:
     with pytest.raises(InputError, match="torchrun has started 16"):
         require_processes(h100, 24, world)
     require_processes(load_cluster("host"), 16, world._replace(local_size=4))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> World:
+    """The only process that torchrun has started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def test_a_command_leaves_signals_as_they_were_and_listens_to_its_own_host_only(alone: World) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    with Workers(alone) as workers:
+        assert workers._listener.address[0] == "127.0.0.1"
+        assert not set(before) & {signal.getsignal(number) for number in numbers}
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_host_that_knows_its_name_as_a_loopback_address_listens_to_others_too(alone: World) -> None:
+    assert _own_address(alone) == ("127.0.0.1", "127.0.0.1")
+    assert _own_address(alone._replace(size=2)) == ("", "localhost")
 
 
 # Two hosts
