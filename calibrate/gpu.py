@@ -25,7 +25,7 @@ from calibrate.plan import Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.residuals import explained
 from calibrate.tiles import tile_models
-from runtime.execution.attention import attention_kernel
+from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
 from sim.options import Place

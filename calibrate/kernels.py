@@ -14,8 +14,8 @@ import torch
 from torch.distributed import Work
 
 from calibrate.cases import KernelCase
-from runtime.execution.attention import AttentionKernel, attention_kernel
-from runtime.execution.cuda_attention import runs
+from runtime.execution.attention import AttentionKernel
+from runtime.execution.attention_choice import attention_kernel, runs
 from runtime.execution.execute import ISSUE_S
 from runtime.execution.groups import start_together
 from runtime.execution.kernels import run_kernel

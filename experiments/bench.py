@@ -1,4 +1,5 @@
-"""What simulating costs: build, check and simulate, as whole steps. ``make bench`` prints medians of interleaved runs.
+"""What simulating costs: build, check and simulate, as whole steps; and what starting ranks does. ``make bench`` prints
+medians of interleaved runs.
 
 Nothing here is asserted: machines differ and are noisy. The targets are those that Longstep was designed for, on two
 cores of a small virtual machine.
@@ -31,6 +32,9 @@ from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu
 
 ROUNDS = 5
+RANKS = 4
+SECOND_S = 0.5
+"""Target for starting ranks once a process has started some."""
 
 
 class Case(NamedTuple):
@@ -136,6 +140,21 @@ def timed(case: Case) -> Taken:
     return Taken(ops, built - begin, proved - built, time.perf_counter() - proved)
 
 
+def sessions() -> tuple[float, float]:
+    """Return how long the first session of a process takes to start, and the second."""
+    from runtime.processes.fork_server import fork_server
+    from runtime.processes.launch import Session
+
+    def started() -> float:
+        begin = time.perf_counter()
+        with Session(RANKS):
+            return time.perf_counter() - begin
+
+    taken = started(), started()
+    fork_server().close()
+    return taken
+
+
 def main() -> None:
     """Time all cases in turn, several times, and print medians."""
     taken: dict[str, list[Taken]] = {}
@@ -150,6 +169,11 @@ def main() -> None:
         parts = ([run.build_s for run in runs], [run.check_s for run in runs], [run.simulate_s for run in runs])
         medians = [seconds(statistics.median(times)) for times in (*parts, [run.all_s for run in runs])]
         table.add_row(case.name, str(runs[0].ops), *medians, seconds(case.target_s) if case.target_s else "")
+    open_console().print(table)
+    first, second = zip(*(sessions() for _ in range(ROUNDS)), strict=True)
+    table = Table("processes of ranks", "all", "target")
+    table.add_row(f"first session of {RANKS} ranks starts in", seconds(statistics.median(first)), "")
+    table.add_row(f"second session of {RANKS} ranks starts in", seconds(statistics.median(second)), seconds(SECOND_S))
     open_console().print(table)
 
 

@@ -149,7 +149,7 @@ def timed_attention(chosen: Chosen) -> str:
     timed = chosen.profile.machine.software.get("attention", "") if chosen.profile else ""
     if chosen.spec.gpu.kind == "cpu":
         return ""
-    from runtime.execution.cuda_attention import runs
+    from runtime.execution.attention_choice import runs
     from runtime.execution.tensors import TORCH_DTYPE
 
     return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""

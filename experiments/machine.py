@@ -59,7 +59,7 @@ def require_machine(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), 
             f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
             f"ranks on one"
         )
-    from runtime.execution.cuda_attention import cuda_kernel
+    from runtime.execution.attention_choice import cuda_kernel
     from runtime.execution.tensors import TORCH_DTYPE
 
     for dtype in dtypes:

@@ -13,8 +13,7 @@ from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from sim.errors import InputError
 from sim.schedule.derive.matching import describe
-from sim.schedule.ir.program import Schedule
-from sim.schedule.proof.check import Checked, check
+from sim.schedule.proof.check import Checked, RankSchedule
 from sim.trace import Row, Trace
 
 
@@ -39,7 +38,7 @@ class ScheduleRun:
         self._checked = checked
         self._key = checked.schedule.hash
         self._name_ops()
-        session.call(_prepare, self._key, checked.schedule.to_json())
+        session.call_each(_prepare, [(self._key, checked.of_rank(rank)) for rank in range(ranks)])
 
     def step(self, *, ahead: bool = False) -> Step:
         """Execute one step on all ranks; ``ahead`` as ``RankPlayer.play``."""
@@ -94,12 +93,9 @@ def _with_group_begins(rows: dict[tuple[int, int], Row], checked: Checked) -> li
     ]
 
 
-def _prepare(context: RankContext, key: str, schedule: bytes) -> None:
+def _prepare(context: RankContext, key: str, schedule: RankSchedule) -> None:
     if key not in context.state:
-        checked = check(Schedule.from_json(schedule))
-        context.state[key] = RankPlayer(
-            checked, context.rank, context.device, context.attention, context.progress, context.limit
-        )
+        context.state[key] = RankPlayer(schedule, context.device, context.attention, context.progress, context.limit)
 
 
 def _step(context: RankContext, key: str, ahead: bool) -> Executed:

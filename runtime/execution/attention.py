@@ -1,5 +1,5 @@
 """Attention kernels with a log-sum-exp, behind one interface: forward and backward of one block. Here the CPU's, and
-what all need; in ``cuda_attention`` those of GPUs.
+what all need; in ``cuda_attention`` those of GPUs; ``attention_choice`` chooses.
 
 Layouts as in the ops: q, out, dout, dq (B, S_q, H, D); k, v, dk, dv (B, S_k, H_kv, D); lse (B, H, S_q), natural
 logarithm, scaled scores. Traps that this file takes care of:
@@ -56,17 +56,6 @@ class AttentionKernel(Protocol):
     def backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
         """Return the gradients; out and lse are over all keys."""
         ...
-
-
-def attention_kernel(device: torch.device, dtype: torch.dtype, name: str = "") -> AttentionKernel:
-    """Return the implementation of a name, or the best one, for a device; raises InputError for a data type that none
-    is for.
-    """
-    if device.type == "cpu":
-        return CpuFlash()
-    from runtime.execution.cuda_attention import cuda_kernel  # noqa: PLC0415 - GPUs only
-
-    return cuda_kernel(dtype, name)
 
 
 class TopLeft(ABC):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.execution.attention import AttentionKernel, Backward, Forward, Saved, Tensor, TopLeft
-from sim.errors import InputError, unknown
+from runtime.execution.attention import Backward, Forward, Saved, Tensor, TopLeft
+from sim.errors import InputError
 from sim.schedule.derive.kernels import mask_variant
 from sim.schedule.ir.masks import Band
 
@@ -242,28 +242,3 @@ def _ungrouped(dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Backward:
     """Return gradients in (B, S, H, D), those of keys summed over the query heads that share them."""
     dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(dim=2) for grad in (dk, dv))
     return Backward(*(grad.transpose(1, 2) for grad in (dq, dk, dv)))
-
-
-_KERNELS = (FlashAttention3, FlashAttention2, AtenFlash, MemoryEfficient, Cudnn)
-"""The best first."""
-
-
-def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
-    """Return the kernel of a name, or the best one here, for a data type; raises InputError where there is none."""
-    if name and name not in (names := [kernel.name for kernel in _KERNELS]):
-        raise unknown("attention kernel", name, names, "--attention")
-    possible = {kernel.name: kernel for kernel in _KERNELS if dtype in kernel.dtypes and kernel.is_here()}
-    given = str(dtype).removeprefix("torch.")
-    if not possible:
-        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {given}; set --dtype bf16")
-    if name and name not in possible:
-        raise InputError(
-            f"attention kernel {name!r} does not run {given} here, {', '.join(possible)} would: set --attention, or "
-            f"calibrate with one of them"
-        )
-    return possible[name or next(iter(possible))]()
-
-
-def runs(name: str, dtype: torch.dtype) -> bool:
-    """Return whether there is a kernel of a name, on this machine or another one, and for a data type."""
-    return any(kernel.name == name and dtype in kernel.dtypes for kernel in _KERNELS)

@@ -9,7 +9,7 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from runtime.execution.attention import attention_kernel
+from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
@@ -18,7 +18,7 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at, most_alloca
 from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
-from sim.schedule.proof.check import Checked
+from sim.schedule.proof.check import RankSchedule
 from sim.trace import Row
 
 ISSUE_S = 200e-6
@@ -49,28 +49,24 @@ class RankPlayer:
 
     def __init__(
         self,
-        checked: Checked,
-        rank: int,
+        schedule: RankSchedule,
         device: torch.device,
         attention: str = "",
         progress: Callable[[int, bool], None] = lambda *_: None,
         limit: timedelta | None = None,
     ) -> None:
-        self._rank = rank
-        self._ranks = checked.schedule.num_ranks
-        self._program = checked.schedule.program(rank)
-        self._dependencies = checked.dependencies[rank]
+        self._ranks, workload, communicators, self._program, self._dependencies = schedule
         self._lifetimes = lifetimes(self._program, self._dependencies)
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
-        self._groups = Groups(checked.schedule, rank, limit)
-        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype], attention)
+        self._groups = Groups(communicators, self._program.rank, limit)
+        self._attention = attention_kernel(device, TORCH_DTYPE[workload.dtype], attention)
         self._streams = open_streams(device)
         self._progress = progress
         needed = walk(self._program, self._dependencies)
         reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
         self._storage = Storage(self._program, device)
-        fill_inputs(self._program, checked.schedule.header.workload, self._storage, lambda: progress(-1, False))
+        fill_inputs(self._program, workload, self._storage, lambda: progress(-1, False))
 
     def play(self, *, ahead: bool = False) -> Executed:
         """Carry out one step and return what happened; its outputs stay until the next one. ``ahead``: a GPU begins
@@ -93,7 +89,7 @@ class RankPlayer:
             kind = type(op).__name__
             times = (posted_s, posted_s, end_s)
             done = (ran.get(index, ""), sent.get(index, 0))
-            rows.append(Row(self._rank, index, op.stream, kind, op.part, op.label, *times, *done))
+            rows.append(Row(self._program.rank, index, op.stream, kind, op.part, op.label, *times, *done))
         return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device) - others)
 
     def _fresh(self) -> Storage:

@@ -6,7 +6,7 @@ Buffers are contiguous (``check`` proves it) and no rank sends to itself, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import assert_never
 
@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from runtime.execution.tensors import Storage
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collective, Exchange, ReduceScatter
-from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import Split
 
 
 class Groups:
     """The process groups of one schedule. Every rank makes them all, in the same order."""
 
-    def __init__(self, schedule: Schedule, rank: int, limit: timedelta | None) -> None:
+    def __init__(self, communicators: Iterable[Communicator], rank: int, limit: timedelta | None) -> None:
         self._mine: dict[str, dist.ProcessGroup] = {}
-        for communicator in schedule.header.communicators:
+        for communicator in communicators:
             for ranks in communicator.groups:
                 group = dist.new_group(list(ranks), timeout=limit)
                 if rank in ranks:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 import torch
 
-from runtime.execution.attention import attention_kernel
+from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.processes.process import GRACE_S, LocalRank, RankProcess, deaf
+from runtime.processes.fork_server import deaf, fork_server
+from runtime.processes.process import GRACE_S, LocalRank, RankProcess
 from runtime.processes.rank import Job, Rendezvous, Seat
 from runtime.processes.torchrun import Workers
 from sim.errors import InputError, RankError
@@ -38,7 +39,6 @@ class Session:
         *,
         device: str = "cpu",
         timeout_s: float = TIMEOUT_S,
-        threads_per_rank: int = 1,
         workers: Workers | None = None,
         attention: str = "",
         placement: Sequence[int] | None = None,
@@ -53,10 +53,11 @@ class Session:
         """Whether all ranks run on one host, and so read one clock."""
         self._timeout_s = timeout_s
         self._describe: Callable[[int, int], str] = lambda rank, op: f"rank {rank} op {op}"
+        fork_server().await_ready()  # here, where Ctrl-C interrupts it
         self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
         here = Rendezvous(str(Path(self._folder.name) / "store"))
         rendezvous = workers.new_rendezvous() if workers else here
-        seat = Seat(0, ranks, device, rendezvous, timeout_s, threads_per_rank, self.one_host, attention)
+        seat = Seat(0, ranks, device, rendezvous, timeout_s, self.one_host, attention)
         start = workers.start if workers else partial(_start_here, placement or range(ranks))
         self.processes: list[RankProcess] = []
         try:
@@ -83,14 +84,21 @@ class Session:
         self._describe = describe
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run ``function(context, *arguments)`` on every rank; return the results by rank.
+        """Run ``function(context, *arguments)`` on every rank; return the results by rank. See ``call_each``."""
+        return self.call_each(function, [arguments] * self.ranks)
 
-        ``function`` is a module-level function. Raises RankError, and ends the session, if a rank dies, raises, or
-        makes no progress within the time limit.
+    def call_each(self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Run ``function(context, *arguments)`` on every rank, with arguments of its own; return the results by rank.
+
+        ``function`` is a module-level function of a module that ranks can import: raises InputError for one of the
+        program itself. Raises RankError, and ends the session, if a rank dies, raises, or makes no progress within the
+        time limit.
         """
+        if function.__module__ == "__main__":
+            raise InputError(f"ranks do not load the program itself: move {function.__name__} to a module of its own")
         self._restart_clocks()
-        for process in self.processes:
-            process.send(Job(function, arguments))
+        for process, own in zip(self.processes, arguments, strict=True):
+            process.send(Job(function, own))
         return self._collect(self._timeout_s)
 
     def _restart_clocks(self) -> None:

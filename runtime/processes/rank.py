@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.heap import Arena
 from typing import Any, NamedTuple
 
 import torch
@@ -33,20 +30,26 @@ class Seen(NamedTuple):
     """Whether it waits for others there."""
 
 
+_FLOAT_BYTES = 8
+
+
 class Board:
     """What a rank has last reported, in memory that its process shares with the one that started it.
 
     It holds three floats: the number of the op, seconds of the monotonic clock, which both read as they are on one
-    host, and 1 where the rank waits for others, else 0.
+    host, and 1 where the rank waits for others, else 0. The memory is a new one, or that of an open ``file``.
     """
 
-    def __init__(self) -> None:
-        self._shared = RawArray("d", 3)
+    def __init__(self, file: int = -1) -> None:
+        arena = Arena(3 * _FLOAT_BYTES, file)
+        self.file = arena.fd
+        self._arena = arena  # which closes its file when it is dropped
+        self._shared = memoryview(arena.buffer).cast("d")
         self.restart()
 
     def report(self, op: int, waiting: bool) -> None:
         """Say which op the host is at, and whether it waits for others there."""
-        self._shared[:] = (float(op), time.monotonic(), float(waiting))
+        self._shared[0], self._shared[1], self._shared[2] = op, time.monotonic(), waiting
 
     def restart(self) -> None:
         """Count the rank as before its first op, reported now."""
@@ -92,7 +95,6 @@ class Seat(NamedTuple):
     """Of device that it computes on."""
     rendezvous: Rendezvous
     timeout_s: float
-    threads: int
     one_host: bool
     """Whether all ranks run on one host."""
     attention: str
@@ -113,18 +115,16 @@ class Answer(NamedTuple):
     error: str
 
 
-def serve(pipe: Connection, seat: Seat, number: int, parent: int, board: Board) -> None:
-    """Be a rank on the device of a number: join the others, then run what the parent sends until it sends None."""
-    _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see deaf
-    torch.set_num_threads(seat.threads)
+def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
+    """Be a rank on the device of a number, reporting on the board in a file: join the others, then run what is sent
+    until that is None.
+    """
     torch.set_num_interop_threads(1)
     device = torch.device("cpu") if seat.kind == "cpu" else torch.device(seat.kind, number)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        context = RankContext(seat, device, board)
+        context = RankContext(seat, device, Board(board))
         _join(seat, context)
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
@@ -167,12 +167,3 @@ def _attempt(job: Job, context: RankContext) -> Answer:
         return Answer(None, str(error))
     except Exception as error:  # noqa: BLE001 - carried to the session, which ends the run
         return Answer(None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux to end this process when its parent ends, even if that is killed."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before we asked
-            os._exit(1)

@@ -5,6 +5,10 @@
 
 The command runs in rank 0's process alone; its sessions watch the ranks of workers as they do their own, so that one
 that dies or hangs is named wherever it runs. Hosts share nothing but the network and torchrun's own store.
+
+What comes over the socket is unpickled, and so trusted. It is open at the one address that workers use, and heeds only
+who proves (by an HMAC) that it knows a key that is drawn for the run. The key lies in torchrun's store: whoever reaches
+that could be a rank of the run, so it is trusted as torchrun is, and only hosts of the run may be able to reach it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
-from typing import Self
+from typing import Any, Self
 
 from runtime.processes.process import GRACE_S, LocalRank, RankProcess, how_ended
 from runtime.processes.rank import Answer, Job, Rendezvous, Seat, Seen
@@ -39,7 +43,8 @@ def under_torchrun(command: Callable[[Workers], None]) -> None:
 class Workers:
     """The processes besides this one, rank 0's, that torchrun has started. A context manager: on leaving it they end.
 
-    A worker's death makes torchrun end all others. This process outlives that for long enough to say what happened.
+    A worker's death makes torchrun end all others. This process outlives that for long enough to say what happened: its
+    handlers of signals stay if an error has still to be said on leaving, and are as they were before if not.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,14 +53,15 @@ class Workers:
         self._connections: dict[int, Connection] = {}
         self._started: dict[int, _RemoteRank] = {}
         key = secrets.token_bytes(32)
-        self._listener = Listener(("", 0), backlog=world.size, authkey=key)
+        listens, told = _own_address(world)
+        self._listener = Listener((listens, 0), backlog=world.size, authkey=key)
         self._store = torchruns_store()
-        self._store.set(KEY, f"{_own_address()} {self._listener.address[1]} {key.hex()}")
+        self._store.set(KEY, f"{told} {self._listener.address[1]} {key.hex()}")
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, GRACE_S))
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.signal(signal.SIGINT, _interrupt)
+        handlers = {signal.SIGTERM: _outlive, signal.SIGALRM: _interrupt, signal.SIGINT: _interrupt}
+        self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
@@ -66,6 +72,9 @@ class Workers:
             with contextlib.suppress(OSError):
                 connection.send(Farewell(well))
         self._listener.close()
+        if well:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def new_rendezvous(self) -> Rendezvous:
         """Return where the ranks of a session are to find each other, once all workers are there to start them."""
@@ -171,11 +180,11 @@ class _RemoteRank:
         self._ended = self._ended or "was lost: the process that torchrun started for it has ended, or its host has"
 
 
-def _own_address() -> str:
-    """Return the address at which other hosts reach this one.
+def _own_address(world: World) -> tuple[str, str]:
+    """Return the address at which to listen, and the one at which the workers reach that.
 
-    It is the address from which this host reaches torchrun's store. If the store is on this host itself, it is the
-    store's address, which the others know already.
+    It is the address from which this host reaches torchrun's store. A host may know its own name as a loopback address,
+    which others know as another one: then they are told the name, and it listens at all of its addresses.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -186,7 +195,12 @@ def _own_address() -> str:
                 f"torchrun's MASTER_ADDR {host}: no way over IPv4 ({error}); set its --master-addr or --rdzv-endpoint"
             ) from error
         own = str(way.getsockname()[0])
-    return host if own.startswith("127.") else own
+    return ("", host) if own.startswith("127.") and world.local_size < world.size else (own, own)
+
+
+def _outlive(*_: object) -> None:
+    """End the command a while after torchrun has told it to end, unless it does so itself."""
+    signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
 
 def _interrupt(*_: object) -> None:

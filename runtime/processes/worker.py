@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from runtime.processes.fork_server import fork_server
 from runtime.processes.process import LocalRank
 from runtime.processes.rank import Job, Seat
 from sim.errors import RankError
@@ -66,6 +67,7 @@ def serve_command(world: World) -> NoReturn:
     """Be a worker until the command ends; exits with 0 if that ends well, else with 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # to end without a word
     try:
+        fork_server()  # which loads meanwhile
         controller = _connected(world)
         for number in (signal.SIGINT, signal.SIGTERM):  # the command hears them too, and is to end first
             signal.signal(number, signal.SIG_IGN)

@@ -1,13 +1,14 @@
 """A command for torchrun: sessions of so many ranks in turn, then one of two that steps until it is ended.
 
 The word ``survive`` among the numbers is a session of two that steps until it is ended, whose end is not the command's.
-Ranks load this file too, and so no more than they need.
+Ranks load this file too, and so it loads no more than they need.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim.errors import RankError
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from runtime.run import ScheduleRun
 
 
-def process_and_parent(context: RankContext) -> tuple[int, int]:
-    return os.getpid(), os.getppid()
+def process_and_worker(context: RankContext) -> tuple[int, int]:
+    """Return this process, and that which has started the server that has forked it."""
+    server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2]
+    return os.getpid(), int(server.split()[1])
 
 
 def rings(workers: Workers) -> None:
@@ -44,8 +47,8 @@ def step_on(workers: Workers) -> None:
 
     with Session(2, timeout_s=30, workers=workers) as session:
         run = ring(session, seq=8192)
-        _, (process, parent) = session.call(process_and_parent)
-        say(f"rank 1 is {process} of {parent}")
+        _, (process, worker) = session.call(process_and_worker)
+        say(f"rank 1 is {process} of {worker}")
         while True:
             run.step()
 
@@ -69,7 +72,3 @@ def main() -> None:
     from runtime.processes.torchrun import under_torchrun
 
     guarded(lambda: under_torchrun(rings))
-
-
-if __name__ == "__main__":
-    main()

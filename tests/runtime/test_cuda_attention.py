@@ -20,16 +20,14 @@ from experiments.calibrate import Calibrate
 from experiments.execute import Execution
 from experiments.validate import Validate
 from runtime.execution.attention import AttentionKernel
+from runtime.execution.attention_choice import _KERNELS, cuda_kernel, runs
 from runtime.execution.cuda_attention import (
-    _KERNELS,
     AtenFlash,
     Cudnn,
     FlashAttention2,
     FlashAttention3,
     MemoryEfficient,
     Window,
-    cuda_kernel,
-    runs,
     window_of,
 )
 from runtime.execution.reference import attention, relative_error

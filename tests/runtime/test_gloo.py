@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.context import SpawnProcess
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +16,8 @@ import torch
 
 from runtime.execution.tensors import reserve
 from runtime.execution.verify import BOUNDS
+from runtime.processes.fork_server import ForkedProcess, ForkServer, deaf
 from runtime.processes.launch import Session
-from runtime.processes.process import deaf
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
 from sim.breakdown import breakdown
@@ -155,7 +151,6 @@ def stop_in_the_middle(session: Session, sign: int) -> str:
     run = ScheduleRun(session, make_checked("ring", workload, 2))
     run.step()
     pid = session.processes[1].pid
-    assert pid is not None
     timer = threading.Timer(0.15, os.kill, (pid, sign))
     timer.start()
     with pytest.raises(RankError) as error:
@@ -213,7 +208,6 @@ def hearing() -> Iterator[None]:
 def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> None:
     with Session(2, timeout_s=30) as session:
         for process in session.processes:
-            assert process.pid is not None
             os.kill(process.pid, signal.SIGINT)
         assert session.call(their_rank) == [0, 1]
     with pytest.raises(KeyboardInterrupt), deaf():
@@ -224,49 +218,18 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
 def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def interrupted(process: BaseProcess) -> None:
-        start(process)
-        started.append(process)
+    def interrupted(*arguments: Any) -> ForkedProcess:
+        started.append(fork(*arguments))
         if len(started) == 2:
             os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
 
-    start = SpawnProcess.start
-    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    fork = ForkServer.fork
+    monkeypatch.setattr(ForkServer, "fork", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Session(3, timeout_s=30)
     assert len(started) == 2
-    assert not any(process.is_alive() for process in started)
-
-
-def test_no_orphan_stays_when_the_parent_is_killed() -> None:
-    script = (
-        "import time\n"
-        "from runtime.processes.launch import Session\n"
-        "session = Session(2)\n"
-        "print(*(process.pid for process in session.processes), flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
-    )
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(3)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(process.exitcode is None for process in started)
 
 
 def _faults_of_a_tensor(context: RankContext, nbytes: int, reserved: bool) -> int:

@@ -31,7 +31,7 @@ def llama(name: str, ranks: int, layers: int = 1) -> Checked:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("zigzag", 4), ("upipe", 4)])
 def test_issuing_never_waits_for_the_device(name: str, ranks: int) -> None:
-    player = RankPlayer(llama(name, ranks), 0, GPU)
+    player = RankPlayer(llama(name, ranks).of_rank(0), GPU)
     player.play()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -52,7 +52,7 @@ def test_the_allocator_gives_what_the_walk_says(name: str, ranks: int, layers: i
     """Of attention alone a fifth is what its kernels hold."""
     checked = llama(name, ranks, layers)
     said = walk(checked.schedule.program(0), checked.dependencies[0]).peak_bytes
-    player = RankPlayer(checked, 0, GPU, "aten-flash")
+    player = RankPlayer(checked.of_rank(0), GPU, "aten-flash")
     given = [player.play().allocated_bytes for _ in range(3)][-1]
     player.close()
     assert abs(said / given - 1) <= NEAR

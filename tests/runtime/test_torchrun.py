@@ -2,92 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from experiments.machine import require_processes
 from runtime.execution.verify import BOUNDS
+from runtime.processes.torchrun import Workers, _own_address
 from runtime.processes.worker import World
 from sim.errors import InputError
+from tests.runtime.programs import Programs
 from topology.cluster import load_cluster
 
 pytestmark = pytest.mark.gloo
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LONGSTEP = ("--no-python", sys.executable, "-c", "from experiments.cli import main; main()")
+RINGS = ("--no-python", sys.executable, "-c", "from tests.runtime.ring_under_torchrun import main; main()")
 LIMIT_S = 120
 
 
-class Programs:
-    """The programs of a test, each of which is to end with all that it has started."""
-
-    def __init__(self) -> None:
-        self._mark = f"LONGSTEP_TEST={os.getpid()}.{time.monotonic_ns()}"
-        self._running: list[subprocess.Popen[str]] = []
-
-    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a program in a group of its own, as a shell does."""
-        own = {"PYTHONPATH": str(ROOT), **dict([self._mark.split("=")])}
-        program = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | own | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._running.append(program)
-        return program
-
-    def torchrun(self, *command: str) -> subprocess.Popen[str]:
-        """Start two processes on this host."""
-        return self.start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command)
-
-    def close(self) -> set[int]:
-        """End what has not ended; return what that was."""
-        left = self._alive()
-        deadline = time.monotonic() + 5
-        while left and time.monotonic() < deadline and all(program.poll() is not None for program in self._running):
-            time.sleep(0.1)
-            left = self._alive()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for program in self._running:
-            program.communicate()
-        return left
-
-    def _alive(self) -> set[int]:
-        return {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self._marked(path)}
-
-    def _marked(self, path: Path) -> bool:
-        try:
-            return self._mark.encode() in path.read_bytes().split(b"\0")
-        except OSError:
-            return False
-
-
-@pytest.fixture
-def programs() -> Iterator[Programs]:
-    started = Programs()
-    try:
-        yield started
-    finally:
-        left = started.close()
-    assert not left
+def two_processes(programs: Programs, *command: str) -> subprocess.Popen[str]:
+    """Start two processes on this host."""
+    return programs.start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command)
 
 
 def ended(program: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -103,7 +49,7 @@ def said(err: str) -> list[str]:
 
 def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
     options = ("--gpus", "2", "--seq", "64", "--repeats", "2", "--verify", "--json")
-    code, out, err = ended(programs.torchrun(*LONGSTEP, "run", *options))
+    code, out, err = ended(two_processes(programs, *LONGSTEP, "run", *options))
     assert code == 0, err
     found = json.loads(out)
     assert len(found["step_times_s"]) == 2
@@ -115,7 +61,7 @@ def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
 def test_commands_that_have_no_session_run_once_and_end_all_processes(programs: Programs) -> None:
     """Those that take no workers leave torchrun's store as it was for the one that does."""
     commands = 'for words in "list schedules" calibrate "run --gpus 3 --seq 48"; do "$@" $words; done'
-    code, out, err = ended(programs.torchrun("--no-python", "sh", "-c", commands, "sh", *LONGSTEP[1:]))
+    code, out, err = ended(two_processes(programs, "--no-python", "sh", "-c", commands, "sh", *LONGSTEP[1:]))
     assert code == 1
     assert out.count("zigzag") == 1
     refused, too_few = said(err)
@@ -136,7 +82,7 @@ def rank_and_its_worker(torchrun: subprocess.Popen[str]) -> tuple[int, int]:
 
 def test_a_command_outlives_a_rank_that_is_killed_and_hears_ctrl_c(programs: Programs) -> None:
     """Both in the middle of a step, after earlier sessions, one of fewer ranks than processes."""
-    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun", "2", "1", "survive")
+    torchrun = two_processes(programs, *RINGS, "2", "1", "survive")
     rank, worker = rank_and_its_worker(torchrun)
     os.kill(rank, signal.SIGKILL)
     assert torchrun.stdout is not None
@@ -151,7 +97,7 @@ def test_a_command_outlives_a_rank_that_is_killed_and_hears_ctrl_c(programs: Pro
 
 
 def test_a_worker_that_is_killed_ends_the_command_which_names_it(programs: Programs) -> None:
-    torchrun = programs.torchrun("-m", "tests.runtime.ring_under_torchrun")
+    torchrun = two_processes(programs, *RINGS)
     _, worker = rank_and_its_worker(torchrun)
     os.kill(worker, signal.SIGKILL)
     code, _, err = ended(torchrun)
@@ -169,6 +115,31 @@ def test_nodes_are_those_of_the_cluster() -> None:
     with pytest.raises(InputError, match="torchrun has started 16"):
         require_processes(h100, 24, world)
     require_processes(load_cluster("host"), 16, world._replace(local_size=4))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> World:
+    """The only process that torchrun has started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def test_a_command_leaves_signals_as_they_were_and_listens_to_its_own_host_only(alone: World) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    with Workers(alone) as workers:
+        assert workers._listener.address[0] == "127.0.0.1"
+        assert not set(before) & {signal.getsignal(number) for number in numbers}
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_host_that_knows_its_name_as_a_loopback_address_listens_to_others_too(alone: World) -> None:
+    assert _own_address(alone) == ("127.0.0.1", "127.0.0.1")
+    assert _own_address(alone._replace(size=2)) == ("", "localhost")
 
 
 # Two hosts

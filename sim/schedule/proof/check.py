@@ -10,16 +10,28 @@ of memory, by ``sim.memory``); an op that collides with itself is refused.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
 from sim.schedule.ir.ops import STREAMS
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.equations import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.wellformed import op_problem, port_problem
 from sim.workload import Workload
+
+
+class RankSchedule(NamedTuple):
+    """What one rank needs of a checked schedule to execute its program, in a process of its own."""
+
+    num_ranks: int
+    workload: Workload
+    communicators: tuple[Communicator, ...]
+    program: Program
+    dependencies: Dependencies
 
 
 class Checked:
@@ -37,6 +49,17 @@ class Checked:
         self.dependencies = dependencies
         self.kernels = kernels
         """Per rank and op the kernel that it runs, None for communication and synchronisation."""
+
+    def of_rank(self, rank: int) -> RankSchedule:
+        """Return what a rank needs to execute its program."""
+        header = self.schedule.header
+        return RankSchedule(
+            self.schedule.num_ranks,
+            header.workload,
+            header.communicators,
+            self.schedule.program(rank),
+            self.dependencies[rank],
+        )
 
 
 def check(schedule: Schedule) -> Checked:

@@ -1,0 +1,19 @@
+"""What tests of processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.runtime.programs import Programs
+
+
+@pytest.fixture
+def programs() -> Iterator[Programs]:
+    started = Programs()
+    try:
+        yield started
+    finally:
+        left = started.close()
+    assert not left
