@@ -11,6 +11,10 @@ import pytest
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ir.ops import (
+    COMPUTE,
+    FETCH,
+    HOST,
+    OFFLOAD,
     STREAMS,
     Accumulate,
     AllToAll,
@@ -20,6 +24,8 @@ from sim.schedule.ir.ops import (
     Delta,
     Exchange,
     Fold,
+    HostCopy,
+    HostSync,
     Merge,
     Message,
     Op,
@@ -288,14 +294,22 @@ def test_exchanging_with_oneself() -> None:
     refuses(schedule_of(program), "its own rank")
 
 
-def test_one_communicator_on_two_streams() -> None:
-    def program(b: ProgramBuilder, over: Communicator) -> None:
-        view, peer = given(b), 1 - b.rank
-        for stream in ("all", "another"):
-            b.exchange(over, [Message(peer, view)], [Message(peer, b.like("taken", view, "other"))], "swap")
-            b._ops[-1] = msgspec.structs.replace(b._ops[-1], stream=stream)
-
-    refuses(schedule_of(program), "on a second stream")
+@pytest.mark.parametrize(
+    ("kind", "stream", "belongs"),
+    [
+        (Attend, HOST, COMPUTE),
+        (Merge, "ring kv", COMPUTE),
+        (Exchange, COMPUTE, "ring kv"),
+        (Exchange, "another", "ring kv"),
+        (HostCopy, FETCH, OFFLOAD),
+        (HostCopy, COMPUTE, OFFLOAD),
+        (HostSync, COMPUTE, HOST),
+    ],
+)
+def test_an_op_on_a_stream_of_others(kind: type, stream: str, belongs: str) -> None:
+    layers: dict[str, Any] = {"scope": "layer", "layers": 2}
+    wrong = changed("zigzag, offloaded to pageable memory", 2, kind, replace(stream=stream), rank=1, number=0, **layers)
+    refuses(wrong, f"is on stream '{stream}': a {kind.__name__} like this one belongs on '{belongs}'")
 
 
 def test_a_split_that_does_not_fit_the_group() -> None:

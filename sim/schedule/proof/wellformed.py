@@ -9,6 +9,10 @@ from typing import assert_never
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.ops import (
+    COMPUTE,
+    FETCH,
+    HOST,
+    OFFLOAD,
     Accumulate,
     AllGather,
     AllReduce,
@@ -43,6 +47,8 @@ from sim.workload import ModelSpec
 
 def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
+    if op.stream != (wanted := _stream(op, program)):
+        return f"is on stream {op.stream!r}: a {type(op).__name__} like this one belongs on {wanted!r}"
     reads, writes = op.reads, op.writes
     for view in writes:
         if view.buffer in inputs:
@@ -53,6 +59,19 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op) or _dims_problem(op, program)
+
+
+def _stream(op: Op, program: Program) -> str:
+    """Return the stream that an op belongs on: on another one, players would take turns that nobody proved."""
+    if isinstance(op, Kernel):
+        return COMPUTE
+    if isinstance(op, Communication):
+        return op.communicator
+    if isinstance(op, HostCopy):
+        return OFFLOAD if program.buffers[op.source.buffer].place == "hbm" else FETCH
+    if isinstance(op, HostSync):
+        return HOST
+    assert_never(op)
 
 
 def _place_problem(views: tuple[View, ...], program: Program) -> str:
