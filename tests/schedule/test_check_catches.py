@@ -24,6 +24,7 @@ from sim.schedule.ir.ops import (
     Delta,
     Exchange,
     Fold,
+    Gemm,
     HostCopy,
     HostSync,
     Merge,
@@ -310,6 +311,34 @@ def test_an_op_on_a_stream_of_others(kind: type, stream: str, belongs: str) -> N
     layers: dict[str, Any] = {"scope": "layer", "layers": 2}
     wrong = changed("zigzag, offloaded to pageable memory", 2, kind, replace(stream=stream), rank=1, number=0, **layers)
     refuses(wrong, f"is on stream '{stream}': a {kind.__name__} like this one belongs on '{belongs}'")
+
+
+@pytest.mark.parametrize(
+    "slices", [((0, 1), (0, 17), (0, 8), (0, 16)), ((0, 1), (4, 4), (0, 8), (0, 16)), ((0, 1), (0, 16))]
+)
+def test_a_view_that_is_not_inside_its_buffer(slices: tuple[tuple[int, int], ...]) -> None:
+    def outside(op: Op) -> Op:
+        assert isinstance(op, Attend)
+        return msgspec.structs.replace(op, out=View(op.out.buffer, slices))
+
+    refuses(changed("ring", 2, Attend, outside, rank=0, number=0), "which has dims 'bshd' and shape")
+    refuses(changed("ring", 2, Attend, replace(q=View(1000, slices)), rank=0, number=0), "uses buffer 1000 of")
+
+
+def test_operands_of_other_dimensions() -> None:
+    """Once a traceback: a weight that is a token tensor, an output that is a log-sum-exp."""
+
+    def activations(op: Op) -> Op:
+        assert isinstance(op, Gemm)
+        return msgspec.structs.replace(op, b=op.a)
+
+    refuses(changed("single", 1, Gemm, activations, rank=0, number=0, scope="layer"), "multiplies .* with")
+
+    def merged(op: Op) -> Op:
+        assert isinstance(op, Merge)
+        return msgspec.structs.replace(op, out=op.lse)
+
+    refuses(changed("ring", 2, Merge, merged, rank=1, number=0), "takes bshd for bhs")
 
 
 def test_a_split_that_does_not_fit_the_group() -> None:

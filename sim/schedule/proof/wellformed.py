@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import combinations
 from typing import assert_never
 
-from sim.schedule.derive.dependencies import overlap
+from sim.schedule.derive.dependencies import Slices, overlap
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.ops import (
     COMPUTE,
@@ -47,9 +48,12 @@ from sim.workload import ModelSpec
 
 def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
+    reads, writes = op.reads, op.writes
+    for view in (*reads, *writes):
+        if problem := _view_problem(view, program):
+            return problem
     if op.stream != (wanted := _stream(op, program)):
         return f"is on stream {op.stream!r}: a {type(op).__name__} like this one belongs on {wanted!r}"
-    reads, writes = op.reads, op.writes
     for view in writes:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
@@ -58,7 +62,25 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     problem = _place_problem((*reads, *writes), program) or _collision(op, reads, writes, program)
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
-    return problem or _shape_problem(op) or _dims_problem(op, program)
+    return problem or _dims_problem(op, program) or _shape_problem(op)
+
+
+def _view_problem(view: View, program: Program) -> str:
+    """Return where a view is not inside a buffer of the program."""
+    if not 0 <= view.buffer < len(program.buffers):
+        return f"uses buffer {view.buffer} of {len(program.buffers)}"
+    buffer = program.buffers[view.buffer]
+    if len(buffer.dims) == len(buffer.shape) and _is_inside(view.slices, buffer.shape):
+        return ""
+    return f"uses {view.slices} of buffer {buffer.name!r}, which has dims {buffer.dims!r} and shape {buffer.shape}"
+
+
+@lru_cache(maxsize=65536)
+def _is_inside(slices: Slices, shape: tuple[int, ...]) -> bool:
+    """Return whether a box has the dimensions of a shape, and lies in it."""
+    return len(slices) == len(shape) and all(
+        0 <= start < stop <= extent for (start, stop), extent in zip(slices, shape, strict=True)
+    )
 
 
 def _stream(op: Op, program: Program) -> str:
@@ -145,6 +167,10 @@ def _dims_problem(op: Kernel | HostSync, program: Program) -> str:
     views: tuple[View, ...]
     if isinstance(op, Attend | AttendBackward):
         views, wanted = (op.q, op.k, op.v), "bshd"
+    elif isinstance(op, Merge | Delta):
+        views, wanted = (op.out,), "bshd"
+    elif isinstance(op, RmsNorm | RmsNormBackward):
+        views, wanted = (op.x,), "bse"
     elif isinstance(op, Copy | Fold):
         views, wanted = (op.target.view,), program.buffers[op.source.view.buffer].dims
     elif isinstance(op, Accumulate):
@@ -176,15 +202,14 @@ def _parts_problem(op: Copy | Fold) -> str:
 def _gemm_problem(op: Gemm) -> str:
     """Return where the sides of a matrix product do not fit."""
 
-    def rows(view: View) -> tuple[int, int]:
-        return view.shape[0] * view.shape[1], math.prod(view.shape[2:])
+    def width(view: View) -> int:
+        return math.prod(view.shape[2:])
 
     if op.form == "tn":
-        (m, fan_in), (n, fan_out) = rows(op.a), rows(op.b)
-        fits = m == n and op.out.shape == (fan_in, fan_out) and op.a.shape[:2] == op.b.shape[:2]
+        fits = op.out.shape == (width(op.a), width(op.b)) and op.a.shape[:2] == op.b.shape[:2]
     else:
-        fan_in, fan_out = op.b.shape if op.form == "nn" else op.b.shape[::-1]
-        fits = rows(op.a)[1] == fan_in and rows(op.out)[1] == fan_out and op.a.shape[:2] == op.out.shape[:2]
+        weight = op.b.shape if op.form == "nn" else op.b.shape[::-1]
+        fits = weight == (width(op.a), width(op.out)) and op.a.shape[:2] == op.out.shape[:2]
     return "" if fits else f"multiplies {op.a.shape} with {op.b.shape} into {op.out.shape} ({op.form})"
 
 
@@ -239,6 +264,8 @@ def _splits(op: Communication) -> list[Split]:
 
 def port_problem(port: Port, program: Program, model: ModelSpec, batch: int) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
+    if problem := _view_problem(port.view, program):
+        return problem
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
     wanted = {"b": batch, "s": num_tokens(port.tokens), "i": num_tokens(port.tokens), "h": port.heads.size}
     for dim, extent in dims.items():
