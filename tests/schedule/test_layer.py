@@ -9,8 +9,9 @@ import pytest
 
 from sim.errors import InputError
 from sim.schedule.derive.kernels import kernel_use
-from sim.schedule.ir.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
+from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Kernel, Op, RmsNorm, Rope, SwiGlu
 from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.equations import EQUATIONS, weight_shapes
 from sim.schedule.proof.check import check
@@ -134,6 +135,43 @@ def test_the_weight_of_another_layer() -> None:
         return msgspec.structs.replace(op, b=wq)
 
     refuses(changed("single", 1, Gemm, wrong, rank=0, number=0, scope="layer", layers=2), "no equation of the layer")
+
+
+@pytest.mark.parametrize(
+    ("dim", "order", "message"),
+    [
+        (0, (1, 0), "wq.* where all 128 rows in their order are needed"),
+        (0, (0, 0), "wq.* where all 128 rows in their order are needed"),
+        (1, (1, 0), "a split cuts dimension 'o' of buffer 'wq 0'"),
+    ],
+)
+def test_a_weight_in_another_order(dim: int, order: tuple[int, int], message: str) -> None:
+    """Its rows from a copy: the right tensor, and half of it in the place of the other half."""
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    program = schedule.program(0)
+    at = next(at for at, op in enumerate(program.ops) if op.label == "wq")
+    gemm = program.ops[at]
+    assert isinstance(gemm, Gemm)
+    turned = View(len(program.buffers), gemm.b.slices)
+    copy = Copy(
+        stream=gemm.stream, part=gemm.part, label="turn", source=Split(gemm.b, dim, 2), target=Split(turned, dim, 2),
+        order=order,
+    )  # fmt: skip
+    ops = (*program.ops[:at], copy, msgspec.structs.replace(gemm, b=turned), *program.ops[at + 1 :])
+    buffers = (*program.buffers, program.buffers[gemm.b.buffer])
+    wrong = msgspec.structs.replace(program, ops=ops, buffers=buffers)
+    refuses(Schedule(schedule.header, [wrong].__getitem__), message)
+
+
+def test_weights_without_tokens() -> None:
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    gemms = {op.label: op for op in schedule.program(0).ops if isinstance(op, Gemm)}
+    gate, up, target = gemms["w_gate"].b, gemms["w_up"].b, gemms["gradient dw_gate"].out
+
+    def of_weights(op: Op) -> Op:
+        return SwiGlu(stream=op.stream, part=op.part, label="odd", gate=gate, up=up, out=target)
+
+    refuses(changed("single", 1, Accumulate, of_weights, rank=0, number=0, scope="layer"), "of weights alone")
 
 
 def test_layers_have_no_backward_pass_alone() -> None:

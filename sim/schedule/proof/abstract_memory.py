@@ -12,6 +12,9 @@ from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, coalesced, without
 
+_AXES = {"b": 0, "s": 1, "i": 1, "h": 2}
+"""Which of (batch, tokens, heads) a dimension is."""
+
 
 class Held:
     """The contents of all buffers of one rank. Most views are whole buffers, so those take a short way."""
@@ -64,8 +67,12 @@ class Held:
         self.write(split.view, moved)
 
     def _axis(self, split: Split) -> int:
-        """Return which of (batch, tokens, heads) a split cuts."""
-        return {"b": 0, "s": 1, "i": 1, "h": 2}[self._buffers[split.view.buffer].dims[split.dim]]
+        """Return which of (batch, tokens, heads) a split cuts; raises where it cuts another dimension."""
+        buffer = self._buffers[split.view.buffer]
+        dim = buffer.dims[split.dim]
+        if dim not in _AXES:
+            raise ScheduleError(f"a split cuts dimension {dim!r} of buffer {buffer.name!r}; splits cut b, s, i and h")
+        return _AXES[dim]
 
     def zero(self, view: View) -> None:
         """Put zeros in place of what was there."""

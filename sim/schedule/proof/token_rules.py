@@ -23,8 +23,12 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the layer, or
         are different tokens.
         """
-        weights = {i: pieces[0] for i, pieces in enumerate(operands) if pieces[0].content.tensor in self._weights}
+        weights = {
+            i: self._weight(pieces) for i, pieces in enumerate(operands) if pieces[0].content.tensor in self._weights
+        }
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
+        if not tokens:
+            raise ScheduleError(f"{kind} of weights alone is no equation of the layer")
         results: list[list[Piece]] | None = None
         for group in _aligned(tokens):
             rest = iter(group)
@@ -36,6 +40,13 @@ class TokenRules(NamedTuple):
     @property
     def _weights(self) -> dict[str, tuple[int, ...]]:
         return weight_shapes(self.model)
+
+    def _weight(self, pieces: list[Piece]) -> Piece:
+        """Return a weight as one piece; raises where it is not all of its rows in their order."""
+        piece, rows = pieces[0], self._weights[pieces[0].content.tensor][0]
+        if len(pieces) > 1 or piece.s != (0, rows) or piece.content.tokens != Span(0, rows):
+            raise ScheduleError(f"{brief(piece.content)} where all {rows} rows in their order are needed")
+        return piece
 
     def _rows(self, pieces: list[Piece]) -> list[Piece]:
         """Return pieces of whole tokens: all heads of a tensor that has heads, in their order, as one."""
