@@ -163,6 +163,18 @@ def test_a_weight_in_another_order(dim: int, order: tuple[int, int], message: st
     refuses(Schedule(schedule.header, [wrong].__getitem__), message)
 
 
+def test_a_result_without_heads_where_heads_are_asked_for() -> None:
+    """As many features as heads times head dim: the shapes fit, the meanings do not."""
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    gemms = {op.label: op for op in schedule.program(0).ops if isinstance(op, Gemm)}
+    number = list(gemms).index("wo")
+
+    def with_heads(op: Op) -> Op:
+        return msgspec.structs.replace(op, out=gemms["back through wo"].out)
+
+    refuses(changed("single", 1, Gemm, with_heads, rank=0, number=number, scope="layer"), "of dims 'bshd'")
+
+
 def test_weights_without_tokens() -> None:
     schedule = make_checked("single", layers(layers=1), 1).schedule
     gemms = {op.label: op for op in schedule.program(0).ops if isinstance(op, Gemm)}

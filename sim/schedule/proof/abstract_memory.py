@@ -10,7 +10,7 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import ZERO, Content, Piece, coalesced, without
+from sim.schedule.proof.contents import ZERO, Content, Piece, brief, coalesced, without
 
 _AXES = {"b": 0, "s": 1, "i": 1, "h": 2}
 """Which of (batch, tokens, heads) a dimension is."""
@@ -22,7 +22,7 @@ class Held:
     def __init__(self, program: Program, rules: AttentionRules) -> None:
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
-        self._volume = [_volume(buffer) for buffer in program.buffers]
+        self._volume = [_volume(buffer, buffer.shape) for buffer in program.buffers]
         self._pieces: list[list[Piece]] = [[] for _ in program.buffers]
         self._full = [False] * len(program.buffers)
         for port in program.inputs:
@@ -82,15 +82,17 @@ class Held:
         self.write(view, [Piece((0, b[1] - b[0]), (0, tokens.size), (0, heads.size), content)])
 
     def write(self, view: View, pieces: list[Piece]) -> None:
-        """Put pieces, in the view's coordinates, in place of what was there."""
-        number = view.buffer
-        if view.slices == self._whole[number]:
-            volume = pieces[0].volume if len(pieces) == 1 else sum([piece.volume for piece in pieces])
-            assert volume == self._volume[number], "shapes were checked before"
+        """Put pieces, in the view's coordinates, in place of what was there; raises where they do not fill the view."""
+        number, buffer = view.buffer, self._buffers[view.buffer]
+        whole = view.slices == self._whole[number]
+        cells = self._volume[number] if whole else _volume(buffer, view.shape)
+        if cells != (pieces[0].volume if len(pieces) == 1 else sum([piece.volume for piece in pieces])):
+            raise ScheduleError(f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r}")
+        if whole:
             self._pieces[number] = coalesced(pieces)
             self._full[number] = True
             return
-        b, s, h = _box(self._buffers[number], view.slices)
+        b, s, h = _box(buffer, view.slices)
         kept = [part for piece in self._pieces[number] for part in without(piece, b, s, h)]
         self._pieces[number] = kept + [piece.moved(b[0], s[0], h[0]) for piece in pieces]
         self._full[number] = False
@@ -101,9 +103,9 @@ def _along(axis: int, by: int) -> tuple[int, int, int]:
     return (by if axis == 0 else 0, by if axis == 1 else 0, by if axis == 2 else 0)
 
 
-def _volume(buffer: Buffer) -> int:
-    """Return the number of (sequence, token, head) cells of a buffer."""
-    return math.prod(extent for dim, extent in zip(buffer.dims, buffer.shape, strict=True) if dim in "bsih")
+def _volume(buffer: Buffer, shape: tuple[int, ...]) -> int:
+    """Return the number of (sequence, token, head) cells of a view of this shape."""
+    return math.prod([extent for dim, extent in zip(buffer.dims, shape, strict=True) if dim in _AXES])
 
 
 @lru_cache(maxsize=65536)
