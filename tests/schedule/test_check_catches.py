@@ -12,6 +12,7 @@ from sim.errors import ScheduleError
 from sim.mesh import Mesh
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ir.ops import (
+    FETCH,
     STREAMS,
     Accumulate,
     AllReduce,
@@ -23,6 +24,8 @@ from sim.schedule.ir.ops import (
     Delta,
     Exchange,
     Fold,
+    Gemm,
+    HostCopy,
     HostSync,
     Merge,
     Message,
@@ -309,6 +312,40 @@ def test_exchanging_with_oneself() -> None:
         )
 
     refuses(schedule_of(program), "its own rank")
+
+
+def test_a_copy_to_the_host_on_the_stream_back() -> None:
+    layers: dict[str, Any] = {"scope": "layer", "layers": 2}
+    wrong = changed("zigzag, offloaded", 2, HostCopy, replace(stream=FETCH), rank=1, number=0, **layers)
+    refuses(wrong, "is on stream 'from host': copies to host take 'to host'")
+
+
+@pytest.mark.parametrize(
+    "slices", [((0, 1), (0, 17), (0, 8), (0, 16)), ((0, 1), (4, 4), (0, 8), (0, 16)), ((0, 1), (0, 16))]
+)
+def test_a_view_that_is_not_inside_its_buffer(slices: tuple[tuple[int, int], ...]) -> None:
+    def outside(op: Op) -> Op:
+        assert isinstance(op, Attend)
+        return msgspec.structs.replace(op, out=View(op.out.buffer, slices))
+
+    refuses(changed("ring", 2, Attend, outside, rank=0, number=0), "which has dims 'bshd' and shape")
+    refuses(changed("ring", 2, Attend, replace(q=View(1000, slices)), rank=0, number=0), "uses buffer 1000 of")
+
+
+def test_operands_of_other_dimensions() -> None:
+    """Once a traceback: a weight that is a token tensor, an output that is a log-sum-exp."""
+
+    def activations(op: Op) -> Op:
+        assert isinstance(op, Gemm)
+        return msgspec.structs.replace(op, b=op.a)
+
+    refuses(changed("single", 1, Gemm, activations, rank=0, number=0, scope="layer"), "takes .* for .* of buffer")
+
+    def merged(op: Op) -> Op:
+        assert isinstance(op, Merge)
+        return msgspec.structs.replace(op, out=op.lse)
+
+    refuses(changed("ring", 2, Merge, merged, rank=1, number=0), "takes bqhd for bhs")
 
 
 def test_a_split_that_does_not_fit_the_group() -> None:

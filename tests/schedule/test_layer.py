@@ -9,8 +9,9 @@ import pytest
 
 from sim.errors import InputError
 from sim.schedule.derive.kernels import kernel_use
-from sim.schedule.ir.ops import Accumulate, AllReduce, Gemm, Kernel, Op, RmsNorm, Rope
+from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Kernel, Op, RmsNorm, Rope
 from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.equations import EQUATIONS, weight_shapes
 from sim.schedule.proof.check import check
@@ -134,6 +135,53 @@ def test_the_weight_of_another_layer() -> None:
         return msgspec.structs.replace(op, b=wq)
 
     refuses(changed("single", 1, Gemm, wrong, rank=0, number=0, scope="layer", layers=2), "no equation of the layer")
+
+
+@pytest.mark.parametrize(
+    ("dim", "order", "message"),
+    [
+        (0, (1, 0), "wq.* where all of the weight is needed"),
+        (0, (0, 0), "wq.* where all of the weight is needed"),
+        (1, (1, 0), "wq.* where all of the weight is needed"),
+    ],
+)
+def test_a_weight_in_another_order(dim: int, order: tuple[int, int], message: str) -> None:
+    """Its rows from a copy: the right tensor, and half of it in the place of the other half."""
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    program = schedule.program(0)
+    at = next(at for at, op in enumerate(program.ops) if op.label == "wq")
+    gemm = program.ops[at]
+    assert isinstance(gemm, Gemm)
+    turned = View(len(program.buffers), gemm.b.slices)
+    copy = Copy(label="turn", source=Split(gemm.b, dim, 2), target=Split(turned, dim, 2), order=order)
+    ops = (*program.ops[:at], copy, msgspec.structs.replace(gemm, b=turned), *program.ops[at + 1 :])
+    buffers = (*program.buffers, program.buffers[gemm.b.buffer])
+    wrong = msgspec.structs.replace(program, ops=ops, buffers=buffers)
+    refuses(Schedule(schedule.header, [wrong].__getitem__), message)
+
+
+def test_a_result_without_heads_where_heads_are_asked_for() -> None:
+    """As many features as heads times head dim: the shapes fit, the meanings do not."""
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    gemms = {op.label: op for op in schedule.program(0).ops if isinstance(op, Gemm)}
+    number = list(gemms).index("wo")
+
+    def with_heads(op: Op) -> Op:
+        return msgspec.structs.replace(op, out=gemms["back through wo"].out)
+
+    refuses(changed("single", 1, Gemm, with_heads, rank=0, number=number, scope="layer"), "of dims 'bshd'")
+
+
+def test_weights_without_tokens() -> None:
+    schedule = make_checked("single", layers(layers=1), 1).schedule
+    program = schedule.program(0)
+    gate, up = (op.b for op in program.ops if isinstance(op, Gemm) and op.label in {"w_gate", "w_up"})
+    total = View(len(program.buffers), gate.slices)
+    copy = Copy(label="copy", source=Split(gate, 0, 1), target=Split(total, 0, 1))
+    ops = (copy, Accumulate(label="odd", source=up, into=total), *program.ops)
+    buffers = (*program.buffers, program.buffers[gate.buffer])
+    wrong = msgspec.structs.replace(program, ops=ops, buffers=buffers)
+    refuses(Schedule(schedule.header, [wrong].__getitem__), "of weights alone")
 
 
 def test_layers_have_no_backward_pass_alone() -> None:

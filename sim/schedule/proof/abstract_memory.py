@@ -18,11 +18,14 @@ from sim.schedule.proof.contents import (
     Box,
     Content,
     Piece,
+    brief,
     coalesced,
     replaced,
     volume,
     without,
 )
+
+_CUT = ", ".join(AXIS_OF)
 
 
 class Held:
@@ -74,8 +77,12 @@ class Held:
         )
 
     def _axis(self, split: Split) -> int:
-        """Return which axis a split cuts."""
-        return AXIS_OF[self._buffers[split.view.buffer].dims[split.dim]]
+        """Return which axis a split cuts; raises where it cuts a dimension that is along none."""
+        buffer = self._buffers[split.view.buffer]
+        dim = buffer.dims[split.dim]
+        if dim not in AXIS_OF:
+            raise ScheduleError(f"a split cuts dimension {dim!r} of buffer {buffer.name!r}; splits cut {_CUT}")
+        return AXIS_OF[dim]
 
     def zero(self, view: View) -> None:
         """Put zeros in place of what was there."""
@@ -84,15 +91,15 @@ class Held:
         self.write(view, [Piece(((0, b.stop), (0, s.stop), (0, h.stop), (0, f.stop)), Content(ZERO, 0, (b, s, h, f)))])
 
     def write(self, view: View, pieces: list[Piece]) -> None:
-        """Put pieces, in the view's coordinates, in place of what was there."""
-        number = view.buffer
-        if view.slices == self._whole[number]:
-            total = sum([piece.volume for piece in pieces])
-            assert total == self._volume[number], "shapes were checked before"
+        """Put pieces, in the view's coordinates, in place of what was there; raises where they do not fill the view."""
+        number, buffer = view.buffer, self._buffers[view.buffer]
+        whole, box = view.slices == self._whole[number], _box(buffer, view.slices)
+        if sum([piece.volume for piece in pieces]) != (self._volume[number] if whole else volume(box)):
+            raise ScheduleError(f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r}")
+        if whole:
             self._pieces[number] = coalesced(pieces)
             self._full[number] = True
             return
-        box = _box(self._buffers[number], view.slices)
         by = tuple([start for start, _ in box])
         kept = [part for piece in self._pieces[number] for part in without(piece, box)]
         self._pieces[number] = kept + [piece.moved(by) for piece in pieces]  # type: ignore[arg-type]
@@ -112,8 +119,7 @@ def _box(buffer: Buffer, slices: tuple[tuple[int, int], ...]) -> Box:
         if dim in AXIS_OF:
             box[AXIS_OF[dim]] = bounds
         elif bounds != (0, extent):
-            cut = "".join(AXIS_OF)
-            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut {cut}")
+            raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut {_CUT}")
     return tuple(box)  # type: ignore[return-value]
 
 

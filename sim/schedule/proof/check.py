@@ -67,10 +67,10 @@ def check(schedule: Schedule) -> Checked:
     for communicator in schedule.header.communicators:
         if communicator.name in STREAMS:
             raise ScheduleError(f"communicator {communicator.name!r} has the name of a stream: give it another one")
-    matching = match(schedule)
-    dependencies = [derive(program) for program in schedule.programs]
     for program in schedule.programs:
         _check_program(program, schedule.header.workload)
+    matching = match(schedule)
+    dependencies = [derive(program) for program in schedule.programs]
     _check_ports(schedule)
     kernels = [kernel_uses(program) for program in schedule.programs]
     AbstractPlayer(schedule, matching, dependencies).run()

@@ -25,6 +25,8 @@ class TokenRules(NamedTuple):
         """
         weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if self._is_weight(pieces[0])}
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
+        if not tokens:
+            raise ScheduleError(f"{kind} of weights alone is no equation of the layer")
         results: list[list[Piece]] | None = None
         for group in _aligned(tokens):
             rest = iter(group)

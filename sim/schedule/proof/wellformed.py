@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import combinations
 
-from sim.schedule.derive.dependencies import overlap
+from sim.schedule.derive.dependencies import Slices, overlap
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.ops import (
@@ -32,6 +33,9 @@ from sim.workload import ModelSpec
 def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
     reads, writes = op.reads, op.writes
+    for view in (*reads, *writes):
+        if problem := _view_problem(view, program):
+            return problem
     for view in writes:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
@@ -41,6 +45,24 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op, program) or _rule_problem(op, program)
+
+
+def _view_problem(view: View, program: Program) -> str:
+    """Return where a view is not inside a buffer of the program."""
+    if not 0 <= view.buffer < len(program.buffers):
+        return f"uses buffer {view.buffer} of {len(program.buffers)}"
+    buffer = program.buffers[view.buffer]
+    if len(buffer.dims) == len(buffer.shape) and _is_inside(view.slices, buffer.shape):
+        return ""
+    return f"uses {view.slices} of buffer {buffer.name!r}, which has dims {buffer.dims!r} and shape {buffer.shape}"
+
+
+@lru_cache(maxsize=65536)
+def _is_inside(slices: Slices, shape: tuple[int, ...]) -> bool:
+    """Return whether a box has the dimensions of a shape, and lies in it."""
+    return len(slices) == len(shape) and all(
+        0 <= start < stop <= extent for (start, stop), extent in zip(slices, shape, strict=True)
+    )
 
 
 def _place_problem(views: tuple[View, ...], program: Program) -> str:
@@ -167,6 +189,8 @@ def _message_problem(op: Communication, views: tuple[View, ...], program: Progra
 
 def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
+    if problem := _view_problem(port.view, program):
+        return problem
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
     width = port.features.size if port.features else width_of(port.tensor, model)
     tokens = num_tokens(port.tokens)

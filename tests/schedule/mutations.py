@@ -1,0 +1,166 @@
+"""Random mutations of proved schedules: whatever ``check`` accepts has to be exact, and to play.
+
+    python -m tests.schedule.mutations --count 3000 --seed 0
+
+Every mutant is a schedule of the catalog with one change, on one rank, on two, or in the same way on all
+(``mutation_operators``). Left alone are ``epsilon`` and ``theta``, which ``check`` does not hold against the model yet,
+and data types. What ``check`` accepts is executed on the virtual cluster in fp64, in several random orders, and
+simulated. A table counts, per operator, the mutants tried, refused, accepted and exact, accepted and wrong, and other:
+tracebacks of ``check``, of the execution or of the simulator. The last two must be 0; mutant N of a seed is made again
+by ``--first N --count 1``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from random import Random
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from runtime.execution.verify import output_errors
+from runtime.execution.virtual import execute_virtual
+from sim.engine.simulate import simulate
+from sim.errors import LongstepError
+from sim.schedule.ir.program import Schedule
+from sim.schedule.proof.check import Checked, check
+from sim.workload import Workload
+from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_cluster_spec, make_model
+from tests.schedule.mutation_operators import OPERATORS
+from topology.cluster import Cluster
+from topology.specs import DramSpec, PcieSpec, SocketSpec
+
+EXACT = 1e-9
+"""Largest relative error in fp64 that counts as exact."""
+ORDERS = 3
+"""Random orders in which an accepted mutant is executed."""
+PER_SCHEDULE = 5
+"""Mutants that are made of one schedule, since building and proving it takes as long as they do."""
+CELLS = 100
+"""Schedules in which an operator has to find something to change."""
+
+Verdict = Literal["refused", "exact", "wrong", "other"]
+
+
+class Mutant(NamedTuple):
+    """A schedule with one change, and what became of it."""
+
+    number: int
+    operator: str
+    cell: str
+    verdict: Verdict
+    why: str
+
+
+def mutants(count: int, seed: int, first: int = 0) -> Iterator[Mutant]:
+    """Yield mutants number ``first`` on; each depends on its number and the seed only."""
+    names = list(OPERATORS)
+    for number in range(first, first + count):
+        operator = names[number % len(names)]
+        cell, original, changed = mutate(operator, number, seed)
+        yield Mutant(number, operator, cell, *verdict(changed, original, number))
+
+
+def mutate(operator: str, number: int, seed: int) -> tuple[str, Checked, Schedule]:
+    """Return a cell, its proved schedule, and the same with one change; other cells are drawn until one is found."""
+    draw = Random(f"{seed} {number}")
+    cell = number // PER_SCHEDULE
+    for _ in range(CELLS):
+        name, original = proved(f"{seed} {cell}")
+        for _ in range(5):
+            changed = OPERATORS[operator](draw, original.schedule)
+            if changed and (changed.header, changed.programs) != (original.schedule.header, original.schedule.programs):
+                return name, original, changed
+        cell = draw.randrange(10**9)
+    raise AssertionError(f"operator {operator!r} finds nothing to change in {CELLS} schedules: does the field exist?")
+
+
+@lru_cache(maxsize=1)
+def proved(seed: str) -> tuple[str, Checked]:
+    """Return a schedule of the catalog for a random workload that it takes, with what people call it."""
+    draw = Random(seed)
+    while True:
+        name, ranks = draw.choice([*VARIANTS, *OFFLOADED]), draw.choice((2, 3, 4, 8))
+        if (VARIANTS | OFFLOADED)[name].schedule == "single":
+            ranks = 1
+        heads, mask = draw.choice([(8, 8), (8, 4), (8, 2)]), draw.choice(["causal", "full", "window"])
+        fields: dict[str, Any] = {"window": 9} if mask == "window" else {"mask": mask}
+        fields |= {"batch": draw.choice((1, 2)), "scope": "layer", "layers": 2, "passes": "both"}
+        if name in VARIANTS and draw.random() < 0.6:
+            fields |= {"scope": "attention", "layers": 1, "passes": draw.choice(["both"] * 4 + ["forward", "backward"])}
+        workload = Workload(model=make_model(*heads, head_dim=4), seq=48, dtype="fp64", **fields)
+        checked = checked_or_refused(name, workload, ranks)
+        if checked is not None:
+            return f"{name}, P = {ranks}, {heads[0]}:{heads[1]}, {mask}, {fields}", checked
+
+
+def verdict(changed: Schedule, original: Checked, order_seed: int) -> tuple[Verdict, str]:
+    """Return what became of a mutant, and why; executed in orders that the seed draws."""
+    try:
+        checked = check(changed)
+    except LongstepError as error:
+        return "refused", str(error)
+    except Exception as error:  # noqa: BLE001 - whatever comes out of check is to be counted
+        return "other", f"check: {error!r}"
+    missing = owned(original.schedule) - owned(changed)
+    if missing:
+        return "wrong", f"nobody owns {len(missing)} cells, such as {min(missing)}"
+    try:
+        for order in range(ORDERS):
+            outputs = execute_virtual(checked, torch.device("cpu"), ORDERS * order_seed + order)
+            for tensor, error in output_errors(checked, outputs).items():
+                if not error <= EXACT:
+                    return "wrong", f"{tensor} is off by {error:.1e}"
+        simulate(checked, cluster(changed.num_ranks), None)
+    except Exception as error:  # noqa: BLE001 - as above
+        return "other", f"accepted, then: {error!r}"
+    return "exact", ""
+
+
+def owned(schedule: Schedule) -> set[tuple[str, int, int]]:
+    """Return the (tensor, token, head) cells of all outputs."""
+    return {
+        (port.name, token, head)
+        for program in schedule.programs
+        for port in program.outputs
+        if port.tensor != "lse"  # which a schedule need not leave
+        for span in port.tokens
+        for token, head in product(range(*span), range(*port.heads))
+    }
+
+
+@lru_cache
+def cluster(gpus: int) -> Cluster:
+    """Return a toy node whose GPUs reach their host's memory."""
+    socket = SocketSpec(dram=DramSpec(capacity_bytes=2**40, bytes_per_s=1e9))
+    return Cluster(make_cluster_spec(gpus, pcie=PcieSpec(bytes_per_s=1e9, latency_s=0.0), socket=socket))
+
+
+def main(count: int = 3000, seed: int = 0, first: int = 0) -> None:
+    """Print what became of so many mutants, number ``first`` on; exits with 1 where one is wrong or other."""
+    torch.set_num_threads(1)
+    console, begin = Console(), time.perf_counter()
+    verdicts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
+    for mutant in mutants(count, seed, first):
+        verdicts[mutant.operator][mutant.verdict] += 1
+        if mutant.verdict in {"wrong", "other"} or count == 1:
+            console.print(*mutant, sep=" | ", markup=False, highlight=False)
+    table = Table("operator", *(f"[right]{name}" for name in ("tried", "refused", "exact", "wrong", "other")))
+    total = sum(verdicts.values(), Counter())
+    for operator, found in (*verdicts.items(), ("all", total)):
+        table.add_row(operator, *map(str, (found.total(), *(found[name] for name in get_args(Verdict)))))
+    console.print(table)
+    console.print(f"{60 * count / (time.perf_counter() - begin):.0f} mutants a minute")
+    sys.exit(1 if total["wrong"] or total["other"] else 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

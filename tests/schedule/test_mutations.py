@@ -1,0 +1,33 @@
+"""A small sample of what ``mutations`` does at large: nothing wrong is accepted, and the sample would see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sim.schedule.proof import check
+from tests.schedule.mutation_operators import OPERATORS
+from tests.schedule.mutations import mutants
+
+SAMPLE = 2 * len(OPERATORS)
+
+
+def test_no_mutant_is_accepted_that_is_wrong() -> None:
+    found = list(mutants(SAMPLE, seed=2026))
+    assert [mutant for mutant in found if mutant.verdict in {"wrong", "other"}] == []
+    assert {mutant.operator for mutant in found} == OPERATORS.keys()
+    assert Counter(mutant.verdict for mutant in found).keys() == {"refused", "exact"}
+
+
+def test_a_mutant_is_the_same_whoever_came_before() -> None:
+    whole = list(mutants(8, seed=7))
+    assert list(mutants(3, seed=7, first=5)) == whole[5:]
+
+
+def test_what_a_blind_check_lets_through_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the proof-reader's contents and claims, mutants of every sort are accepted and found to be wrong."""
+    monkeypatch.setattr(check.AbstractPlayer, "run", lambda _: None)
+    monkeypatch.setattr(check, "_check_claims", lambda *_: None)
+    wrong = [mutant for mutant in mutants(len(OPERATORS), seed=2026) if mutant.verdict == "wrong"]
+    assert len({mutant.operator for mutant in wrong}) >= 6, wrong
