@@ -201,7 +201,8 @@ def deaf() -> Iterator[None]:
 
 def main(control: int, parent: int) -> None:
     """Be the server at the end of a socket; in what it forks, do the task and exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it hears Ctrl-C, and ends it
+    for number in (signal.SIGINT, signal.SIGTERM):  # the process that started it hears them too, and is to end first
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _die_with(parent)  # while it loads it does not listen
     for module in _PRELOADED:
