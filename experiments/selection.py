@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import sys
@@ -16,7 +17,7 @@ import msgspec
 import tyro
 
 from sim.engine.cost import measured_cluster
-from sim.engine.simulate import STEADY, Jitter
+from sim.engine.simulate import STEADY, Jitter, Simulation, simulate
 from sim.errors import InputError, LengthError, LongstepError, unknown
 from sim.presets import override
 from sim.profile import HOST_COPIES, Profile, load_profile, profile_names
@@ -113,6 +114,10 @@ class Chosen:
         """Return the cluster, built."""
         return Cluster(self.spec)
 
+    def simulated(self, checked: Checked) -> Simulation:
+        """Return the simulation of the schedule, ``checked`` as above."""
+        return simulate(checked, self.cluster(), self.profile, self.jitter)
+
 
 def command_line() -> str:
     """Return what was typed, as profiles and records keep it: they are for others, whose folders differ."""
@@ -128,18 +133,13 @@ def choose(selection: Selection, *, here: bool = True) -> Chosen:
     ``here``).
     """
     overrides = _overrides(selection)
-    model = load_model(selection.model)
-    for path, value in overrides["model"]:
-        model = override(model, path, value, "--set model.")
+    model = override(load_model(selection.model), overrides["model"], "--set model.")
     profile = _profile(selection, here=here)
-    spec = _spec(selection, profile)
-    for path, value in overrides["cluster"]:
-        spec = override(spec, path, value, "--set cluster.")
+    spec = override(_spec(selection, profile), overrides["cluster"], "--set cluster.")
     entry = _entry(selection.schedule)
     parallel = _parallel(selection, entry, spec, model)
-    for path, value in overrides["schedule"]:
-        options = override(parallel.options, path, value, "--set schedule.")
-        parallel = msgspec.structs.replace(parallel, options=options)
+    options = override(parallel.options, overrides["schedule"], "--set schedule.")
+    parallel = msgspec.structs.replace(parallel, options=options)
     spec = _sized(selection, spec, 1 if selection.one_device else parallel.num_ranks)
     workload = _workload(selection, model)
     if selection.pad:
@@ -328,7 +328,8 @@ def _entry(name: str) -> Entry:
         raise InputError(f"--schedule {name}: expected a file that ends in .py before the colon")
     if not Path(path).is_file():
         raise InputError(f"--schedule {name}: there is no file {path!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    registered = f"longstep_user_{hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(registered, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
