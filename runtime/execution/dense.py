@@ -7,7 +7,6 @@ where that can be; the names say so. What they hold beside their operands meanwh
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -77,9 +76,18 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
-    """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D)."""
-    cos, sin = _rotations(tokens, x.shape[-1], theta, _wide(x), x.device)
+Rotation = tuple[Tokens, int, float, torch.dtype, torch.device]
+"""Tokens, head dimension, theta, and the data type and the device of its tables."""
+Rotations = dict[Rotation, tuple[Tensor, Tensor]]
+"""Cosine and sine, each (S, 1, D/2), of what is being played."""
+
+
+def rope(x: Tensor, tokens: Tokens, theta: float, known: Rotations, *, inverse: bool) -> str:
+    """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D); ``known`` keeps the tables."""
+    rotation = (tokens, x.shape[-1], theta, _wide(x), x.device)
+    if rotation not in known:
+        known[rotation] = _tables(*rotation)
+    cos, sin = known[rotation]
     sign = -1 if inverse else 1
     low, high = x.chunk(2, dim=-1)
     turned = (high * cos).addcmul_(low, sin, value=sign)
@@ -88,11 +96,10 @@ def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
     return "eager rope (2 mul, 2 addcmul, 2 copy)"
 
 
-@lru_cache(maxsize=64)
-def _rotations(
+def _tables(
     tokens: Tokens, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, each (S, 1, D/2); angles in fp64, since positions times frequencies lose digits."""
+    """Return cosine and sine; angles in fp64, since positions times frequencies lose digits."""
     positions = torch.cat([torch.arange(*span, dtype=torch.float64) for span in tokens])
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = (positions[:, None] * frequencies).unsqueeze(1)

@@ -139,7 +139,7 @@ def _run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     if isinstance(op, Gemm):
         return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
     if isinstance(op, Rope):
-        return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
+        return rope(results[0], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
     if isinstance(op, SwiGlu):
         return swiglu(given[0], given[1], results[0])
     if isinstance(op, SwiGluBackward):
