@@ -25,7 +25,7 @@ for name, (gpus, spec) in machines.items():
             (ulysses.build, Parallel(ulysses_degree=gpus)),
         ):
             checked = check(build(work, parallel))
-            found = report(checked, simulate(checked, Cluster(spec), None), None)
+            found = report(simulate(checked, Cluster(spec), None))
             floors = " ".join(f"{resource} {seconds:.6g}" for resource, seconds in found.floors.items())
             parts = " ".join(f"{part} {seconds:.6g}" for part, seconds in found.breakdown.items() if seconds)
             print(f"{name}, {seq}K, {checked.schedule.header.name}: {found.step_time_s:.6g} s = {parts}")
