@@ -17,7 +17,6 @@ from experiments.execute import Execution, measured_steps, median_step, open_ses
 from experiments.page import page
 from experiments.selection import Chosen, Selection, choose
 from experiments.simulate import title, writable, write_trace
-from experiments.stragglers import straggler_costs
 from sim.engine.report import report
 from sim.errors import InputError
 from sim.profile import Profile, write_whole
@@ -62,8 +61,7 @@ def compare(command: Compare, console: Console, workers: Workers | None = None) 
         write_trace(command.trace, checked, traces)
     if command.html:
         simulated, executed = traces
-        slow = [] if chosen.one_device else straggler_costs(chosen)
-        text = page(title(chosen, checked), found, simulated, executed, slow)
+        text = page(title(chosen, checked), found, simulated, executed)
         write_whole(Path(command.html), text.encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)

@@ -255,6 +255,15 @@ def test_jitter_is_seeded_and_only_slows() -> None:
     assert all(quiet < step < 1.5 * quiet for step in steps)
 
 
+@pytest.mark.parametrize(("slow", "longer"), [(0, 1.0), (3, 1 / 0.8)])
+def test_who_waits_for_a_slow_gpu(slow: int, longer: float) -> None:
+    """The first rank of a causal ring has one block of four to do, and the last one, whom all wait for, all of them."""
+    spec = with_link(1e15, gpus=4)
+    slowed = msgspec.structs.replace(spec, per_gpu={slow: PerGpu(speed=0.8)})
+    checked = ring(4, "causal")
+    assert step_s(checked, slowed) == pytest.approx(longer * step_s(checked, spec), rel=1e-3)
+
+
 def test_too_few_gpus_are_refused() -> None:
     with pytest.raises(InputError, match="needs 4 GPUs, cluster 'toy' has 2"):
         simulate(ring(4), Cluster(make_cluster_spec(2)), None)
