@@ -32,14 +32,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated step. Times in seconds, sizes in bytes."""
 
     step_time_s: float
-    interval_s: Interval | None = None
+    interval_s: Interval | None
     """Where nine of ten measurements should lie; None where it was not asked for, or nothing is known of how far costs
     may be off."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
     peak_hbm_bytes: int
-    peak_host_bytes: int = 0
+    peak_host_bytes: int
     """Of the rank that needs most of its host's memory."""
     fits: bool | None
     """None below the scope "step": parameters and optimiser are not part of it."""
