@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sim.errors import InputError, ScheduleError
-from sim.schedule.ir.layout import contiguous, num_tokens
-from sim.schedule.ir.masks import Span, block_band, mask_of
-from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
-from sim.schedule.ir.views import Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.schedule.write.attention import attention_flops
-from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Parallel, Workload
+from sim.workload import ModelSpec, Parallel, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
 
@@ -122,50 +116,6 @@ def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | N
         return None
     assert not is_refused(name, workload, ranks)
     return checked
-
-
-def make_gathered(workload: Workload, ranks: int) -> Schedule:
-    """Attention over gathered keys, as in Llama 3 (arXiv:2407.21783 §3.3.2): all-gather, and reduce-scatter back."""
-    everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
-    layout, whole = contiguous(workload.seq, ranks), Span(0, workload.seq)
-
-    def build(rank: int) -> Program:
-        b, model = ProgramBuilder(rank, workload), workload.model
-        tokens, heads, kv_heads = layout[rank], Span(0, model.num_heads), Span(0, model.num_kv_heads)
-        band = block_band(mask_of(workload), tokens[0], whole)
-        assert band is not None
-        q, k, v = b.input("q", tokens, heads), b.input("k", tokens, kv_heads), b.input("v", tokens, kv_heads)
-        gathered = []
-        for name, own in (("k", k), ("v", v)):
-            gathered.append(b.tensor(f"all {name}", workload.seq, model.num_kv_heads, "communication"))
-            b.all_gather(everyone, own, Split(gathered[-1], 1, ranks), f"gather {name}")
-        b.barrier(everyone)
-        out, lse = b.like("out", q, "saved"), b.lse("lse", num_tokens(tokens), model.num_heads, "saved")
-        b.attend(q, gathered[0], gathered[1], out, lse, band, "attend")
-        b.host_sync("compute", "all")
-        b.part = "backward"
-        grads = tuple(b.like(f"d{name}", view, "attention") for name, view in zip("qkv", (q, *gathered), strict=True))
-        dout = b.input("dout", tokens, heads)
-        b.attend_backward((q, gathered[0], gathered[1], out, lse), dout, (grads[0], grads[1], grads[2]), band, "back")
-        b.output("out", out, tokens, heads)
-        b.output("dq", grads[0], tokens, heads)
-        for name, grad, own in (("dk", grads[1], k), ("dv", grads[2], v)):
-            home = b.like(f"own {name}", own, "attention")
-            b.reduce_scatter(everyone, Split(grad, 1, ranks), home, f"scatter {name}")
-            b.output(name, home, tokens, kv_heads)
-        return b.build()
-
-    claims = Claims(
-        attention_flops=attention_flops(workload), wire_bytes=4 * (ranks - 1) * _kv_bytes(workload), source=""
-    )
-    parallel = Parallel(ring_degree=ranks)
-    header = Header(name="gathered", workload=workload, parallel=parallel, communicators=(everyone,), claims=claims)
-    return Schedule(header, build)
-
-
-def _kv_bytes(workload: Workload) -> int:
-    model = workload.model
-    return workload.batch * workload.seq * model.num_kv_heads * model.head_dim * DTYPE_BYTES[workload.dtype]
 
 
 def make_cluster_spec(gpus: int = 2, **changes: Any) -> ClusterSpec:

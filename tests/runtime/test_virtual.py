@@ -22,7 +22,6 @@ from sim.engine.simulate import simulate
 from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import (
     OFFLOADED,
@@ -30,7 +29,6 @@ from tests.helpers import (
     checked_or_refused,
     make_checked,
     make_cluster_spec,
-    make_gathered,
     make_model,
 )
 from topology.cluster import Cluster
@@ -185,14 +183,6 @@ def test_inputs_depend_on_positions_only() -> None:
     assert not torch.equal(global_tokens("k", Span(0, 512), 4, workload), whole)
     other = msgspec.structs.replace(workload, seed=4)
     assert not torch.equal(global_tokens("q", Span(0, 512), 4, other), whole)
-
-
-@pytest.mark.parametrize("order_seed", range(3))
-def test_gathered_keys_and_scattered_gradients(order_seed: int) -> None:
-    workload = Workload(model=make_model(8, 4), seq=32, dtype="fp64")
-    checked = check(make_gathered(workload, 4))
-    worst = output_errors(checked, execute_virtual(checked, CPU, order_seed))
-    assert max(worst.values()) <= 1e-12
 
 
 def test_what_is_not_a_number_is_no_match() -> None:
