@@ -30,7 +30,7 @@ bench: $(READY)
 
 validate: $(READY)
 	$(BIN)/longstep validate --cases all
-	$(BIN)/longstep validate
+	$(BIN)/longstep validate --ranks 2,4 --schedules ring,ulysses
 
 gpu: $(READY)
 	$(BIN)/python -m experiments.recipes gpu $(PARTS)

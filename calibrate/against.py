@@ -1,115 +1,50 @@
-"""One profile held against another: what the other predicts of each point of the first, and where the two differ.
-
-Kernels take a fixed time and one that grows with their work. Where only the short ones differ it is the fixed time
-(launches, the first tiles); where only the long ones do it is the rate; where all differ alike, the clock or the way
-of measuring.
-"""
+"""What one profile predicts of the points of another, beside what was measured."""
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from calibrate.points import Basis, Predicted, Predictor, measured_s
+from calibrate.points import Predictor, measured_s
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError
-from sim.profile import Point, Profile, Spread
-from sim.workload import Dtype
+from sim.profile import Point, Profile
 from topology.specs import ClusterSpec
 
-NEAR = 0.05
-"""Share by which times may be apart and still count as equal."""
 
-Differs = Literal["nothing", "fixed time", "rate", "all alike", "short and long", "between"]
-"""Where two profiles are apart: short ones only; long ones only; both by the same factor, or by two; only others."""
-
-
-class Held(NamedTuple):
+class Predicted(NamedTuple):
     """A measured point, and what the other profile says of it."""
 
     point: Point
-    predicted: Predicted
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured time."""
-        return self.predicted.seconds / measured_s(self.point)
+    ratio: float
+    """Predicted over measured time."""
 
 
 class Row(NamedTuple):
-    """All points of one kernel, variant and data type, shortest first."""
+    """All points of one kernel, variant and data type."""
 
-    held: Sequence[Held]
-
-    @property
-    def first(self) -> Point:
-        """Return the shortest, which names what all are of."""
-        return self.held[0].point
+    points: list[Predicted]
 
     @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """Return the lower quartile, the median and the upper quartile of predicted over measured time."""
-        low, middle, high = np.percentile([one.ratio for one in self.held], [25, 50, 75])
-        return float(low), float(middle), float(high)
+    def name(self) -> str:
+        """Kernel, variant and data type."""
+        first = self.points[0].point
+        return " ".join(filter(None, (first.kernel, first.variant, first.dtype)))
 
     @property
-    def worst(self) -> Held:
-        """Return the point that is off by the largest factor."""
-        return max(self.held, key=lambda one: abs(np.log(one.ratio)))
+    def spread(self) -> tuple[float, float, float]:
+        """The ratio below which 5 % of the points are, the median, and that below which 95 % are."""
+        low, median, high = np.percentile([one.ratio for one in self.points], [5, 50, 95])
+        return float(low), float(median), float(high)
 
     @property
-    def short(self) -> float:
-        """Return the median ratio of the shortest third."""
-        return statistics.median(one.ratio for one in self._shortest)
-
-    @property
-    def long(self) -> float:
-        """Return the median ratio of the longest third."""
-        return statistics.median(one.ratio for one in self.held[-self._third :])
-
-    @property
-    def short_by_s(self) -> float:
-        """Return by how many seconds the shortest third is predicted too long, the median."""
-        return statistics.median(one.predicted.seconds - measured_s(one.point) for one in self._shortest)
-
-    @property
-    def bases(self) -> Counter[Basis]:
-        """Return how many predictions are made of what."""
-        return Counter(one.predicted.basis for one in self.held)
-
-    def share_within(self, spread: Spread) -> float:
-        """Return the share of points whose measured times lie in the interval of their predictions."""
-        return statistics.mean(spread.low <= 1 / one.ratio <= spread.high for one in self.held)
-
-    @property
-    def differs(self) -> Differs:
-        """Return where the profiles are apart."""
-        short, middle, long = self.short, self.quartiles[1], self.long
-        short_is_off, long_is_off, off = (not _near(ratio, 1) for ratio in (short, long, middle))
-        if _near(short, long) and _near(short, middle):  # one factor, on whichever side of the threshold each lies
-            return "all alike" if off else "nothing"
-        if short_is_off and long_is_off:
-            return "all alike" if _near(short, long) else "short and long"
-        if _near(short, long) or not (short_is_off or long_is_off):
-            return "between" if off else "nothing"
-        return "fixed time" if short_is_off else "rate"
-
-    @property
-    def _third(self) -> int:
-        return max(len(self.held) // 3, 1)
-
-    @property
-    def _shortest(self) -> Sequence[Held]:
-        return self.held[: self._third]
-
-
-def _near(ratio: float, other: float) -> bool:
-    return abs(ratio / other - 1) <= NEAR
+    def worst(self) -> Predicted:
+        """The point that is off by the largest factor."""
+        return max(self.points, key=lambda one: abs(math.log(one.ratio)))
 
 
 class Against(NamedTuple):
@@ -117,9 +52,9 @@ class Against(NamedTuple):
 
     rows: list[Row]
     left_out: dict[str, int]
-    """Points that the other says nothing of, by kernel."""
+    """Points that it says nothing of, by kernel."""
     same_machine: bool
-    """Whether both are of one kind of GPU or host; else the other's efficiencies are taken on the first's machine."""
+    """Whether both are of one kind of GPU or host; else efficiencies of the one are taken on the other's machine."""
 
 
 def against(profile: Profile, other: Profile) -> Against:
@@ -130,18 +65,18 @@ def against(profile: Profile, other: Profile) -> Against:
     """
     same = profile.machine.gpu == other.machine.gpu
     predictor = Predictor(other, None if same else _in_place_of(measured_cluster(other), measured_cluster(profile)))
-    found: dict[tuple[str, str, Dtype], list[Held]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[Predicted]] = defaultdict(list)
     left_out: Counter[str] = Counter()
     for point in profile.points:
         if point.condition != "idle":
             continue
-        predicted = _predicted(predictor, point)
-        if predicted:
-            found[point.kernel, point.variant, point.dtype].append(Held(point, predicted))
-        else:
+        seconds = _seconds(predictor, point)
+        if seconds is None:
             left_out[point.kernel] += 1
-    rows = [Row(sorted(held, key=lambda one: measured_s(one.point))) for _, held in sorted(found.items())]
-    return Against(rows, dict(left_out), same)
+        else:
+            ratio = seconds / measured_s(point)
+            found[point.kernel, point.variant, point.dtype].append(Predicted(point, ratio))
+    return Against([Row(points) for _, points in sorted(found.items())], dict(left_out), same)
 
 
 def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
@@ -151,8 +86,8 @@ def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
     return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, name=theirs.gpu.name))
 
 
-def _predicted(predictor: Predictor, point: Point) -> Predicted | None:
+def _seconds(predictor: Predictor, point: Point) -> float | None:
     try:
-        return predictor.predicted(point)
+        return predictor.seconds(point)
     except InputError:  # the machine has no such link, or no peak for the data type
         return None

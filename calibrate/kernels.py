@@ -215,7 +215,7 @@ def _operands(program: Program, op: Kernel, context: RankContext, attention: Att
 
 def _copied(program: Program, storage: Storage, context: RankContext) -> Storage:
     """Return the same operands at another place in memory."""
-    copy = Storage(program, context.device)
+    copy = Storage(program, context.device, rotations=storage.rotations)
     for view in {*program.ops[0].reads, *program.ops[0].writes}:
         copy.write(view).copy_(storage.read(view))
     return copy

@@ -53,9 +53,9 @@ def _errors(profile: Profile) -> dict[str, list[float]]:
     for point in idle:
         rest = _without(profile, idle, point)
         if rest:
-            found = Predictor(rest).predicted(point)
+            found = Predictor(rest).seconds(point)
             assert found is not None
-            errors[point.kernel].append(found.seconds / measured_s(point) - 1)
+            errors[point.kernel].append(found / measured_s(point) - 1)
     return errors
 
 

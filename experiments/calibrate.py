@@ -48,7 +48,7 @@ class Calibrate:
     check: bool = False
     """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
     against: str | None = None
-    """Measure nothing: hold the profile against this one (NAME or FILE.json), and say where they differ."""
+    """Measure nothing: compare the profile's points with what this one (NAME or FILE.json) predicts of them."""
     published: str | None = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
     cluster: str = "host"

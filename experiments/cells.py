@@ -1,4 +1,4 @@
-"""What a sweep compares: the project's own cells with their targets, or all combinations of what the user names."""
+"""What a sweep compares: all combinations of lengths, ranks and schedules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ _BOTH = "both"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep(Selection):
-    """What to compare: all combinations of the lengths, ranks and schedules that are named, or the project's own cells
-    if none are.
-    """
+    """What to compare: all combinations of the lengths, ranks and schedules."""
 
     seq: str = ""
-    """Global sequence lengths, such as 1K,2K,4K."""
+    """Global sequence lengths, such as 1K,2K,4K; by default 2K,4K,8K."""
     gpus: Annotated[int | None, tyro.conf.Suppress] = None
     ranks: str = ""
     """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
@@ -35,7 +33,7 @@ class Sweep(Selection):
     scope: str = _BOTH
     """What is played: attention of one layer, whole layers, or both."""
     target: float = 0.10
-    """Largest error that counts as met, as a share; the project's own cells have targets of their own."""
+    """Largest error that counts as met, as a share."""
 
     @property
     def named(self) -> bool:
@@ -74,28 +72,10 @@ class Cell(NamedTuple):
         return f"{self.schedule}, {self.what}, S {self.seq}, P {self.gpus}"
 
 
-_TARGETS: dict[tuple[int, str, int], dict[str, float]] = {
-    (2, "attention", 1): {"2K": 0.10, "4K": 0.10, "8K": 0.05},
-    (4, "attention", 1): {"2K": 0.20, "4K": 0.20, "8K": 0.20},
-    (2, "layer", 1): {"1K": 0.10, "2K": 0.10, "4K": 0.05, "8K": 0.05},
-    (2, "layer", 2): {"1K": 0.10, "4K": 0.05},
-    (4, "layer", 1): {"2K": 0.15, "4K": 0.15},
-}
-OWN = [
-    Cell(*what, seq, schedule, target)
-    for what, targets in _TARGETS.items()
-    for seq, target in targets.items()
-    for schedule in ("ring", "ulysses")
-]
-"""The project's cells."""
-
-
 def cells_of(sweep: Sweep) -> list[Cell]:
     """Return what a sweep asks for; raises InputError for a value that cannot be read."""
     one_of("--scope", sweep.scope, (*SCOPES, _BOTH))
     scopes = SCOPES if sweep.scope == _BOTH else (sweep.scope,)
-    if not sweep.named:
-        return [cell for cell in OWN if cell.scope in scopes]
     if not 0 < sweep.target < 1:
         raise InputError(f"--target {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)

@@ -16,8 +16,8 @@ from experiments.comparison import Comparison, comparison_lines, comparison_tabl
 from experiments.execute import Execution, measured_steps, median_step, open_session
 from experiments.page import page
 from experiments.selection import Chosen, Selection, choose
-from experiments.simulate import predict, title, writable, write_trace
-from experiments.stragglers import straggler_costs
+from experiments.simulate import title, writable, write_trace
+from sim.engine.report import report
 from sim.errors import InputError
 from sim.profile import Profile, write_whole
 from sim.schedule.proof.check import Checked
@@ -26,6 +26,7 @@ from sim.trace import Trace
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
     from runtime.processes.torchrun import Workers
+    from runtime.run import Step
 
 
 _PROBES, _PROBE_S = 6, 0.1
@@ -60,8 +61,7 @@ def compare(command: Compare, console: Console, workers: Workers | None = None) 
         write_trace(command.trace, checked, traces)
     if command.html:
         simulated, executed = traces
-        slow = [] if chosen.one_device else straggler_costs(chosen)
-        text = page(title(chosen, checked), found, simulated, executed, slow)
+        text = page(title(chosen, checked), found, simulated, executed)
         write_whole(Path(command.html), text.encode())
     if command.json:
         console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
@@ -83,30 +83,28 @@ def calibrated(chosen: Chosen) -> Profile:
 def comparison(
     chosen: Chosen, checked: Checked, session: Session, repeats: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[Comparison, list[Trace]]:
-    """Return the comparison, and the simulated and the (median) executed trace.
-
-    Every executed step is followed by a simulated one, which has to come out the same each time.
-    """
+    """Return the comparison, and the simulated and the (median) executed trace."""
     from runtime.run import ScheduleRun
 
     profile = calibrated(chosen)
     drift = [_drift(session, profile)]
     run = ScheduleRun(session, checked)
-    _, simulation, report = predict(chosen)
+    simulation = chosen.simulated(checked)
+    predicted = report(simulation, with_interval=True)
 
-    def both() -> object:
+    def advancing() -> Step:
         step = run.step()
-        again = predict(chosen)[2].step_time_s
-        assert again == report.step_time_s, "a simulation came out differently"
         advance()
         return step
 
-    steps = measured_steps(both, repeats)
+    steps = measured_steps(advancing, repeats)
     run.close()
     drift.append(_drift(session, profile))
     if chosen.spec.gpu.kind == "cpu" and not session.one_host:
-        report.evidence.notes.append("executed on several hosts, predicted as on one: a host's profile knows no other")
-    found = laid_side_by_side(checked, simulation.trace, report, steps, drift)
+        predicted.evidence.notes.append(
+            "executed on several hosts, predicted as on one: a host's profile knows no other"
+        )
+    found = laid_side_by_side(checked, simulation.trace, predicted, steps, drift)
     return found, [simulation.trace, median_step(steps).trace]
 
 

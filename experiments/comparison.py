@@ -47,9 +47,9 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
     simulated: int
     executed: int
-    simulated_hbm: int = 0
+    simulated_hbm: int
     """With what kernels hold beside their buffers."""
-    allocated: int = 0
+    allocated: int
     """Most that a GPU's allocator had given; 0 on a CPU."""
 
 

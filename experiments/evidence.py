@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import multiprocessing
+import os
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,10 +20,9 @@ from rich.table import Table
 
 from experiments.cases import FOLDER, Case, CaseFile, read_cases
 from experiments.selection import DATASHEET
-from experiments.simulate import predict
 from experiments.tables import percent
 from sim.engine.interval import bounds
-from sim.engine.simulate import simulate
+from sim.engine.report import report
 from sim.presets import preset_names
 from sim.profile import profile_bytes
 
@@ -73,21 +75,34 @@ class Evidence(NamedTuple):
 
 def predicted(cases: Sequence[Case], console: Console) -> Iterator[Prediction]:
     """Yield what is predicted of each case, on all cores."""
-    with Progress(console=type(console)(stderr=True), transient=True) as progress, ProcessPoolExecutor() as pool:
+    pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    with pool, Progress(console=type(console)(stderr=True), transient=True) as progress:
         yield from progress.track(pool.map(_predicted, cases), len(cases), description="predicting")
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when its parent does, which a signal may end before it can say so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _predicted(case: Case) -> Prediction:
     chosen = case.chosen()
-    if not case.measure:
-        checked, simulation, report = predict(chosen)
-        step_s, ranks = simulation.trace.step_time_s, checked.schedule.num_ranks
-        return Prediction(case, step_s, *(report.interval_s or (step_s, step_s)), report.bound_by, ranks)
     checked = chosen.checked()
-    simulation = simulate(checked, chosen.cluster(), chosen.profile, chosen.jitter)
-    traces = bounds(checked, simulation, chosen.profile, chosen.jitter) or (simulation.trace, simulation.trace)
+    simulation, ranks = chosen.simulated(checked), checked.schedule.num_ranks
+    if not case.measure:
+        found = report(simulation, with_interval=True)
+        step_s = found.step_time_s
+        return Prediction(case, step_s, *(found.interval_s or (step_s, step_s)), found.bound_by, ranks)
+    traces = bounds(simulation) or (simulation.trace, simulation.trace)
     op_s, low_s, high_s = map(case.seconds, (simulation.trace, *traces))
-    return Prediction(case, op_s, low_s, high_s, "", checked.schedule.num_ranks)
+    return Prediction(case, op_s, low_s, high_s, "", ranks)
 
 
 def profile_sha256(name: str) -> str:

@@ -10,17 +10,12 @@ from typing import Any
 from experiments.cases import case_fields
 from experiments.cells import Cell, Sweep
 from experiments.evidence import profile_sha256
-from experiments.record import Judged, Record, judged, provenance, steadiness, sweep_title
-from experiments.selection import DATASHEET, Selection, choose
+from experiments.record import Judged, Record, judged, provenance, steadiness
 from sim.errors import InputError
 from sim.profile import Profile, load_profile, save_profile, write_whole
 
 _OF_CASES = ("schedule", "seq")
 """What every case says for itself, also where it is the same in all."""
-_OF_CELLS = ("--seq", "--ranks", "--schedules", "--scope", "--layers", "--target")
-"""Options of ``longstep validate`` that cells keep."""
-_OF_NO_CASE = ("--profile", "--repeats", "--out", "--html", "--figure", "--cases-out")
-"""Those that a record keeps otherwise, or that say nothing of what was executed."""
 
 Fields = dict[str, Any]
 
@@ -31,10 +26,9 @@ def common_fields(sweep: Sweep) -> Fields:
 
 
 def save_cases(record: Record, path: str) -> None:
-    """Write a record as a case file, with its profile next to it; raises InputError where the record does not say what
-    its cells have in common, or that lies in files of the user's.
+    """Write a record as a case file, with its profile next to it; raises InputError where what its cells have in common
+    lies in files of the user's.
     """
-    _check_select(record)
     require_portable(record.select, [cell for cell, _ in record.comparisons])
     profile = _profile_beside(record.profile, Path(path))
     write_whole(Path(path), case_file(record, profile, profile_sha256(str(Path(path).with_name(profile)))).encode())
@@ -53,38 +47,6 @@ def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
                 f"--cases-out: {option} {value} is a file of yours, which a case file does not hold: take {kind}, or "
                 f"leave --cases-out away and keep the record (--out)"
             )
-
-
-def _check_select(record: Record) -> None:
-    """Raise InputError where a record neither says what its cells have in common nor is of what they are by default."""
-    cell, _ = record.comparisons[0]
-    if not record.select:
-        title = sweep_title(choose(cell.selection(Selection(profile=DATASHEET)), here=False))
-        if title != record.title:
-            raise InputError(
-                f"--cases-out: the record is of {record.title!r}, and was made before records said all of their "
-                f"selection; compare again, or write the case file by hand"
-            )
-        _check_commands(record.command)
-
-
-def _check_commands(commands: str) -> None:
-    """Raise InputError where what has made a record, or several that were joined, had options that neither its cells
-    nor its title tell.
-    """
-    for command in commands.split("; "):
-        if not command.startswith("longstep validate"):
-            raise InputError(
-                f"--cases-out: the record was made by {command!r}, before records said all of their selection; run "
-                f"that anew, or write the case file by hand"
-            )
-        for word in command.split():
-            option = word.partition("=")[0].replace("_", "-")
-            if option.startswith("--") and option not in _OF_CELLS + _OF_NO_CASE:
-                raise InputError(
-                    f"--cases-out: the record was made with {option}, before records said all of their selection: run "
-                    f"{command!r} anew, or write the case file by hand"
-                )
 
 
 def _profile_beside(profile: Profile, path: Path) -> str:
@@ -143,7 +105,7 @@ def _fields(record: Record, cell: Cell) -> Fields:
     """Return what a case file says of one cell, without its time."""
     layers = {"layers": cell.layers} if cell.layers > 1 else {}
     named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
-    return case_fields(Selection()) | record.select | named
+    return record.select | named
 
 
 def _quality(record: Record, cells: list[Judged]) -> str:

@@ -9,7 +9,7 @@ from experiments.plots import CIRCLE, HUES, SHAPES, SWATCH, Entry, Legend, band_
 from sim.schedule.methods.catalog import SCHEDULES
 
 BANDS = (0.05, 0.10, 0.20)
-"""Errors that parity plots shade: the project's targets lie between the first and the last."""
+"""Errors that parity plots shade."""
 
 
 class Kind(NamedTuple):

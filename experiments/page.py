@@ -13,7 +13,6 @@ import msgspec
 from experiments.comparison import Comparison, KindRow, Measured, comparison_lines
 from experiments.plots import CIRCLE, HUES, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
 from experiments.render import render
-from experiments.stragglers import SPEED, Straggler
 from experiments.tables import percent
 from sim.breakdown import PARTS, PartName, breakdown
 from sim.schedule.ir.ops import KINDS, Family
@@ -93,10 +92,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: list[Parts]
 
 
-def page(title: str, found: Comparison, simulated: Trace, executed: Trace, stragglers: Sequence[Straggler] = ()) -> str:
-    """Return the page of a comparison, with the simulated and one executed trace of its schedule, and with what a slow
-    rank costs each schedule.
-    """
+def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> str:
+    """Return the page of a comparison, with the simulated and one executed trace of its schedule."""
     inside = contents(found, simulated, executed)
     rows = [*inside.kinds, inside.step]
     return render(
@@ -108,8 +105,6 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace, strag
         parity=_parity(rows),
         unplotted=[row.name for row in rows if not plottable(row.times)],
         parts=PARTS,
-        stragglers=stragglers,
-        slow_speed=SPEED,
         inside=inside,
         data=msgspec.to_builtins(inside),
         family_hues={family: tuple(bytes.fromhex(HUES[hue][0][1:])) for family, hue in _HUES.items()},

@@ -23,9 +23,10 @@ from experiments.comparison import Comparison, comparison_table, drift_line
 from experiments.execute import Execution, Run, open_session, run
 from experiments.machine import gpus_here, is_of
 from experiments.selection import DATASHEET, Selection, choose
-from experiments.simulate import predict, title, write_trace
+from experiments.simulate import title, write_trace
 from experiments.tables import evidence_lines, parts_line, percent, seconds, size
 from experiments.validate import Validate, validate
+from sim.engine.report import report
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.presets import preset_names
 from sim.profile import load_profile, make_folder
@@ -86,13 +87,14 @@ def predict_h100(console: Console) -> None:
     for seq in LENGTHS:
         for schedule in ("ring", "ulysses"):
             selection = Selection(model="llama3-8b", cluster="hgx-h100", seq=seq, schedule=schedule, profile=DATASHEET)
-            _, _, report = predict(choose(selection))
-            mfu = f"{100 * (report.mfu or 0.0):.1f} %"
-            rate = f"{report.tokens_per_s_per_gpu:.4g}"
-            memory, parts = size(report.peak_hbm_bytes), parts_line(report.breakdown)
-            table.add_row(seq, schedule, seconds(report.step_time_s), rate, mfu, memory, parts)
+            chosen = choose(selection)
+            found = report(chosen.simulated(chosen.checked()))
+            mfu = f"{100 * (found.mfu or 0.0):.1f} %"
+            rate = f"{found.tokens_per_s_per_gpu:.4g}"
+            memory, parts = size(found.peak_hbm_bytes), parts_line(found.breakdown)
+            table.add_row(seq, schedule, seconds(found.step_time_s), rate, mfu, memory, parts)
     console.print(table)
-    for line in evidence_lines(report.evidence):
+    for line in evidence_lines(found.evidence):
         console.print(line, markup=False)
 
 

@@ -29,13 +29,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     profile: Profile
     title: str
     """What all cells have in common: model, passes, data type, mask."""
-    begun: str = ""
+    begun: str
     """Date and time, UTC, ISO 8601."""
-    command: str = ""
-    software: dict[str, str] = {}
+    command: str
+    software: dict[str, str]
     """Versions of what ran."""
-    select: dict[str, Any] = {}
-    """What all cells have in common, as a case file says it; early versions did not keep it."""
+    select: dict[str, Any]
+    """What all cells have in common, as a case file says it."""
     comparisons: list[tuple[Cell, list[Comparison]]]
 
 

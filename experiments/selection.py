@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import re
 import sys
@@ -17,7 +18,7 @@ import msgspec
 import tyro
 
 from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.simulate import STEADY, Jitter
+from sim.engine.simulate import STEADY, Jitter, Simulation, simulate
 from sim.errors import InputError, LengthError, LongstepError, unknown
 from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override
@@ -136,6 +137,10 @@ class Chosen:
         cost = cache(lambda: CostModel(self.cluster(), self.profile))
         return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
 
+    def simulated(self, checked: Checked) -> Simulation:
+        """Return the simulation of the schedule, ``checked`` as above."""
+        return simulate(checked, self.cluster(), self.profile, self.jitter)
+
 
 def command_line() -> str:
     """Return what was typed, as profiles and records keep it: they are for others, whose folders differ."""
@@ -151,13 +156,9 @@ def choose(selection: Selection, *, here: bool = True, entry: Entry | None = Non
     ``here``). An ``entry`` is what the schedule's name stands for, if it is in no catalog.
     """
     overrides = _overrides(selection)
-    model = load_model(selection.model)
-    for path, value in overrides["model"]:
-        model = override(model, path, value, "--set model.")
+    model = override(load_model(selection.model), overrides["model"], "--set model.")
     profile = _profile(selection, here=here)
-    spec = _spec(selection, profile)
-    for path, value in overrides["cluster"]:
-        spec = override(spec, path, value, "--set cluster.")
+    spec = override(_spec(selection, profile), overrides["cluster"], "--set cluster.")
     entry = entry or _entry(selection.schedule)
     mesh, options = _overridden(selection, entry, _mesh(selection, entry, spec, model), overrides["schedule"])
     spec = _sized(selection, spec, 1 if selection.one_device else mesh.size)
@@ -309,9 +310,8 @@ def _overridden(selection: Selection, entry: Entry, mesh: Mesh, given: list[tupl
         if name == "placement":
             order = PLACEMENTS[one_of("--set schedule.placement", value, PLACEMENTS)]
             mesh = msgspec.structs.replace(mesh, order=order)
-        else:
-            options = override(options, name, value, "--set schedule.")
-    return mesh, options
+    own = [(name, value) for name, value in given if name != "placement"]
+    return mesh, override(options, own, "--set schedule.") if own else options
 
 
 def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
@@ -360,7 +360,8 @@ def _entry(name: str) -> Entry:
         raise InputError(f"--schedule {name}: expected a file that ends in .py before the colon")
     if not Path(path).is_file():
         raise InputError(f"--schedule {name}: there is no file {path!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    registered = f"longstep_user_{hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(registered, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,9 +13,7 @@ from rich.console import Console
 
 from experiments.selection import PLACEMENTS, Chosen, Selection, choose
 from experiments.tables import evidence_lines, report_table
-from sim.engine.report import Report, report
-from sim.engine.simulate import Simulation
-from sim.engine.simulate import simulate as play
+from sim.engine.report import report
 from sim.errors import InputError
 from sim.memory import walk
 from sim.mesh import AXES
@@ -40,7 +38,9 @@ def simulate(command: Simulate, console: Console) -> None:
     chosen = choose(command.selection)
     if command.trace:
         writable(command.trace)
-    checked, simulation, found = predict(chosen)
+    checked = chosen.checked()
+    simulation = chosen.simulated(checked)
+    found = report(simulation, with_interval=True)
     if command.trace:
         write_trace(command.trace, checked, [simulation.trace])
     if command.json:
@@ -49,13 +49,6 @@ def simulate(command: Simulate, console: Console) -> None:
     console.print(report_table(title(chosen, checked), found))
     for line in evidence_lines(found.evidence):
         console.print(line, markup=False)
-
-
-def predict(chosen: Chosen) -> tuple[Checked, Simulation, Report]:
-    """Return the checked schedule, its simulation, and the figures."""
-    checked = chosen.checked()
-    simulation = play(checked, chosen.cluster(), chosen.profile, chosen.jitter)
-    return checked, simulation, report(checked, simulation, chosen.profile, chosen.jitter)
 
 
 def title(chosen: Chosen, checked: Checked) -> str:

@@ -13,6 +13,7 @@ from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from sim.errors import InputError
 from sim.schedule.derive.matching import describe
+from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked, RankSchedule
 from sim.trace import Row, Trace
 
@@ -31,6 +32,7 @@ class ScheduleRun:
     """One schedule on a session."""
 
     def __init__(self, session: Session, checked: Checked) -> None:
+        require_checked(checked)
         ranks = checked.schedule.num_ranks
         if ranks != session.ranks:
             raise InputError(f"a schedule of {ranks} ranks cannot run on a session of {session.ranks}")

@@ -8,7 +8,8 @@ and stay.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections import deque
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sim.options import Place
@@ -48,8 +49,9 @@ def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     first = [count] * len(program.buffers)
     end = [0] * len(program.buffers)
     unseen: list[set[str]] = [set() for _ in program.buffers]
+    behind = _first_behind(program, dependencies)
     for index, op in enumerate(program.ops):
-        safe, seen = (index + 1, True) if op.stream == COMPUTE else _first_behind(program, dependencies, index)
+        safe, seen = (index + 1, True) if op.stream == COMPUTE else behind[index]
         for view in (*op.reads, *op.writes):
             first[view.buffer] = min(first[view.buffer], index)
             end[view.buffer] = max(end[view.buffer], safe)
@@ -62,16 +64,24 @@ def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     return [Lifetime(begin, over, frozenset(of)) for begin, over, of in zip(first, end, unseen, strict=True)]
 
 
-def _first_behind(program: Program, dependencies: Dependencies, index: int) -> tuple[int, bool]:
-    """Return the first kernel after an op that is ordered behind it, and True; if there is none, as on a rank that
-    passes keys on without attending to them, the next op of its stream or else the program's end, and False.
+def _first_behind(program: Program, dependencies: Dependencies) -> list[tuple[int, bool]]:
+    """Return per op the first kernel that is ordered behind it, and True; if there is none, as on a rank that passes
+    keys on without attending to them, the next op of its stream or else the program's end, and False.
     """
-    stream = program.ops[index].stream
-    for later in range(index + 1, len(program.ops)):
-        if program.ops[later].stream == COMPUTE and dependencies.known[later].get(stream, -1) >= index:
-            return later, True
-    behind = (later for later in range(index + 1, len(program.ops)) if program.ops[later].stream == stream)
-    return next(behind, len(program.ops)), False
+    found = [(len(program.ops), False)] * len(program.ops)
+    unseen: dict[str, deque[int]] = {}
+    for index, op in enumerate(program.ops):
+        if op.stream != COMPUTE:
+            unseen.setdefault(op.stream, deque()).append(index)
+            continue
+        for stream, ended in dependencies.known[index].items():
+            of_stream = unseen.get(stream, ())
+            while of_stream and of_stream[0] <= ended:
+                found[of_stream.popleft()] = index, True
+    for of_stream in unseen.values():
+        for index, following in pairwise(of_stream):
+            found[index] = following, False
+    return found
 
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:

@@ -58,15 +58,34 @@ def read_bytes(what: str, path: str, where: str) -> bytes:
         raise InputError(f"{file} {path!r} cannot be read ({error.strerror}); set it with {where}") from error
 
 
-def override(spec: Spec, path: str, text: str, where: str) -> Spec:
-    """Return ``spec``, a struct or a dataclass, with the figure at ``path`` replaced.
+def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec:
+    """Return ``spec``, a struct or a dataclass, with the figures at some paths replaced, in turn, and then seen to be
+    valid together.
 
-    ``path`` is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). ``text``
-    is a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
+    A path is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). Beside it
+    stands a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
     """
     data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
-    keys = re.sub(r"(\w+)\[(\d+)\]", r"per_\1.\2", path).split(".")
-    node = data
+    for path, text in changes:
+        _replace(data, path, text, where)
+    try:
+        return msgspec.convert(data, type(spec), strict=False)
+    except msgspec.ValidationError as error:
+        at = [(path, text) for path, text in changes if str(error).endswith(f" - at `$.{'.'.join(_keys(path))}`")]
+        hint = _hint(type(spec), _keys(at[-1][0])) if at else None
+        allowed = f": allowed are {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
+        given = ", ".join(f"{_option(where, path)}={text}" for path, text in at or changes)
+        raise InputError(f"{given}: {error}{allowed}") from error
+
+
+def _keys(path: str) -> list[str]:
+    """Return the names of the fields that a path leads through."""
+    return re.sub(r"(\w+)\[(\d+)\]", r"per_\1.\2", path).split(".")
+
+
+def _replace(data: dict[str, Any], path: str, text: str, where: str) -> None:
+    """Replace the figure at one path; raises InputError if there is none, or ``text`` is no such value."""
+    keys, node = _keys(path), data
     for depth, key in enumerate(keys[:-1]):
         if keys[0].startswith("per_") and depth == 1:
             node.setdefault(key, {"speed": 1.0})
@@ -76,12 +95,6 @@ def override(spec: Spec, path: str, text: str, where: str) -> Spec:
     if keys[-1] not in node or isinstance(node[keys[-1]], dict):
         raise unknown("key", path, _leaves(data), where)
     node[keys[-1]] = _parsed(text, node[keys[-1]], path, where)
-    try:
-        return msgspec.convert(data, type(spec), strict=False)
-    except msgspec.ValidationError as error:
-        hint = _hint(type(spec), keys)
-        allowed = f": allowed are {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
-        raise InputError(f"{_option(where, path)}={text}: {error}{allowed}") from error
 
 
 def _hint(owner: Any, keys: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -38,7 +39,7 @@ class Row(NamedTuple):
         return self.end_s - self.begin_s
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All rows of one step, by rank and op."""
 
     player: Player
@@ -53,7 +54,14 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_rank(self, rank: int) -> list[Row]:
         """Return the rows of one rank in the order of its program."""
-        return [row for row in self.rows if row.rank == rank]
+        return self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> list[list[Row]]:
+        found: list[list[Row]] = [[] for _ in range(self.num_ranks)]
+        for row in self.rows:
+            found[row.rank].append(row)
+        return found
 
 
 class Counter(NamedTuple):

@@ -10,16 +10,10 @@ import msgspec
 
 from sim.errors import InputError, ScheduleError
 from sim.mesh import AXES, Axis, Mesh
-from sim.schedule.ir.layout import contiguous, num_tokens
-from sim.schedule.ir.masks import Span, block_band, mask_of
-from sim.schedule.ir.ops import AllGather, Attend, AttendBackward, Barrier, HostSync, ReduceScatter
-from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
-from sim.schedule.ir.views import Split
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.schedule.write.attention import attention_flops
-from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Workload
+from sim.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
 
@@ -138,72 +132,6 @@ def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | N
         return None
     assert not is_refused(name, workload, ranks)
     return checked
-
-
-def make_gathered(workload: Workload, ranks: int) -> Schedule:
-    """Attention over gathered keys, as in Llama 3 (arXiv:2407.21783 §3.3.2): all-gather, and reduce-scatter back."""
-    everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
-    layout, whole = contiguous(workload.seq, ranks), Span(0, workload.seq)
-
-    def build(rank: int) -> Program:
-        b, model = ProgramBuilder(rank, workload), workload.model
-        tokens, heads, kv_heads = layout[rank], Span(0, model.num_heads), Span(0, model.num_kv_heads)
-        band = block_band(mask_of(workload), tokens[0], whole)
-        assert band is not None
-        q, k, v = b.input("q", tokens, heads), b.input("k", tokens, kv_heads), b.input("v", tokens, kv_heads)
-        gathered = []
-        for name, own in (("k", k), ("v", v)):
-            gathered.append(b.tensor(f"all {name}", workload.seq, model.num_kv_heads, "communication"))
-            b.add(
-                AllGather(
-                    label=f"gather {name}", communicator=everyone.name, send=own, recvs=Split(gathered[-1], 1, ranks)
-                )
-            )
-        b.add(Barrier(label="barrier", communicator=everyone.name))
-        out, lse = b.like("out", q, "saved"), b.lse("lse", num_tokens(tokens), model.num_heads, "saved")
-        b.add(Attend(label="attend", q=q, k=gathered[0], v=gathered[1], out=out, lse=lse, band=band))
-        b.add(HostSync(streams=("compute", "all")))
-        b.part = "backward"
-        grads = tuple(b.like(f"d{name}", view, "attention") for name, view in zip("qkv", (q, *gathered), strict=True))
-        dout = b.input("dout", tokens, heads)
-        b.add(
-            AttendBackward(
-                label="back",
-                q=q,
-                k=gathered[0],
-                v=gathered[1],
-                out=out,
-                lse=lse,
-                dout=dout,
-                dq=grads[0],
-                dk=grads[1],
-                dv=grads[2],
-                band=band,
-            )
-        )
-        b.output("out", out, tokens, heads)
-        b.output("dq", grads[0], tokens, heads)
-        for name, grad, own in (("dk", grads[1], k), ("dv", grads[2], v)):
-            home = b.like(f"own {name}", own, "attention")
-            b.add(
-                ReduceScatter(
-                    label=f"scatter {name}", communicator=everyone.name, sends=Split(grad, 1, ranks), recv=home
-                )
-            )
-            b.output(name, home, tokens, kv_heads)
-        return b.build()
-
-    claims = Claims(
-        attention_flops=attention_flops(workload), wire_bytes=4 * (ranks - 1) * _kv_bytes(workload), source=""
-    )
-    mesh = Mesh(ring=ranks)
-    header = Header(name="gathered", workload=workload, mesh=mesh, communicators=(everyone,), claims=claims)
-    return Schedule(header, build)
-
-
-def _kv_bytes(workload: Workload) -> int:
-    model = workload.model
-    return workload.batch * workload.seq * model.num_kv_heads * model.head_dim * DTYPE_BYTES[workload.dtype]
 
 
 def make_cluster_spec(gpus: int = 2, **changes: Any) -> ClusterSpec:

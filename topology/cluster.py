@@ -53,16 +53,15 @@ class Cluster:
         self.spec = spec
         self._graph = wire(spec)
         self.resources: list[Resource] = []
+        self._index: dict[str, int] = {}
         wired = [self._device(index) for index in range(spec.nodes * spec.gpus_per_node)]
         self._placement = range(len(wired)) if placement is None else placement
         if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(len(wired))):
             raise InputError(f"placement {placement}: expected different devices among 0 to {len(wired) - 1}")
         self.devices = [wired[device] for device in self._placement]
-        self._index: dict[str, int] = {}
         for _, _, edge in self._graph.edges(data="edge"):
             for resource in edge.resources:
-                if resource.name not in self._index:
-                    self._index[resource.name] = self._add(*resource)
+                self._add(*resource)
         self._dram = (
             [
                 self._add(f"socket[{number}].dram", "dram", spec.socket.dram.bytes_per_s)
@@ -114,21 +113,19 @@ class Cluster:
         speed = special.speed if special else 1.0
         if spec.gpu.kind == "cpu":
             assert spec.host is not None
-            first = index % spec.gpus_per_node == 0
-            compute = self._add(f"node[{node}].cores", "compute", spec.host.cores) if first else self._shared(node, 0)
-            hbm = self._add(f"node[{node}].dram", "hbm", spec.hbm.bytes_per_s) if first else self._shared(node, 1)
+            compute = self._add(f"node[{node}].cores", "compute", spec.host.cores)
+            hbm = self._add(f"node[{node}].dram", "hbm", spec.hbm.bytes_per_s)
         else:
             compute = self._add(f"gpu[{index}].sms", "compute", spec.gpu.sms)
             hbm = self._add(f"gpu[{index}].hbm", "hbm", spec.hbm.bytes_per_s)
         return Device(index, node, compute, float(spec.gpu.sms), hbm, speed)
 
-    def _shared(self, node: int, which: int) -> int:
-        """Return the index of a resource that the ranks of a CPU host share: 0 its cores, 1 its memory."""
-        return 2 * node + which
-
     def _add(self, name: str, group: str, capacity: float) -> int:
-        self.resources.append(Resource(name, group, float(capacity)))
-        return len(self.resources) - 1
+        """Return the index of a resource, which may be shared and there already."""
+        if name not in self._index:
+            self._index[name] = len(self.resources)
+            self.resources.append(Resource(name, group, float(capacity)))
+        return self._index[name]
 
     def _find_route(self, source: int, target: int) -> Route:
         per_node = self.spec.gpus_per_node

@@ -7,12 +7,11 @@ where that can be; the names say so. What they hold beside their operands meanwh
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple, assert_never
 
 import torch
 
-from runtime.execution.tensors import Storage
+from runtime.execution.tensors import Rotations, Storage
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Gemm, GemmForm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward, TokenKernel
 
@@ -32,7 +31,7 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     if isinstance(op, Gemm):
         return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
     if isinstance(op, Rope):
-        return rope(results[0], op.tokens, op.theta, inverse=op.inverse)
+        return rope(results[0], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
     if isinstance(op, SwiGlu):
         return swiglu(given[0], given[1], results[0])
     if isinstance(op, SwiGluBackward):
@@ -99,9 +98,12 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
-    """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D)."""
-    cos, sin = _rotations(tokens, x.shape[-1], theta, _wide(x), x.device)
+def rope(x: Tensor, tokens: Tokens, theta: float, known: Rotations, *, inverse: bool) -> str:
+    """Rotate x (B, S, H, D) in place: the pair (i, i + D/2) by position * theta^(-2i/D); ``known`` keeps the tables."""
+    rotation = (tokens, x.shape[-1], theta, _wide(x), x.device)
+    if rotation not in known:
+        known[rotation] = _tables(*rotation)
+    cos, sin = known[rotation]
     sign = -1 if inverse else 1
     low, high = x.chunk(2, dim=-1)
     turned = (high * cos).addcmul_(low, sin, value=sign)
@@ -110,11 +112,10 @@ def rope(x: Tensor, tokens: Tokens, theta: float, *, inverse: bool) -> str:
     return "eager rope (2 mul, 2 addcmul, 2 copy)"
 
 
-@lru_cache(maxsize=64)
-def _rotations(
+def _tables(
     tokens: Tokens, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, each (S, 1, D/2); angles in fp64, since positions times frequencies lose digits."""
+    """Return cosine and sine; angles in fp64, since positions times frequencies lose digits."""
     positions = torch.cat([torch.arange(*span, dtype=torch.float64) for span in tokens])
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = (positions[:, None] * frequencies).unsqueeze(1)

@@ -94,7 +94,7 @@ class RankPlayer:
 
     def _fresh(self) -> Storage:
         """Return a storage that holds the inputs and nothing else."""
-        fresh = Storage(self._program, self._device)
+        fresh = Storage(self._program, self._device, rotations=self._storage.rotations)
         for port in self._program.inputs:
             fresh.put(port.view, self._storage.read(port.view))
         return fresh

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from sim.memory import Lifetime
+from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, View
 from sim.workload import Dtype
@@ -20,6 +21,11 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp16": torch.float16,
 }
 
+Rotation = tuple[Tokens, int, float, torch.dtype, torch.device]
+"""Tokens, head dimension, theta, and the data type and the device of its tables."""
+Rotations = dict[Rotation, tuple[torch.Tensor, torch.Tensor]]
+"""Cosine and sine, each (S, 1, D/2), of what is being played."""
+
 _HEAP = 3
 """Heap over peak of the buffers: it was seen to come to 2.0 to 2.2 (glibc 2.36), perhaps by fragmentation."""
 
@@ -27,15 +33,19 @@ _HEAP = 3
 class Storage:
     """The buffers of one rank, taken when first written and dropped when their lifetime ends.
 
-    With ``poison`` a new buffer is full of NaN, so that whatever is read before it is written shows.
+    With ``poison`` a new buffer is full of NaN, so that whatever is read before it is written shows. ``rotations`` are
+    the tables of rotary embeddings of an earlier storage of the same program.
     """
 
-    def __init__(self, program: Program, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(
+        self, program: Program, device: torch.device, *, poison: bool = False, rotations: Rotations | None = None
+    ) -> None:
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
         self._device = device
         self._poison = poison
         self._tensors: dict[int, torch.Tensor] = {}
+        self.rotations: Rotations = {} if rotations is None else rotations
         self.in_use_bytes = 0
         self.peak_bytes = 0
 

@@ -19,6 +19,7 @@ from runtime.execution.verify import Outputs
 from sim.errors import ScheduleError
 from sim.schedule.derive.matching import Key, describe
 from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.program import require_checked
 from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import Checked
 
@@ -26,8 +27,10 @@ from sim.schedule.proof.check import Checked
 def execute_virtual(checked: Checked, device: torch.device, order_seed: int | None = None) -> list[Outputs]:
     """Return the outputs of every rank. ``order_seed`` draws a topological order; None plays ranks round robin.
 
-    Raises ScheduleError if a kernel changes a tensor that its op only reads.
+    Raises ScheduleError if a kernel changes a tensor that its op only reads, InputError for a schedule that was not
+    checked.
     """
+    require_checked(checked)
     return _VirtualCluster(checked, device, order_seed).run()
 
 

@@ -12,8 +12,12 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import NamedTuple, assert_never
 
+from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
+
+_LINKS = ("nic", "nvlink", "pcie", "loopback")
+"""Kinds of links as profiles call them, widest ways first."""
 
 
 class LinkTraffic(NamedTuple):
@@ -49,7 +53,13 @@ def slowest_link(nbytes: dict[int, float], cluster: Cluster) -> int:
 def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:
     """Return what profiles call the way of bytes between ranks: the widest kind of link on it."""
     groups = {cluster.resources[link].group for link in nbytes}
-    return next(kind for kind in ("nic", "nvlink", "pcie", "loopback") if kind in groups)
+    found = next((kind for kind in _LINKS if kind in groups), None)
+    if found is None:
+        raise InputError(
+            f"profiles have no name for a way over {', '.join(sorted(groups))}: they know {', '.join(_LINKS)}; add its "
+            f"kind to _LINKS in {__name__}"
+        )
+    return found
 
 
 def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple, assert_never
 
 import msgspec
@@ -53,8 +54,9 @@ class CostModel:
         self._transfers: TransferTable | None = None
         self._link_figures = link_figures(cluster)
         self._profile = profile
-        self._kernel_cache: dict[tuple[int, KernelUse], Activity] = {}
-        self._transfer_cache: dict[tuple[int, int, int, int], Activity] = {}
+        self._kernel = cache(self._find_kernel)
+        self._seconds = cache(self._find_seconds)
+        self._transfer = cache(self._find_transfer)
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.notes: set[str] = set()
@@ -72,21 +74,24 @@ class CostModel:
             )
 
         def figures(dtype: Dtype) -> Figures:
-            peak = spec.gpu.peak_flops_per_s
-            return Figures(peak.get(dtype, max(peak.values())), spec.hbm.bytes_per_s, sms=spec.gpu.sms)
+            peaks = spec.gpu.peak_flops_per_s
+            if dtype not in peaks:
+                raise InputError(
+                    f"profile {profile.name!r} is of a machine without a peak for {dtype}: its data types are "
+                    f"{', '.join(peaks)}; set --dtype, or --profile datasheet, or give the profile's cluster a "
+                    f"gpu.peak_flops_per_s.{dtype}"
+                )
+            return Figures(peaks[dtype], spec.hbm.bytes_per_s, sms=spec.gpu.sms)
 
-        self._kernels = KernelTable(profile, figures)
+        self._kernels = KernelTable(profile, figures, spec.gpu.sms)
         if any(point.kernel in TRANSFERS for point in profile.points):
             self._transfers = TransferTable(profile, link_figures(Cluster(spec)))
 
     def kernel(self, rank: int, use: KernelUse) -> Activity:
         """Return a kernel on a rank's device: it flows over the SMs (or a core) and the memory that it works on."""
-        key = (rank, use)
-        if key not in self._kernel_cache:
-            self._kernel_cache[key] = self._kernel(rank, use)
-        return self._kernel_cache[key]
+        return self._kernel(rank, use)
 
-    def _kernel(self, rank: int, use: KernelUse) -> Activity:
+    def _find_kernel(self, rank: int, use: KernelUse) -> Activity:
         seconds, note = self.kernel_seconds(rank, use)
         self.notes |= {note} if note else set()
         memory = min(self._moved(use) / seconds, self._cluster.spec.hbm.bytes_per_s) if seconds > 0 else 0.0
@@ -94,7 +99,9 @@ class CostModel:
 
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return what a kernel takes alone on a rank's device, and a note where the profile has nothing of its size."""
-        peak = self._cluster.peak_flops_per_s(rank, use.dtype)
+        return self._seconds(self._cluster.peak_flops_per_s(rank, use.dtype), use)
+
+    def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
         found = self._kernels.seconds(use, now) if self._kernels else None
         if found:
@@ -160,13 +167,13 @@ class CostModel:
         ``group`` ranks exchange at the same time, each sending and receiving; between GPUs, which have links of their
         own, it does not matter how many.
         """
-        group = group if self._cluster.spec.gpu.kind == "cpu" else 2
-        key = (source, target, nbytes, group)
-        if key not in self._transfer_cache:
-            route = self._cluster.route(source, target)
-            moving = _Moving("exchange", (source, target), group, route.load(nbytes), route.latency_s, 1, nbytes)
-            self._transfer_cache[key] = self._moving(moving)
-        return self._transfer_cache[key]
+        return self._transfer(source, target, nbytes, group if self._cluster.spec.gpu.kind == "cpu" else 2)
+
+    def _find_transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
+        route = self._cluster.route(source, target)
+        return self._moving(
+            _Moving("exchange", (source, target), group, route.load(nbytes), route.latency_s, 1, nbytes)
+        )
 
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole)."""

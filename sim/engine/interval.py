@@ -7,9 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from sim.breakdown import critical_rank, overlapped_s
-from sim.engine.simulate import STEADY, Jitter, Simulation, simulate
+from sim.engine.simulate import Simulation, simulate
 from sim.profile import Bound, Profile
-from sim.schedule.proof.check import Checked
 from sim.trace import Trace
 
 _BOUNDS: tuple[Bound, Bound] = ("low", "high")
@@ -22,15 +21,13 @@ class Interval(NamedTuple):
     high_s: float
 
 
-def interval(
-    checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY
-) -> Interval | None:
+def interval(simulation: Simulation) -> Interval | None:
     """Return the interval of a simulated step; None where nothing is known of how far its costs may be off.
 
     Its ends are those of ``bounds``; at the upper one kernels beside communication take as much longer as
     ``profile.beside_communication`` says.
     """
-    traces = bounds(checked, simulation, profile, jitter)
+    profile, traces = simulation.profile, bounds(simulation)
     if profile is None or traces is None:
         return None
     low, high = traces
@@ -39,18 +36,16 @@ def interval(
     return Interval(min(low.step_time_s, step_s), max(high.step_time_s + longer_s, step_s))
 
 
-def bounds(
-    checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY
-) -> tuple[Trace, Trace] | None:
-    """Return the step with all points at their lower, and at their upper bounds; None as ``interval``.
+def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
+    """Return the step, simulated with all points at their lower and at their upper bounds; None as ``interval``.
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: to
     where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
     sustained load, too.
     """
+    checked, cluster, profile, jitter, *_ = simulation
     if profile is None or not profile.residuals:
         return None
-    cluster = simulation.cluster
     low, high = (simulate(checked, cluster, _scaled(profile, bound), jitter).trace for bound in _BOUNDS)
     return low, high
 

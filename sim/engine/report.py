@@ -7,9 +7,8 @@ import msgspec
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
-from sim.engine.simulate import STEADY, Jitter, Simulation, part_bytes
+from sim.engine.simulate import Simulation, part_bytes
 from sim.memory import MemoryWalk, walk
-from sim.profile import Profile
 from sim.schedule.ir.ops import OFFLOAD, Collective, HostCopy
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
@@ -33,13 +32,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated step. Times in seconds, sizes in bytes."""
 
     step_time_s: float
-    interval_s: Interval | None = None
-    """Where nine of ten measurements should lie; None where nothing is known of how far costs may be off."""
+    interval_s: Interval | None
+    """Where nine of ten measurements should lie; None where it was not asked for, or nothing is known of how far costs
+    may be off."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
     peak_hbm_bytes: int
-    peak_host_bytes: int = 0
+    peak_host_bytes: int
     """Of the rank that needs most of its host's memory."""
     fits: bool | None
     """None below the scope "step": parameters and optimiser are not part of it."""
@@ -55,9 +55,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence
 
 
-def report(checked: Checked, simulation: Simulation, profile: Profile | None, jitter: Jitter = STEADY) -> Report:
-    """Return the figures of a simulated schedule; ``jitter`` is what it was simulated with."""
-    schedule, trace, cluster = checked.schedule, simulation.trace, simulation.cluster
+def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
+    """Return the figures of a simulated schedule; its interval takes two more simulations."""
+    checked, trace, cluster = simulation.checked, simulation.trace, simulation.cluster
+    schedule = checked.schedule
     workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
     step_s = trace.step_time_s
     critical = critical_rank(trace)
@@ -68,7 +69,7 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None, ji
     peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
         step_time_s=step_s,
-        interval_s=interval(checked, simulation, profile, jitter),
+        interval_s=interval(simulation) if with_interval else None,
         tokens_per_s_per_gpu=replicas * workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
@@ -80,7 +81,7 @@ def report(checked: Checked, simulation: Simulation, profile: Profile | None, ji
         bound_by=bound_by(parts, lower),
         floors=lower,
         schedule_hash=trace.schedule_hash,
-        evidence=evidence(simulation, profile, _beyond_dram(walks, cluster)),
+        evidence=evidence(simulation, _beyond_dram(walks, cluster)),
     )
 
 
@@ -156,9 +157,9 @@ def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:
     return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 
-def evidence(simulation: Simulation, profile: Profile | None, more: list[str]) -> Evidence:
+def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
-    notes = sorted(simulation.cost.notes) + more
+    profile, notes = simulation.profile, sorted(simulation.cost.notes) + more
     if profile is None:
         name = simulation.cluster.spec.name
         rates = f"every kernel and link at the datasheet rates of {name!r}: nothing was measured, real ones are slower"

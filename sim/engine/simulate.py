@@ -34,7 +34,7 @@ from sim.schedule.ir.ops import (
     Kernel,
     Op,
 )
-from sim.schedule.ir.program import Program
+from sim.schedule.ir.program import Program, require_checked
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 from sim.trace import Row, Trace
@@ -42,15 +42,6 @@ from topology.cluster import Cluster
 
 _NOT_YET = -1.0
 """The time of what has not happened."""
-
-
-class Simulation:
-    """A trace, and what it was based on."""
-
-    def __init__(self, trace: Trace, cost: CostModel, cluster: Cluster) -> None:
-        self.trace = trace
-        self.cost = cost
-        self.cluster = cluster
 
 
 class Jitter(NamedTuple):
@@ -67,6 +58,17 @@ class Jitter(NamedTuple):
 STEADY = Jitter()
 
 
+class Simulation(NamedTuple):
+    """A trace, and all that it was made from."""
+
+    checked: Checked
+    cluster: Cluster
+    profile: Profile | None
+    jitter: Jitter
+    cost: CostModel
+    trace: Trace
+
+
 def simulate(
     checked: Checked,
     cluster: Cluster,
@@ -77,9 +79,10 @@ def simulate(
     """Return what happens when rank i of a schedule runs on device ``placement[i]``, by default i; deterministic to the
     bit.
 
-    Without a profile kernels and links run at the datasheet's rates. Raises InputError if the cluster has too few
-    devices, or the profile is of another machine.
+    Without a profile kernels and links run at the datasheet's rates. Raises InputError if the schedule was not checked,
+    the cluster has too few devices, or the profile is of another machine.
     """
+    require_checked(checked)
     ranks = checked.schedule.num_ranks
     if placement is not None:
         cluster = Cluster(cluster.spec, placement)
@@ -93,7 +96,7 @@ def simulate(
         cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}: see --jitter")
     rows = _Player(checked, cluster, cost, jitter).play()
     trace = Trace(player="simulated", schedule_hash=checked.schedule.hash, num_ranks=ranks, rows=rows)
-    return Simulation(trace, cost, cluster)
+    return Simulation(checked, cluster, profile, jitter, cost, trace)
 
 
 class _Rank:

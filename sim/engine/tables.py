@@ -105,9 +105,9 @@ def _intercept(ordered: list[tuple[Work, float]], on: Figures) -> float:
 class KernelTable:
     """All measured points of the kernels of one profile."""
 
-    def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures]) -> None:
+    def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures], sms: float) -> None:
         self._figures = figures
-        self._tiled = TiledAttention(profile.tiles, profile.points, figures("bf16").sms)
+        self._tiled = TiledAttention(profile.tiles, profile.points, sms)
         self._series: dict[tuple[str, str, Dtype], dict[tuple[float, ...], Series]] = {}
         grouped: dict[tuple[str, str, Dtype], dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
         for point in profile.points:

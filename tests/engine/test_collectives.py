@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from sim.engine.collectives import LinkTraffic, link_traffic
+from sim.engine.collectives import LinkTraffic, link_name, link_traffic
+from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster
@@ -82,3 +83,12 @@ def test_one_rank_moves_nothing(kind: CollectiveName) -> None:
     found = link_traffic(kind, (0,), 800, machine(1))
     assert not found.nbytes
     assert found.latency_s == 0
+
+
+def test_a_way_over_a_new_kind_of_link_is_named() -> None:
+    cluster = machine(1)
+    links = cluster.route(0, 1).load(8)
+    for link in links:
+        cluster.resources[link] = cluster.resources[link]._replace(group="optical")
+    with pytest.raises(InputError, match="no name for a way over optical: they know nic, nvlink, pcie, loopback; add"):
+        link_name(links, cluster)

@@ -13,7 +13,7 @@ from sim.engine.cost import CostModel
 from sim.engine.network import Activity, Flow, Latency
 from sim.engine.report import floors
 from sim.engine.simulate import simulate
-from sim.engine.tables import Figures, Series, Work
+from sim.engine.tables import Figures, KernelTable, Series, Work
 from sim.errors import InputError
 from sim.presets import override
 from sim.profile import Machine, Point, Profile
@@ -24,7 +24,7 @@ from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
-from topology.specs import ClusterSpec, HbmSpec, LinkSpec
+from topology.specs import ClusterSpec, HbmSpec, LinkSpec, PerGpu
 
 SPEC = make_cluster_spec(
     4, hbm=HbmSpec(capacity_bytes=2**40, bytes_per_s=1e11), nvlink=LinkSpec(bytes_per_s=1e10, latency_s=1e-5)
@@ -160,7 +160,7 @@ def test_what_ifs_reach_measured_costs() -> None:
     base = cost(*points)
 
     def what_if(key: str, value: str) -> CostModel:
-        return CostModel(Cluster(override(SPEC, key, value, "--set")), profile(*points))
+        return CostModel(Cluster(override(SPEC, [(key, value)], "--set")), profile(*points))
 
     use = attention(1024)
     faster = what_if("gpu.peak_flops_per_s.fp32", "*2")
@@ -182,7 +182,9 @@ def test_what_ifs_reach_measured_costs() -> None:
 
 def test_memory_takes_over_as_the_bound_when_it_is_made_slow() -> None:
     use = attention(1024)
-    slow = CostModel(Cluster(override(SPEC, "hbm.bytes_per_s", "1e6", "--set")), profile(attention_point(1024, 0.5)))
+    slow = CostModel(
+        Cluster(override(SPEC, [("hbm.bytes_per_s", "1e6")], "--set")), profile(attention_point(1024, 0.5))
+    )
     assert seconds(slow.kernel(0, use)) == pytest.approx(use.hbm_bytes / 1e6)
 
 
@@ -240,3 +242,31 @@ def test_no_measured_prediction_is_below_a_floor(
     step_s = simulate(checked, cluster, profile(*points)).trace.step_time_s
     for resource, lower in floors(checked, cluster).items():
         assert step_s >= lower * (1 - 1e-9), resource
+
+
+def test_a_data_type_that_the_measured_machine_has_no_peak_for_is_refused() -> None:
+    gpu = msgspec.structs.replace(SPEC.gpu, peak_flops_per_s={"fp32": 1e12, "bf16": 2e12})
+    measured_on = msgspec.structs.replace(SPEC, gpu=gpu)
+    for one in (point("gemm", (64, 64, 64), 1e-3, dtype="fp64"), attention_point(1024, 0.5)):
+        known = profile(one, spec=measured_on)
+        with pytest.raises(
+            InputError, match="'test' is of a machine without a peak for fp64.* are fp32, bf16; set --d"
+        ):
+            CostModel(Cluster(SPEC), known).kernel_seconds(0, attention(64)._replace(dtype="fp64"))
+    CostModel(Cluster(SPEC), profile(attention_point(1024, 0.5), spec=measured_on)).kernel(0, attention(64))
+
+
+def test_a_kernel_is_looked_up_once_for_all_gpus_of_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+    lookup = KernelTable.seconds
+
+    def counted(self: KernelTable, use: KernelUse, now: Figures) -> tuple[float, str] | None:
+        looked_up.append((use, now))
+        return lookup(self, use, now)
+
+    monkeypatch.setattr(KernelTable, "seconds", counted)
+    spec = msgspec.structs.replace(SPEC, per_gpu={2: PerGpu(speed=0.5)})
+    model = CostModel(Cluster(spec), profile(attention_point(1024, 0.5)))
+    took = [seconds(model.kernel(rank, attention(1024))) for rank in range(4)]
+    assert took == pytest.approx([took[0], took[0], 2 * took[0], took[0]])
+    assert len(looked_up) == 2

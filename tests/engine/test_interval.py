@@ -7,7 +7,8 @@ import pytest
 
 from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import interval
-from sim.engine.simulate import simulate
+from sim.engine.report import report
+from sim.engine.simulate import Jitter, Simulation, simulate
 from sim.profile import Machine, Point, Profile, Spread
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
@@ -42,7 +43,7 @@ def make_profile(checked: Checked, **changes: object) -> Profile:
 def test_one_kernel_moves_by_its_own_spread() -> None:
     checked = make_checked("single", WORK, 1)
     profile = make_profile(checked, beside_communication=1.5)
-    found = interval(checked, simulate(checked, CLUSTER, profile), profile)
+    found = interval(simulate(checked, CLUSTER, profile))
     assert found is not None
     assert found == pytest.approx((0.9, 1.2))  # nothing communicates beside it
 
@@ -50,7 +51,7 @@ def test_one_kernel_moves_by_its_own_spread() -> None:
 def test_load_counts_at_the_upper_end_only() -> None:
     checked = make_checked("single", WORK, 1)
     profile = make_profile(checked, sustained={"attention_forward": 1.25, "gemm": 9.0})
-    assert interval(checked, simulate(checked, CLUSTER, profile), profile) == pytest.approx((0.9, 1.5))
+    assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((0.9, 1.5))
 
 
 def test_kernels_beside_communication_may_take_longer_still() -> None:
@@ -58,7 +59,7 @@ def test_kernels_beside_communication_may_take_longer_still() -> None:
     checked = make_checked("ring", WORK, 2)
     plain, wider = make_profile(checked), make_profile(checked, beside_communication=1.5)
     simulation = simulate(checked, CLUSTER, plain)
-    without, found = interval(checked, simulation, plain), interval(checked, simulation, wider)
+    without, found = interval(simulation), interval(simulate(checked, CLUSTER, wider))
     assert without is not None
     assert found is not None
     assert without == pytest.approx((1.8, 2.4), rel=1e-3)
@@ -71,5 +72,23 @@ def test_kernels_beside_communication_may_take_longer_still() -> None:
 def test_there_is_none_without_residuals() -> None:
     checked = make_checked("single", WORK, 1)
     profile = make_profile(checked, residuals={})
-    assert interval(checked, simulate(checked, CLUSTER, profile), profile) is None
-    assert interval(checked, simulate(checked, CLUSTER, None), None) is None
+    assert interval(simulate(checked, CLUSTER, profile)) is None
+    assert interval(simulate(checked, CLUSTER, None)) is None
+
+
+def test_only_who_asks_for_the_interval_simulates_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = make_checked("single", WORK, 1)
+    simulation = simulate(checked, CLUSTER, make_profile(checked), Jitter(0.1, seed=7))
+    asked: list[object] = []
+
+    def counted(checked: Checked, cluster: Cluster, profile: Profile | None, jitter: Jitter) -> Simulation:
+        asked.append((checked, cluster, jitter))
+        return simulate(checked, cluster, profile, jitter)
+
+    monkeypatch.setattr("sim.engine.interval.simulate", counted)
+    plain = report(simulation)
+    assert (plain.interval_s, asked) == (None, [])
+    found = report(simulation, with_interval=True)
+    assert asked == [(checked, CLUSTER, Jitter(0.1, seed=7))] * 2
+    assert found.interval_s == interval(simulation)
+    assert msgspec.structs.replace(found, interval_s=None) == plain

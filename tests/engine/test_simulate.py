@@ -261,7 +261,7 @@ def test_more_than_a_socket_has_is_said() -> None:
     for capacity in (300_000, 600_000):
         socket = SocketSpec(per_node=2, dram=DramSpec(capacity_bytes=capacity, bytes_per_s=1e9))
         simulation = simulate(checked, Cluster(make_cluster_spec(4, pcie=pcie, socket=socket)), None)
-        notes.append([note for note in report(checked, simulation, None).evidence.notes if "socket" in note])
+        notes.append([note for note in report(simulation).evidence.notes if "socket" in note])
     assert notes == [[f"socket {n} is given 0.0005243 GB to keep and has 0.0003 GB of memory" for n in (0, 1)], []]
 
 
@@ -270,10 +270,10 @@ def test_a_cluster_without_host_memory_says_so() -> None:
         step_s(host_copies(1), make_cluster_spec(1))
 
 
-def test_simulating_twice_gives_the_same_bits() -> None:
+def test_building_and_simulating_twice_gives_the_same_bits() -> None:
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, per_gpu={3: PerGpu(speed=0.9)})
-    checked = make_checked("ring", Workload(model=make_model(16, 16), seq=16 * 64, dtype="bf16"), 16)
-    first, second = (simulate(checked, Cluster(spec), None).trace for _ in range(2))
+    workload = Workload(model=make_model(16, 16), seq=16 * 64, dtype="bf16")
+    first, second = (simulate(make_checked("ring", workload, 16), Cluster(spec), None).trace for _ in range(2))
     assert first.rows == second.rows
 
 
@@ -283,6 +283,15 @@ def test_jitter_is_seeded_and_only_slows() -> None:
     steps = [simulate(checked, cluster, None, Jitter(0.1, seed)).trace.step_time_s for seed in (1, 1, 2)]
     assert steps[0] == steps[1] != steps[2]
     assert all(quiet < step < 1.5 * quiet for step in steps)
+
+
+@pytest.mark.parametrize(("slow", "longer"), [(0, 1.0), (3, 1 / 0.8)])
+def test_who_waits_for_a_slow_gpu(slow: int, longer: float) -> None:
+    """The first rank of a causal ring has one block of four to do, and the last one, whom all wait for, all of them."""
+    spec = with_link(1e15, gpus=4)
+    slowed = msgspec.structs.replace(spec, per_gpu={slow: PerGpu(speed=0.8)})
+    checked = ring(4, "causal")
+    assert step_s(checked, slowed) == pytest.approx(longer * step_s(checked, spec), rel=1e-3)
 
 
 def test_too_few_gpus_are_refused() -> None:
@@ -356,7 +365,7 @@ def test_no_prediction_is_below_a_floor_or_above_the_sum(machine: tuple[Checked,
 def test_the_report_holds_together(machine: tuple[Checked, ClusterSpec]) -> None:
     checked, spec = machine
     simulation = simulate(checked, Cluster(spec), None)
-    found = report(checked, simulation, None)
+    found = report(simulation)
     assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
     workload = checked.schedule.header.workload
     tokens = workload.batch * workload.seq / checked.schedule.num_ranks

@@ -15,9 +15,7 @@ WIDE = 300
 """Columns in which no row is broken."""
 
 
-SAME = re.escape(
-    "attention_backward causal bf16 20 1.000 (1.000, 1.000) 1.000 0 us 1.000 nothing 100 % 20 measured "
-) + (r"1\.000 of [0-9x]+")
+SAME = r"attention_backward causal bf16 20 1\.000 1\.000 to 1\.000 1\.000 [0-9x]+ [0-9.]+ [mu]?s"
 
 
 def rows(text: str) -> list[str]:
@@ -32,17 +30,8 @@ def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     printed = " ".join(out.replace("│", " ").split())
     assert "different machines: the efficiencies of 'h100-sxm' are taken on 'A100-SXM-80GB'" in printed
     found = rows(out)
-    assert (
-        "gemm bf16 512 0.967 (0.805, 1.023) 0.777 -10.31 us 0.997 fixed time 57 % 512 measured 0.450 of 256x1024x16384"
-    ) in found
-    assert (
-        "rms_norm_backward bf16 2 0.390 (0.380, 0.401) 0.370 -112.2 us 0.411 short and long 2 roofline "
-        "0.370 of 16777216"
-    ) in found
-    assert "memory rate of kernels without points 77 % 75 %" in found
-    assert "launch 2.7 us 2.5 us" in printed
-    assert "host, to issue attention_forward 15.2 us 15 us" in printed
-    assert "of the peak: gemm 81.7 % (bf16 16384x16384x16384) 71.0 %" in printed
+    assert "gemm bf16 512 0.967 0.612 to 1.135 0.450 256x1024x16384 69.11 us" in found
+    assert "rms_norm_backward bf16 2 0.390 0.372 to 0.409 0.370 16777216 178 us" in found
 
 
 def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,7 +43,7 @@ def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     printed, kept = capsys.readouterr().out, (tmp_path / "against.txt").read_text()
     for text in (printed, kept):
         assert "different machines" not in text
-        assert text.count("what they state") == 2
+        assert text.count("points of profile 'a100-sxm'") == 2
         assert any(re.fullmatch(SAME, row) for row in rows(text)), rows(text)
     assert shipped_of("a CPU") == []
 
@@ -70,8 +59,7 @@ def test_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 def test_kernels_and_shapes_stand_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     """Broken, where they are wider than their columns, but not cut."""
     main(["calibrate", "--name", "h100-sxm", "--against", "h100-sxm"])
-    table, _, legend = capsys.readouterr().out.partition("short, long: ")
-    assert "…" not in table
-    firsts = "".join(line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│"))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    firsts = "".join(line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│"))
     assert "attention_backward" in firsts
-    assert "worst: ratio and shape: of attention batch x queries" in legend

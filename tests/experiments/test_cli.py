@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -216,6 +218,12 @@ def test_show_in_all_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert Schedule.from_json(target.read_bytes()).hash == schedule.hash
 
 
+@pytest.mark.parametrize("changes", [*itertools.permutations(("model.num_heads=6", "model.num_kv_heads=3"))])
+def test_what_is_set_may_come_in_any_order(changes: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulate(capsys, "--gpus", "3", "--seq", "3K", *(word for change in changes for word in ("--set", change)))
+    assert found["step_time_s"] > 0
+
+
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "list")
     for name in ("tiny", "llama3-8b", "hgx-h100", "host", "ring", "ulysses", "single", "datasheet"):
@@ -228,6 +236,14 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     path.write_text(OWN.format(body="pass"))
     found = simulate(capsys, *H100, "--schedule", f"{path}:build")
     assert found["schedule_hash"] == simulate(capsys, *H100)["schedule_hash"]
+
+
+@pytest.mark.parametrize("name", ["torch", "queue"])
+def test_a_schedule_of_ones_own_hides_no_module(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    module, path = importlib.import_module(name), tmp_path / f"{name}.py"
+    path.write_text(OWN.format(body="pass"))
+    simulate(capsys, *H100, "--schedule", f"{path}:build")
+    assert importlib.import_module(name) is module
 
 
 def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

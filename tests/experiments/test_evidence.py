@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -166,3 +171,42 @@ def test_sizes_of_the_ring_of_four_hosts() -> None:
     attention = [Attended(queries=n, keys=tokens - n // 2) for n in new]
     sent = [Sent(nbytes=2 * tokens * row)] * 2 + [Sent(nbytes=n * 16 * row) for n in new]
     assert sizes == [*attention, *sent, *(Sent(nbytes=4 * n * 16 * (row + 4)) for n in new)]
+
+
+def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork holds the locks that another thread, such as that of the progress, held when it was made."""
+
+    def fork() -> int:
+        raise AssertionError("forked")
+
+    monkeypatch.setattr(os, "fork", fork)
+    (found,) = predicted([Case("group", Selection(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)], Console())
+    assert found.predicted_s > 0
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_its_command(ended_by: signal.Signals) -> None:
+    script = "from experiments.cli import main; main(['validate', '--cases', 'usp_l20'])"
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
+    workers: set[int] = set()
+    while len(workers) < 2 and command.poll() is None:
+        workers |= {pid for pid in _children(command.pid) if b"spawn_main" in _command_line(pid)}
+    command.send_signal(ended_by)
+    command.wait()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(map(_command_line, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_command_line, workers))
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_line(pid: int) -> bytes:
+    """Return how a process was started; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

@@ -98,36 +98,6 @@ def test_what_is_no_profile_stays(tmp_path: Path) -> None:
     assert Path(read_cases(str(tmp_path / "cases.toml"))[0].profile).name == "cases-profile.json"
 
 
-def test_a_record_that_does_not_say_its_selection(tmp_path: Path) -> None:
-    record = make_record({RING: make_found(1.0, [(1.0, 0.0)])}, title="llama3-8b, forward and backward, bf16, causal")
-    with pytest.raises(InputError, match="of 'llama3-8b, .*before records said"):
-        save_cases(record, str(tmp_path / "cases.toml"))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("{} --window 512 --set schedule.communicators=one", "made with --window, .* run 'longstep .*=one' anew"),
-        ("{} --set=schedule.communicators=one", "made with --set, "),
-        ("{} --one_device", "made with --one-device, "),
-        ("{}; {} --pad", "made with --pad, "),
-        ("python -m experiments.recipes gpu", "made by 'python -m experiments.recipes gpu', before"),
-        ("", "made by '', before"),
-    ],
-)
-def test_options_of_records_that_do_not_say_their_selection(tmp_path: Path, command: str, message: str) -> None:
-    """Their titles are those of records without these options."""
-    record = read_record(str(RESULTS / "2026-11-21-schedules-epyc-2-cores/schedules.json"))
-    with pytest.raises(InputError, match=message):
-        save_cases(
-            msgspec.structs.replace(record, command=command.format(*[record.command] * 2)), str(tmp_path / "cases.toml")
-        )
-    assert not list(tmp_path.iterdir())
-    outputs = f"{record.command} --html=page.html --cases-out cases.toml"
-    save_cases(msgspec.structs.replace(record, command=f"{record.command}; {outputs}"), str(tmp_path / "cases.toml"))
-
-
 @pytest.mark.parametrize(
     ("options", "schedule", "message"),
     [

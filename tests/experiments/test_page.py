@@ -36,7 +36,7 @@ def make_comparison(name: str = "ring", ranks: int = 2) -> tuple[Comparison, Tra
     simulation = simulate(checked, Cluster(spec), None)
     executed = [scaled(simulation.trace, factor) for factor in (1.0, 1.25, 1.5)]
     steps = [Step(trace, [1024] * ranks, [0] * ranks) for trace in executed]
-    found = laid_side_by_side(checked, simulation.trace, report(checked, simulation, None), steps, [0.01, -0.02])
+    found = laid_side_by_side(checked, simulation.trace, report(simulation), steps, [0.01, -0.02])
     return found, simulation.trace, executed[1]
 
 

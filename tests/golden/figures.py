@@ -23,7 +23,7 @@ for name, (gpus, spec) in machines.items():
         work = Workload(model=model, seq=seq * 1024, dtype="bf16")
         for schedule in (ring.build(work, Mesh(ring=gpus)), ulysses.build(work, Mesh(ulysses=gpus))):
             checked = check(schedule)
-            found = report(checked, simulate(checked, Cluster(spec), None), None)
+            found = report(simulate(checked, Cluster(spec), None))
             floors = " ".join(f"{resource} {seconds:.6g}" for resource, seconds in found.floors.items())
             parts = " ".join(f"{part} {seconds:.6g}" for part, seconds in found.breakdown.items() if seconds)
             print(f"{name}, {seq}K, {checked.schedule.header.name}: {found.step_time_s:.6g} s = {parts}")

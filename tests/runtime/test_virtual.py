@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from runtime.execution import inputs, virtual
+from runtime.execution import dense, inputs, virtual
 from runtime.execution.inputs import global_tokens
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import ScheduleError
+from runtime.processes.launch import Session
+from runtime.run import ScheduleRun
+from sim.engine.simulate import simulate
+from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
+from tests.helpers import (
+    OFFLOADED,
+    VARIANTS,
+    checked_or_refused,
+    make_checked,
+    make_cluster_spec,
+    make_model,
+)
+from topology.cluster import Cluster
 
 CPU = torch.device("cpu")
 MASKS: tuple[dict[str, Any], ...] = ({"mask": "causal"}, {"mask": "full"}, {"window": 9})
@@ -171,14 +184,6 @@ def test_inputs_depend_on_positions_only() -> None:
     assert not torch.equal(global_tokens("q", Span(0, 512), 4, other), whole)
 
 
-@pytest.mark.parametrize("order_seed", range(3))
-def test_gathered_keys_and_scattered_gradients(order_seed: int) -> None:
-    workload = Workload(model=make_model(8, 4), seq=32, dtype="fp64")
-    checked = check(make_gathered(workload, 4))
-    worst = output_errors(checked, execute_virtual(checked, CPU, order_seed))
-    assert max(worst.values()) <= 1e-12
-
-
 def test_what_is_not_a_number_is_no_match() -> None:
     checked = make_checked("single", Workload(model=make_model(8, 4), seq=16), 1)
     outputs = execute_virtual(checked, CPU)
@@ -199,3 +204,29 @@ def test_a_kernel_that_changes_what_it_reads_is_caught(monkeypatch: pytest.Monke
     checked = make_checked("single", Workload(model=make_model(8, 4), seq=16), 1)
     with pytest.raises(ScheduleError, match="changed 'q', which it only reads"):
         execute_virtual(checked, CPU)
+
+
+def test_a_schedule_that_was_not_checked_is_refused() -> None:
+    schedule: Any = make_checked("ring", Workload(model=make_model(), seq=16), 2).schedule
+    players: tuple[Callable[[], object], ...] = (
+        lambda: execute_virtual(schedule, CPU),
+        lambda: simulate(schedule, Cluster(make_cluster_spec(2)), None),
+        lambda: ScheduleRun(Session.__new__(Session), schedule),
+    )
+    for play in players:
+        with pytest.raises(InputError, match=r"schedule 'ring' is not proved: give check\(schedule\)"):
+            play()
+
+
+def test_tables_of_rotations_end_with_what_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, make = [], dense._tables
+
+    def watched(*rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = make(*rotation)
+        tables.append(weakref.ref(cos))
+        return cos, sin
+
+    monkeypatch.setattr(dense, "_tables", watched)
+    execute_virtual(make_checked("zigzag", Workload(model=make_model(), seq=32, scope="layer", layers=2), 2), CPU)
+    gc.collect()
+    assert [table() for table in tables] == [None, None]  # of two ranks one each, for queries and keys, in all layers

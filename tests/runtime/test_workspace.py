@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from runtime.execution.attention import Backward, Saved
 from runtime.execution.cuda_attention import AtenFlash, Window
+from runtime.execution.dense import Rotations
 from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Storage, ends_at
 from sim.memory import lifetimes
@@ -96,10 +97,10 @@ class Held(NamedTuple):
     """Buffers that are not a result but hold it, and so are taken only after the kernel: what is said may be more."""
 
 
-def held(checked: Checked) -> list[Held]:
+def held(checked: Checked, rotations: Rotations) -> list[Held]:
     """Play rank 0 of a schedule in the order of issue; return what each of its kernels held."""
-    program, memory = checked.schedule.program(0), Storage(checked.schedule.program(0), META)
-    found = []
+    program = checked.schedule.program(0)
+    memory, found = Storage(program, META, rotations=rotations), []
     for port in program.inputs:
         memory.write(port.view)
     ends = ends_at(lifetimes(program, checked.dependencies[0]), len(program.ops))
@@ -129,8 +130,9 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
         if checked is None:
             continue
         folded = check(on_one_device(checked)) if ranks > 1 else checked
-        held(folded)  # the tables of rotations stay
-        for op, seen, said, taken in held(folded):
+        rotations: Rotations = {}
+        held(folded, rotations)  # their tables stay
+        for op, seen, said, taken in held(folded, rotations):
             lse = folded.schedule.program(0).nbytes(op.lse) if isinstance(op, Attend | AttendBackward) else 0
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
 
@@ -149,5 +151,5 @@ def test_what_flash_attention_allocates_by_hand() -> None:
 def test_unfused_attention_holds_about_what_is_said(name: str, dtype: Dtype) -> None:
     """Where scores are most of it."""
     workload = Workload(model=make_model(8, 4, head_dim=64), seq=4096, dtype=dtype)
-    for op, seen, said, _ in held(make_checked(name, workload, 1)):
+    for op, seen, said, _ in held(make_checked(name, workload, 1), {}):
         assert abs(seen - said) <= 0.03 * said + 2**24, op.label

@@ -37,7 +37,7 @@ from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import make_checked, make_gathered, make_model
+from tests.helpers import make_checked, make_model
 
 Change = Callable[[Op], Op | None]
 
@@ -387,11 +387,6 @@ def test_outputs_that_hold_something_else() -> None:
     refuses(schedule_of(program), r"holds q\[tokens 0..4")
 
 
-def test_collectives_move_and_sum_what_they_say() -> None:
-    """Gathered keys, and gradients that are summed where they are scattered: contents follow."""
-    check(make_gathered(Workload(model=make_model(4, 2), seq=16), 4))
-
-
 def test_sums_of_anything_but_gradients() -> None:
     def reduced(b: ProgramBuilder, over: Communicator) -> None:
         view = given(b)
@@ -411,7 +406,7 @@ def test_sums_of_anything_but_gradients() -> None:
 
 def test_a_missing_output_and_an_invented_input() -> None:
     workload = Workload(model=make_model(4, 2), seq=16)
-    whole = make_gathered(workload, 2)
+    whole = make_checked("allgather", workload, 2).schedule
 
     def forgetful(rank: int) -> Program:
         program = whole.program(rank)
@@ -435,7 +430,7 @@ def test_shapes_that_do_not_fit() -> None:
         return msgspec.structs.replace(op, out=op.out[:, :2], lse=op.lse[:, :, :2])
 
     refuses(changed("ring", 2, Merge, short, rank=1, number=0, passes="forward"), "where .* is needed")
-    schedule = make_gathered(Workload(model=make_model(4, 2), seq=16), 2)
+    schedule = make_checked("allgather", Workload(model=make_model(4, 2), seq=16), 2).schedule
 
     def clipped(rank: int) -> Program:
         program = schedule.program(rank)

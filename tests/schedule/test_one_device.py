@@ -13,7 +13,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_gathered, make_model
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 
 CPU = torch.device("cpu")
 
@@ -60,13 +60,6 @@ def test_activations_on_the_host_save_memory_of_one_device_too() -> None:
         folded = check(on_one_device(make_checked(name, workload, 4)))
         peaks[name] = walk(folded.schedule.program(0), folded.dependencies[0]).by_category["saved"]
     assert peaks["zigzag, offloaded"] < 0.4 * peaks["zigzag"]
-
-
-def test_gathered_keys_and_scattered_gradients() -> None:
-    """All-gather and reduce-scatter, which attention of the catalog may not have both of."""
-    checked = check(make_gathered(Workload(model=make_model(8, 4), seq=32, dtype="fp64"), 4))
-    folded = check(on_one_device(checked))
-    assert max(output_errors(folded, execute_virtual(folded, CPU, 1)).values()) <= 1e-12
 
 
 def test_a_hop_of_a_ring_is_a_copy_of_its_keys_and_values() -> None:

@@ -12,7 +12,7 @@ from topology.specs import ClusterSpec
 
 
 def changed(path: str, text: str) -> ClusterSpec:
-    return override(load_cluster("hgx-h100"), path, text, "--set")
+    return override(load_cluster("hgx-h100"), [(path, text)], "--set")
 
 
 def test_absolute_and_relative_values() -> None:
@@ -28,12 +28,12 @@ def test_absolute_and_relative_values() -> None:
 def test_one_device_of_many() -> None:
     spec = changed("gpu[3].speed", "0.95")
     assert spec.per_gpu[3].speed == 0.95
-    again = override(spec, "gpu[3].speed", "*2", "--set")
+    again = override(spec, [("gpu[3].speed", "*2")], "--set")
     assert again.per_gpu[3].speed == 1.9
 
 
 def test_models_too() -> None:
-    assert override(load_model("tiny"), "num_kv_heads", "2", "--set").num_kv_heads == 2
+    assert override(load_model("tiny"), [("num_kv_heads", "2")], "--set").num_kv_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,20 @@ def test_wrong_overrides(path: str, text: str, message: str) -> None:
 
 def test_heads_that_do_not_divide_after_an_override() -> None:
     with pytest.raises(InputError, match="num_kv_heads 3 does not divide num_heads 8: allowed are 1, 2, 4, 8"):
-        override(load_model("tiny"), "num_kv_heads", "3", "--set")
+        override(load_model("tiny"), [("num_kv_heads", "3")], "--set")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_overrides_have_to_be_valid_together_only(turned: bool) -> None:
+    changes = [("num_heads", "6"), ("num_kv_heads", "3")]
+    found = override(load_model("tiny"), changes[::-1] if turned else changes, "--set model.")
+    assert (found.num_heads, found.num_kv_heads) == (6, 3)
+
+
+def test_of_several_overrides_the_wrong_one_is_named() -> None:
+    changes = [("hbm.bytes_per_s", "*2"), ("hbm.bytes_per_s", "*2"), ("pcie.peers", "swich"), ("gpus_per_node", "4")]
+    with pytest.raises(InputError, match="^--set cluster.pcie.peers=swich: Invalid .* allowed are node, switch$"):
+        override(load_cluster("hgx-h100"), changes, "--set cluster.")
+    assert override(load_cluster("hgx-h100"), changes[:2], "--set cluster.").hbm.bytes_per_s == 4 * 3.35e12
+    with pytest.raises(InputError, match=r"^--set model.num_heads=6, --set model.num_kv_heads=4: num_kv_heads 4 does"):
+        override(load_model("tiny"), [("num_heads", "6"), ("num_kv_heads", "4")], "--set model.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -82,3 +83,21 @@ def test_chrome_traces_show_both_players_side_by_side() -> None:
 def test_other_json_is_refused(data: bytes) -> None:
     with pytest.raises(InputError, match="not a trace that Longstep wrote"):
         from_chrome(data)
+
+
+class Counted(list[Row]):
+    """Rows that count how often somebody goes through all of them."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_ranks_are_not_looked_for_among_all_rows_each() -> None:
+    rows = Counted(row(rank, 0, "Attend", 0, 0, 64 - rank) for rank in range(64))
+    found = Trace(player="simulated", schedule_hash="0" * 16, num_ranks=64, rows=rows)
+    assert [found.of_rank(rank) for rank in range(64)] == [[one] for one in list(rows)]
+    assert critical_rank(found) == 0
+    assert rows.times < 64 + 8

@@ -160,3 +160,14 @@ class Schedule:
         if len(document.programs) != document.header.mesh.size:
             raise InputError(f"{len(document.programs)} programs for {document.header.mesh.size} ranks")
         return Schedule(document.header, document.programs.__getitem__)
+
+
+def require_checked(given: object) -> None:
+    """Raise InputError where a schedule is given that nobody has proved: both players start from what ``check`` found.
+
+    They do not call it themselves: a proof takes longer than a simulation, and one serves as many as are wanted.
+    """
+    if isinstance(given, Schedule):
+        raise InputError(
+            f"schedule {given.header.name!r} is not proved: give check(schedule), of sim.schedule.proof.check"
+        )
