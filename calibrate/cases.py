@@ -104,7 +104,7 @@ def _programs_of_two(workload: Workload) -> Iterator[Program]:
     """Yield what one of two ranks does in schedules that between them have every kernel around attention."""
     for options in (RingOptions(), RingOptions(ring_backward="kv-at-hand"), RingOptions(ring_backward="queries")):
         yield from ring.build(workload, Mesh(ring=2), options).programs
-    yield allgather.build(workload, Mesh(ring=2), allgather.AllGatherOptions(layout="zigzag")).program(1)
+    yield allgather.build(workload, Mesh(ring=2), allgather.AllGatherOptions(gradients="fp32")).program(1)
     alone = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, num_kv_heads=1))
     for one in (workload, alone):
         with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time

@@ -288,9 +288,6 @@ def _mesh(selection: Selection, entry: Entry, spec: ClusterSpec, model: ModelSpe
             f"--gpus {gpus} is not ulysses degree {degrees['ulysses']} x ring degree {degrees['ring']}; "
             f"set --gpus {degrees['ulysses'] * degrees['ring']}, or the degrees"
         )
-    for name, degree in degrees.items():
-        if degree > 1 and entry.degrees and name not in entry.degrees:
-            raise InputError(f"--{name}-degree {degree}: schedule {selection.schedule!r} has none; set it to 1")
     return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"])
 
 

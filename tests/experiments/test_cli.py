@@ -176,7 +176,7 @@ def test_titles_say_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
     usp = ("simulate", *H100, "--schedule", "usp")
-    assert "usp (layout zigzag)" in run(capsys, *usp), "eight KV heads: all ranks trade heads, there is no ring"
+    assert "usp, attention" in run(capsys, *usp), "eight KV heads: all ranks trade heads, there is no ring"
     assert "usp (U 4 x R 2" in run(capsys, *usp, "--set", "model.num_kv_heads=4")
 
 
@@ -302,7 +302,10 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--cluster", "hgx-h100", "--gpus", "9", "--nodes", "1"), "1 x 8 = 8"),
         (("simulate", "--nodes", "2"), "the host is one machine"),
         (("simulate", "--nodes", "0", "--cluster", "hgx-h100"), "1 or more"),
-        (("simulate", "--ulysses-degree", "2", "--gpus", "2"), "has none; set it to 1"),
+        (
+            ("simulate", "--ulysses-degree", "2", "--gpus", "2"),
+            "allowed are dp, ring; set ulysses to 1",
+        ),
         (("simulate", "--ring-degree", "3", "--gpus", "4"), "set --gpus 3"),
         (("simulate", "--ring-degree", "0"), "1 or more"),
         (("simulate", "--set", "cluster.nvlnk.bytes_per_s=1", "--cluster", "hgx-h100"), "did you mean"),

@@ -18,6 +18,7 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods import ring
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import make_cluster_spec, make_model
@@ -44,6 +45,12 @@ def test_replicas_compute_their_own_sequences(name: str, fields: dict[str, Any])
 @pytest.mark.parametrize("name", ["ring", "usp"])
 def test_one_pass_alone_is_given_what_its_own_sequences_need(name: str) -> None:
     checked = check(of_two(name, passes="backward"))
+    outputs = execute_virtual(checked, torch.device("cpu"), 1)
+    assert max(output_errors(checked, outputs).values()) <= BOUNDS["fp64"]
+
+
+def test_replicas_on_one_device() -> None:
+    checked = check(on_one_device(check(of_two("zigzag", scope="layer"))))
     outputs = execute_virtual(checked, torch.device("cpu"), 1)
     assert max(output_errors(checked, outputs).values()) <= BOUNDS["fp64"]
 

@@ -107,7 +107,7 @@ def test_ops_that_no_kernel_waits_for_do_not_look_through_the_whole_program() ->
     b.copy(q, into, "copy")
     for number in range(count):
         b.add(Exchange(label=f"send {number}", communicator=LINK.name, sends=(Message(1, q),), recvs=()))
-        b.accumulate(q, into, f"add {number}")
+        b.add(Accumulate(label=f"add {number}", source=q, into=into))
     program = b.build()
     dependencies = derive(program)
     known = Counted(dependencies.known)

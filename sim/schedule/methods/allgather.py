@@ -28,8 +28,9 @@ from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 class AllGatherOptions(SumOptions):
     """Options of gathered keys."""
 
-    layout: Literal["contiguous", "zigzag"] = "contiguous"
+    layout: Literal["contiguous", "zigzag"] = "zigzag"
     """Which tokens lie on which rank: see ``layout``."""
+    gradients: Literal["fp32", "model"] = "model"
 
 
 def build(workload: Workload, mesh: Mesh, options: AllGatherOptions = AllGatherOptions()) -> Schedule:

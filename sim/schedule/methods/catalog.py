@@ -10,12 +10,8 @@ from sim.errors import InputError
 from sim.mesh import Axis, Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods import allgather, balanced_ring, double_ring, ring, single, ulysses, upipe, usp
-from sim.schedule.methods.allgather import AllGatherOptions
-from sim.schedule.methods.double_ring import DoubleRingOptions
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.ring import RingOptions
-from sim.schedule.methods.upipe import UPipeOptions
-from sim.schedule.methods.usp import UspOptions
 from sim.workload import ModelSpec, Workload
 
 Build = Callable[..., Schedule]
@@ -85,28 +81,10 @@ SCHEDULES: dict[str, Entry] = {
     "burst": Entry(
         ring.build, "arXiv:2509.19836", ("ring",), _RING, RingOptions(layout="zigzag", ring_backward="queries")
     ),
-    "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING, DoubleRingOptions(layout="zigzag")),
+    "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING),
     "balanced-ring": Entry(balanced_ring.build, "arXiv:2310.03294", ("ring",), _BALANCED),
-    "allgather": Entry(
-        allgather.build,
-        "arXiv:2407.21783",
-        ("ring",),
-        _RING,
-        AllGatherOptions(layout="zigzag", gradients="model"),
-    ),
+    "allgather": Entry(allgather.build, "arXiv:2407.21783", ("ring",), _RING),
     "ulysses": Entry(ulysses.build, "arXiv:2309.14509", ("ulysses",), _ULYSSES),
-    "usp": Entry(
-        usp.build,
-        "arXiv:2405.07719",
-        ("ulysses", "ring"),
-        f"{_ULYSSES} + {_ON_RINGS}",
-        UspOptions(layout="zigzag"),
-    ),
-    "upipe": Entry(
-        upipe.build,
-        "arXiv:2602.21196",
-        ("ulysses", "ring"),
-        f"{_ULYSSES} + H/U * {_ON_RINGS}",
-        UPipeOptions(layout="zigzag", overlap=False),
-    ),
+    "usp": Entry(usp.build, "arXiv:2405.07719", ("ulysses", "ring"), f"{_ULYSSES} + {_ON_RINGS}"),
+    "upipe": Entry(upipe.build, "arXiv:2602.21196", ("ulysses", "ring"), f"{_ULYSSES} + H/U * {_ON_RINGS}"),
 }

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import SumOptions
+from sim.options import LayoutName, SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Accumulate
@@ -37,13 +37,17 @@ from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 class DoubleRingOptions(HopOptions):
     """Options of rings of rings."""
 
+    layout: LayoutName = "zigzag"
     inner_ring_degree: Annotated[int, Meta(ge=1)] | None = None
     """Ranks of the inner rings; by default the largest divisor of the ring degree that is at most the GPUs of a node
     and leaves two rings."""
 
 
 def build(
-    workload: Workload, mesh: Mesh, options: DoubleRingOptions = DoubleRingOptions(), hints: Hints = Hints()
+    workload: Workload,
+    mesh: Mesh,
+    options: DoubleRingOptions = DoubleRingOptions(),
+    hints: Hints = Hints(),
 ) -> Schedule:
     """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
     mesh.only("double-ring", "ring")

@@ -38,10 +38,11 @@ def on_one_device(checked: Checked) -> Schedule:
     ops = _Recorder(checked).record()
     given, asked = _ports(schedule, "inputs"), _ports(schedule, "outputs")
     program = Program(rank=0, buffers=_buffers(schedule), ops=ops, inputs=given, outputs=asked)
-    claims = schedule.header.claims
+    claims, workload = schedule.header.claims, schedule.header.workload
     header = msgspec.structs.replace(
         schedule.header,
         name=f"{schedule.header.name}, {schedule.num_ranks} ranks on one device",
+        workload=msgspec.structs.replace(workload, batch=workload.batch * schedule.header.mesh.dp),
         mesh=Mesh(),
         communicators=(),
         claims=claims and msgspec.structs.replace(claims, wire_bytes=0),

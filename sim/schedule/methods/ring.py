@@ -25,7 +25,7 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype, gradient_dtype
+from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) 
         communicators=rings.declared,
         shard=shard,
         attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
-        wire_bytes=ring_bytes(workload, options, mesh.ring, heads_of(workload.model)),
+        wire_bytes=ring_bytes(workload, options, mesh.ring),
         source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
     )
     return build_around(plan, workload, mesh, options)
@@ -227,35 +227,24 @@ def hop(
         builder.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
 
 
-class Heads(NamedTuple):
-    """How many heads the tensors of a ring have."""
-
-    query: int
-    kv: int
-
-
-def heads_of(model: ModelSpec) -> Heads:
-    """Return all heads of a model."""
-    return Heads(model.num_heads, model.num_kv_heads)
-
-
-def ring_bytes(workload: Workload, options: RingOptions, size: int, heads: Heads) -> int:
-    """Return what all members of one ring over the whole sequence send: forward P(P-1) hops of KV; backward as many of
-    what travels, and P*P hops of its gradients, P(P-1) from the KV at hand.
+def ring_bytes(workload: Workload, options: RingOptions, size: int, rings: int = 1) -> int:
+    """Return what all members of rings over the whole sequence send, each of which has its share of the heads: forward
+    P(P-1) hops of KV; backward as many of what travels, and P*P hops of its gradients, P(P-1) from the KV at hand.
     """
     if size == 1:
         return 0
-    rows = workload.batch * (workload.seq // size)
+    model, rows = workload.model, workload.batch * (workload.seq // size)
     wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     element = DTYPE_BYTES[workload.dtype]
-    q, kv = rows * heads.query * workload.model.head_dim, 2 * rows * heads.kv * workload.model.head_dim
+    heads, kv_heads = model.num_heads // rings, max(1, model.num_kv_heads // rings)
+    q, kv = rows * heads * model.head_dim, 2 * rows * kv_heads * model.head_dim
     summed = DTYPE_BYTES[gradient_dtype(workload, options)]
     total = 0
     if workload.forward:
         total += (size - 1) * kv * element
     if workload.backward and options.ring_backward == "queries":
-        total += (size - 1) * (2 * q * element + 2 * rows * heads.query * wide) + size * q * summed
+        total += (size - 1) * (2 * q * element + 2 * rows * heads * wide) + size * q * summed
     elif workload.backward:
         hops = size - 1 if options.ring_backward == "kv-at-hand" else size
         total += (size - 1) * kv * element + hops * kv * summed
-    return size * total
+    return rings * size * total

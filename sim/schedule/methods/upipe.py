@@ -19,7 +19,7 @@ from sim.schedule.ir.masks import ONE, Tokens
 from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import HEADS, Category, Split, View
-from sim.schedule.methods.ring import Heads, check_backward, ring_bytes
+from sim.schedule.methods.ring import check_backward, ring_bytes
 from sim.schedule.methods.ulysses import Inside, check_heads, kv_heads_of, sent_heads, traded_bytes, ulysses_bytes
 from sim.schedule.methods.usp import UspOptions, around_rings
 from sim.schedule.write.accumulate import GradientSum
@@ -33,6 +33,7 @@ from sim.workload import Workload, gradient_dtype
 class UPipeOptions(UspOptions):
     """Options of USP, whose stages these are, and of the stages."""
 
+    overlap: bool = False
     recompute: bool = True
     """Whether the backward pass sends q, k and v again, or keeps them."""
 
@@ -50,7 +51,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
             "--set schedule.ring_backward, or --set schedule.recompute=false"
         )
     again = traded_bytes(workload, model.num_heads + sent_heads(model, size), size)
-    rings = model.num_heads * ring_bytes(workload, options, mesh.ring, Heads(1, 1))
+    rings = ring_bytes(workload, options, mesh.ring, model.num_heads)
     return around_rings(
         workload,
         mesh,

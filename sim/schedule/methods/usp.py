@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.mesh import Mesh
+from sim.options import LayoutName
 from sim.schedule.ir.layout import LAYOUTS, shared_out
 from sim.schedule.ir.program import Communicator, Schedule
-from sim.schedule.methods.ring import Heads, RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
+from sim.schedule.methods.ring import RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
 from sim.schedule.methods.ulysses import UlyssesAttention, check_heads, ulysses_bytes
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Shard, all_heads
@@ -25,21 +26,21 @@ from sim.workload import Workload
 class UspOptions(RingOptions, TradeOptions):
     """Options of its rings, and of its trades of heads."""
 
+    layout: LayoutName = "zigzag"
+
 
 def build(workload: Workload, mesh: Mesh, options: UspOptions = UspOptions()) -> Schedule:
     """Return USP attention over U * R ranks; raises InputError where heads or tokens do not divide over them."""
     mesh.only("usp", "ring", "ulysses")
-    model, u = workload.model, mesh.ulysses
-    check_heads(model, u)
+    check_heads(workload.model, mesh.ulysses)
     check_backward(workload, options)
-    heads = Heads(model.num_heads // u, max(1, model.num_kv_heads // u))
     return around_rings(
         workload,
         mesh,
         options,
         name="usp",
         outside=UlyssesAttention,
-        wire_bytes=ulysses_bytes(workload, u) + u * ring_bytes(workload, options, mesh.ring, heads),
+        wire_bytes=ulysses_bytes(workload, mesh.ulysses) + ring_bytes(workload, options, mesh.ring, mesh.ulysses),
         source="arXiv:2405.07719 §3; its rings as in ring-flash-attention",
     )
 
