@@ -152,7 +152,7 @@ def contents(found: Comparison, simulated: Trace, executed: Trace) -> Contents:
 
 
 def _kind_of(row: KindRow, step: Measured) -> Kind:
-    family = KINDS[row.kind].family
+    family = KINDS[row.kind].meta.family
     return _kind(f"{row.kind} {row.part}", family, row.part, row.count, row.times, step)
 
 

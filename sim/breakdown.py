@@ -57,7 +57,7 @@ def critical_rank(trace: Trace) -> int:
 
 def _intervals(row: Row) -> list[tuple[float, float, PartName]]:
     """Return when a row was at work, and when it waited for peers."""
-    part = KINDS[row.kind].activity
+    part = KINDS[row.kind].meta.activity
     if part == "synchronisation":
         return [(row.posted_s, row.end_s, part)]
     return [(row.begin_s, row.end_s, part), (row.posted_s, row.begin_s, "synchronisation")]

@@ -140,7 +140,7 @@ def test_all_collectives_over_gloo(session: Session) -> None:
 
     def synchronised(rank: int) -> Program:
         program, links = schedule.program(rank), [link.name for link in schedule.header.communicators]
-        barriers = [Barrier(stream=link, part="backward", label="all", communicator=link) for link in links]
+        barriers = [Barrier(part="backward", label="all", communicator=link) for link in links]
         wait = HostSync(stream=HOST, part="backward", label="wait", streams=(COMPUTE, *links))
         return msgspec.structs.replace(program, ops=(*program.ops, *barriers, wait))
 

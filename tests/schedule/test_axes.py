@@ -20,7 +20,7 @@ from sim.schedule.ir.masks import ONE, Span, mask_of
 from sim.schedule.ir.ops import AllGather
 from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
-from sim.schedule.methods.ring import RingAttention, RingOptions, heads_of, ring_bytes, ring_communicators
+from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
 from sim.schedule.proof.check import check
 from sim.schedule.proof.owners import check_shards
 from sim.schedule.write.accumulate import SoftmaxAccumulator
@@ -68,7 +68,7 @@ def in_two_micro_batches(second: Span) -> Schedule:
 
     claims = Claims(
         attention_flops=attention_flops(workload),
-        wire_bytes=ring_bytes(workload, options, 2, heads_of(MODEL)),
+        wire_bytes=ring_bytes(workload, options, 2),
         source="ring",
     )
     header = Header(name="micro", workload=workload, mesh=mesh, communicators=rings.declared, claims=claims)

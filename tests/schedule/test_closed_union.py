@@ -15,14 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 DUMMIES = '''
 
-class Embed(_Streaming, frozen=True, kw_only=True):
+class Embed(_Kernel, frozen=True, kw_only=True):
     """out = x, as a kernel of tokens."""
 
-    code = "e"
-    meaning = "embed"
-    family = "other"
-    kernel = "embed"
-    flops_per_element = 0
+    meta = Meta("e", "embed", "other", "embed")
     x: Annotated[View, In("bse")]
     out: Annotated[View, Out("bse")]
 
@@ -30,8 +26,7 @@ class Embed(_Streaming, frozen=True, kw_only=True):
 class Broadcast(_Collective, frozen=True, kw_only=True):
     """Part i of recvs = what member i sends."""
 
-    code = "b"
-    meaning = "broadcast"
+    meta = Meta("b", "broadcast", "transfer")
     name = "broadcast"
     view: Annotated[View, InOut()]
 
@@ -81,11 +76,8 @@ def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
 
 
 def test_every_op_declares_itself() -> None:
-    codes = [kind.code for kind in KINDS.values()]
+    codes = [kind.meta.code for kind in KINDS.values()]
     assert len(set(codes)) == len(codes)
     for kind in KINDS.values():
-        assert kind.meaning
-        assert kind.family
-        assert kind.activity
         if kind not in (Copy, Fold, Gemm, Exchange) and not issubclass(kind, Collective):
             assert all(mark.letters for mark in operands(kind).values()), kind

@@ -95,7 +95,9 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     variant = "gather" if isinstance(op, Copy) and op.order else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    return KernelUse(op.kernel, variant, program.dtype(first), (elements,), op.flops_per_element * elements, moved)
+    return KernelUse(
+        op.meta.kernel, variant, program.dtype(first), (elements,), op.meta.flops_per_element * elements, moved
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,8 @@ from sim.schedule.ir.ops import KINDS, Op
 from sim.schedule.ir.program import Program, Schedule
 
 LEGEND = (
-    ", ".join(f"{kind.code} {kind.meaning}" for kind in KINDS.values()) + "; what stands in one row can happen at once"
+    ", ".join(f"{kind.meta.code} {kind.meta.meaning}" for kind in KINDS.values())
+    + "; what stands in one row can happen at once"
 )
 
 
@@ -65,7 +66,7 @@ def grid(schedule: Schedule, times: dict[Key, int], ranks: list[int]) -> list[li
 
 def code(op: Op) -> str:
     """Return an op in a few letters: its kind, and the last word of its label, which says on what."""
-    return f"{op.code}:{op.label.rpartition(' ')[2]}"
+    return f"{op.meta.code}:{op.label.rpartition(' ')[2]}"
 
 
 def dot(schedule: Schedule, matching: Matching, waits: list[list[tuple[int, ...]]], ranks: list[int]) -> str:

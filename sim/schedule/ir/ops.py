@@ -34,6 +34,30 @@ Family = Literal[
     "other",
 ]  # fmt: skip
 """Kinds that share a colour in plots."""
+_ACTIVITIES: dict[Family, Activity] = {
+    "copy": "copy",
+    "transfer": "communication",
+    "synchronisation": "synchronisation",
+}
+
+
+class Meta(NamedTuple):
+    """What is said of a kind of op."""
+
+    code: str
+    """One letter, for grids."""
+    meaning: str
+    """What the letter stands for."""
+    family: Family
+    kernel: str = ""
+    """Name in profiles, of a kernel that passes over its operands once, so that memory bounds it."""
+    flops_per_element: int = 0
+    """Of its first operand: what its formula needs, exp and sqrt as one."""
+
+    @property
+    def activity(self) -> Activity:
+        """What a rank does meanwhile."""
+        return _ACTIVITIES.get(self.family, "compute")
 
 
 class Message(NamedTuple):
@@ -49,13 +73,7 @@ class _Op(Data, frozen=True, kw_only=True, tag=True):
     label: str
     part: Part = "forward"
 
-    code: ClassVar[str]
-    """One letter for grids."""
-    meaning: ClassVar[str]
-    """What the letter stands for."""
-    family: ClassVar[Family]
-    activity: ClassVar[Activity]
-    """What a rank does meanwhile."""
+    meta: ClassVar[Meta]
 
     @property
     def reads(self) -> tuple[View, ...]:
@@ -72,16 +90,6 @@ class _Kernel(_Op, frozen=True, kw_only=True):
     """What every kernel has: the stream of all."""
 
     stream: ClassVar[str] = COMPUTE
-    activity: ClassVar[Activity] = "compute"
-
-
-class _Streaming(_Kernel, frozen=True, kw_only=True):
-    """A kernel that passes over its operands once, so that memory bounds it."""
-
-    kernel: ClassVar[str]
-    """Its name in profiles."""
-    flops_per_element: ClassVar[int]
-    """Of its first operand: what its formula needs, exp and sqrt as one."""
 
 
 class Attend(_Kernel, frozen=True, kw_only=True):
@@ -90,9 +98,7 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     A standard kernel keeps the probabilities too, ``probs``: (B, H, S_q, S_k).
     """
 
-    code = "A"
-    meaning = "attend"
-    family = "attention"
+    meta = Meta("A", "attend", "attention")
     q: Annotated[View, In("bqhd")]
     k: Annotated[View, In("bkgd")]
     v: Annotated[View, In("bkgd")]
@@ -109,9 +115,7 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     Shapes as in Attend; dout, dq: bshd; dk, dv: bshd; delta: bhs (see Delta).
     """
 
-    code = "B"
-    meaning = "backward"
-    family = "attention"
+    meta = Meta("B", "backward", "attention")
     q: Annotated[View, In("bqhd")]
     k: Annotated[View, In("bkgd")]
     v: Annotated[View, In("bkgd")]
@@ -127,83 +131,58 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     probs: Annotated[View | None, In("bhqk")] = None
 
 
-class Delta(_Streaming, frozen=True, kw_only=True):
+class Delta(_Kernel, frozen=True, kw_only=True):
     """delta = the sum of dout * out over the head dim, of the global out (arXiv:2307.08691 algorithm 2, line 4).
 
     out, dout: bshd; delta: bhs, in the accumulation data type.
     """
 
-    code = "D"
-    meaning = "delta"
-    family = "other"
-    kernel = "delta"
-    flops_per_element = 2
+    meta = Meta("D", "delta", "other", "delta", 2)
     out: Annotated[View, In("bqhd")]
     dout: Annotated[View, In("bqhd")]
     delta: Annotated[View, Out("bhq")]
 
 
-class Merge(_Streaming, frozen=True, kw_only=True):
+class Merge(_Kernel, frozen=True, kw_only=True):
     """Fold the partial (out, lse) of more keys into an accumulated one of the same queries."""
 
-    code = "M"
-    meaning = "merge"
-    family = "merge, accumulate"
-    kernel = "merge"
-    flops_per_element = 3
+    meta = Meta("M", "merge", "merge, accumulate", "merge", 3)
     out: Annotated[View, In("bqhd")]
     lse: Annotated[View, In("bhq")]
     into_out: Annotated[View, InOut("bqhd")]
     into_lse: Annotated[View, InOut("bhq")]
 
 
-class Accumulate(_Streaming, frozen=True, kw_only=True):
+class Accumulate(_Kernel, frozen=True, kw_only=True):
     """into += source; data types may differ."""
 
-    code = "+"
-    meaning = "accumulate"
-    family = "merge, accumulate"
-    kernel = "accumulate"
-    flops_per_element = 1
+    meta = Meta("+", "accumulate", "merge, accumulate", "accumulate", 1)
     source: Annotated[View, In("...")]
     into: Annotated[View, InOut("...")]
 
 
-class Zero(_Streaming, frozen=True, kw_only=True):
+class Zero(_Kernel, frozen=True, kw_only=True):
     """into = 0: a sum of gradients to which nothing has been added yet."""
 
-    code = "0"
-    meaning = "zero"
-    family = "other"
-    kernel = "zero"
-    flops_per_element = 0
+    meta = Meta("0", "zero", "other", "zero", 0)
     into: Annotated[View, Out("...")]
 
 
-class Copy(_Streaming, frozen=True, kw_only=True):
+class Copy(_Kernel, frozen=True, kw_only=True):
     """Part i of target = part i of source, or part ``order[i]``, in one kernel: layout copies, packing, casts."""
 
-    code = "C"
-    meaning = "copy"
-    family = "copy"
-    activity = "copy"
-    kernel = "copy"
-    flops_per_element = 0
+    meta = Meta("C", "copy", "copy", "copy", 0)
     source: Annotated[Split, In()]
     target: Annotated[Split, Out()]
     order: tuple[int, ...] = ()
 
 
-class Fold(_Streaming, frozen=True, kw_only=True):
+class Fold(_Kernel, frozen=True, kw_only=True):
     """Part i of target = the sum of parts i * n to i * n + n - 1 of source, which has n times as many parts: gradients
     of key/value heads that were replicated.
     """
 
-    code = "F"
-    meaning = "fold"
-    family = "other"
-    kernel = "fold"
-    flops_per_element = 1
+    meta = Meta("F", "fold", "other", "fold", 1)
     source: Annotated[Split, In()]
     target: Annotated[Split, Out()]
 
@@ -219,9 +198,7 @@ class Gemm(_Kernel, frozen=True, kw_only=True):
     (B, S, H * D).
     """
 
-    code = "L"
-    meaning = "linear"
-    family = "matrix product"
+    meta = Meta("L", "linear", "matrix product")
     letters: ClassVar[dict[GemmForm, tuple[str, str, str]]] = {
         "nn": ("bs*i", "io", "bs*o"),
         "nt": ("bs*o", "io", "bs*i"),
@@ -235,17 +212,13 @@ class Gemm(_Kernel, frozen=True, kw_only=True):
     accumulate: bool = False
 
 
-class RmsNorm(_Streaming, frozen=True, kw_only=True):
+class RmsNorm(_Kernel, frozen=True, kw_only=True):
     """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension (arXiv:1910.07467).
 
     rstd is in the accumulation data type.
     """
 
-    code = "n"
-    meaning = "norm"
-    family = "norm, rope, SwiGLU"
-    kernel = "rms_norm"
-    flops_per_element = 4
+    meta = Meta("n", "norm", "norm, rope, SwiGLU", "rms_norm", 4)
     x: Annotated[View, In("bse")]
     weight: Annotated[View, In("e")]
     out: Annotated[View, Out("bse")]
@@ -253,14 +226,10 @@ class RmsNorm(_Streaming, frozen=True, kw_only=True):
     epsilon: float
 
 
-class RmsNormBackward(_Streaming, frozen=True, kw_only=True):
+class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
     """dx and dweight (summed over batch and tokens of this rank) of RmsNorm."""
 
-    code = "N"
-    meaning = "norm backward"
-    family = "norm, rope, SwiGLU"
-    kernel = "rms_norm_backward"
-    flops_per_element = 10
+    meta = Meta("N", "norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
     x: Annotated[View, In("bse")]
     weight: Annotated[View, In("e")]
     rstd: Annotated[View, In("bs")]
@@ -269,44 +238,32 @@ class RmsNormBackward(_Streaming, frozen=True, kw_only=True):
     dweight: Annotated[View, Out("e")]
 
 
-class Rope(_Streaming, frozen=True, kw_only=True):
+class Rope(_Kernel, frozen=True, kw_only=True):
     """Rotate x (bshd) in place by the positions of its tokens, halves paired as in Llama (arXiv:2104.09864).
 
     ``inverse`` rotates back, which is the backward pass.
     """
 
-    code = "o"
-    meaning = "rope"
-    family = "norm, rope, SwiGLU"
-    kernel = "rope"
-    flops_per_element = 3
+    meta = Meta("o", "rope", "norm, rope, SwiGLU", "rope", 3)
     x: Annotated[View, InOut("bshd")]
     tokens: Tokens
     theta: float
     inverse: bool = False
 
 
-class SwiGlu(_Streaming, frozen=True, kw_only=True):
+class SwiGlu(_Kernel, frozen=True, kw_only=True):
     """out = silu(gate) * up (arXiv:2002.05202)."""
 
-    code = "g"
-    meaning = "swiglu"
-    family = "norm, rope, SwiGLU"
-    kernel = "swiglu"
-    flops_per_element = 5
+    meta = Meta("g", "swiglu", "norm, rope, SwiGLU", "swiglu", 5)
     gate: Annotated[View, In("bse")]
     up: Annotated[View, In("bse")]
     out: Annotated[View, Out("bse")]
 
 
-class SwiGluBackward(_Streaming, frozen=True, kw_only=True):
+class SwiGluBackward(_Kernel, frozen=True, kw_only=True):
     """dgate and dup of SwiGlu."""
 
-    code = "W"
-    meaning = "swiglu backward"
-    family = "norm, rope, SwiGLU"
-    kernel = "swiglu_backward"
-    flops_per_element = 12
+    meta = Meta("W", "swiglu backward", "norm, rope, SwiGLU", "swiglu_backward", 12)
     gate: Annotated[View, In("bse")]
     up: Annotated[View, In("bse")]
     dout: Annotated[View, In("bse")]
@@ -317,8 +274,6 @@ class SwiGluBackward(_Streaming, frozen=True, kw_only=True):
 class _Communication(_Op, frozen=True, kw_only=True):
     """What all communication has: its communicator, whose name its stream bears."""
 
-    family: ClassVar[Family] = "transfer"
-    activity: ClassVar[Activity] = "communication"
     communicator: str
 
     @property
@@ -330,8 +285,7 @@ class _Communication(_Op, frozen=True, kw_only=True):
 class Exchange(_Communication, frozen=True, kw_only=True):
     """Grouped point to point: all sends and receives begin together, as in ncclGroup and batch_isend_irecv."""
 
-    code = "X"
-    meaning = "exchange"
+    meta = Meta("X", "exchange", "transfer")
     sends: Annotated[tuple[Message, ...], In()]
     recvs: Annotated[tuple[Message, ...], Out()]
 
@@ -357,8 +311,7 @@ class _Collective(_Communication, frozen=True, kw_only=True):
 class AllToAll(_Collective, frozen=True, kw_only=True):
     """Part i of ``sends`` goes to member i of the group, part i of ``recvs`` comes from it; the own one is copied."""
 
-    code = "T"
-    meaning = "all-to-all"
+    meta = Meta("T", "all-to-all", "transfer")
     name = "all_to_all"
     sends: Annotated[Split, In()]
     recvs: Annotated[Split, Out()]
@@ -367,8 +320,7 @@ class AllToAll(_Collective, frozen=True, kw_only=True):
 class AllGather(_Collective, frozen=True, kw_only=True):
     """Part i of ``recvs`` = what member i sends."""
 
-    code = "G"
-    meaning = "all-gather"
+    meta = Meta("G", "all-gather", "transfer")
     name = "all_gather"
     send: Annotated[View, In()]
     recvs: Annotated[Split, Out()]
@@ -377,8 +329,7 @@ class AllGather(_Collective, frozen=True, kw_only=True):
 class ReduceScatter(_Collective, frozen=True, kw_only=True):
     """recv = sum over the members of what each sends to this one; part i of ``sends`` is meant for member i."""
 
-    code = "R"
-    meaning = "reduce-scatter"
+    meta = Meta("R", "reduce-scatter", "transfer")
     name = "reduce_scatter"
     sends: Annotated[Split, In()]
     recv: Annotated[View, Out()]
@@ -387,8 +338,7 @@ class ReduceScatter(_Collective, frozen=True, kw_only=True):
 class AllReduce(_Collective, frozen=True, kw_only=True):
     """view = sum of the members' views, in place."""
 
-    code = "S"
-    meaning = "all-reduce"
+    meta = Meta("S", "all-reduce", "transfer")
     name = "all_reduce"
     view: Annotated[View, InOut()]
 
@@ -396,20 +346,14 @@ class AllReduce(_Collective, frozen=True, kw_only=True):
 class Barrier(_Collective, frozen=True, kw_only=True):
     """Ends on no member before it has begun on all."""
 
-    code = "|"
-    meaning = "barrier"
-    family = "synchronisation"
-    activity = "synchronisation"
+    meta = Meta("|", "barrier", "synchronisation")
     name = "barrier"
 
 
 class HostCopy(_Op, frozen=True, kw_only=True):
     """target = source, one of which lies in the host's memory: carried out by a copy engine, which needs no SMs."""
 
-    code = "V"
-    meaning = "copy to the host or back"
-    family = "copy"
-    activity = "copy"
+    meta = Meta("V", "copy to the host or back", "copy")
     stream: Literal["to host", "from host"]
     source: Annotated[View, In("...")]
     target: Annotated[View, Out("...")]
@@ -418,10 +362,7 @@ class HostCopy(_Op, frozen=True, kw_only=True):
 class HostSync(_Op, frozen=True, kw_only=True):
     """The host issues nothing more before all that it issued to ``streams`` has ended."""
 
-    code = "H"
-    meaning = "host sync"
-    family = "synchronisation"
-    activity = "synchronisation"
+    meta = Meta("H", "host sync", "synchronisation")
     stream: ClassVar[str] = HOST
     label: str = "host sync"
     streams: tuple[str, ...]
