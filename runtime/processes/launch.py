@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from runtime.processes.fork_server import deaf, fork_server
-from runtime.processes.process import GRACE_S, LocalRank, RankProcess
+from runtime.processes.process import GRACE_S, LocalRank
 from runtime.processes.rank import Job, Rendezvous, Seat
-from runtime.processes.torchrun import Workers
+from runtime.processes.torchrun import RemoteRank, Workers
 from sim.errors import InputError, RankError
 
 TIMEOUT_S = 120.0
@@ -59,7 +59,7 @@ class Session:
         rendezvous = workers.new_rendezvous() if workers else here
         seat = Seat(0, ranks, device, rendezvous, timeout_s, self.one_host, attention)
         start = workers.start if workers else partial(_start_here, placement or range(ranks))
-        self.processes: list[RankProcess] = []
+        self.processes: list[LocalRank | RemoteRank] = []
         try:
             for rank in range(ranks):
                 with deaf():
@@ -170,6 +170,6 @@ class Session:
         self._folder.cleanup()
 
 
-def _start_here(placement: Sequence[int], seat: Seat) -> RankProcess:
+def _start_here(placement: Sequence[int], seat: Seat) -> LocalRank:
     """Start the process of a rank on its device of this host."""
     return LocalRank(seat, placement[seat.rank])

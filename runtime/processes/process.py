@@ -8,57 +8,12 @@ from __future__ import annotations
 import contextlib
 import signal
 from multiprocessing.connection import Connection
-from typing import Protocol
 
 from runtime.processes.fork_server import fork_server
 from runtime.processes.rank import Answer, Board, Job, Seat, Seen, serve
 
 GRACE_S = 5.0
 """Longest time for what should take none, such as ending."""
-
-
-class RankProcess(Protocol):
-    """The process of a rank, as whoever watches it sees it."""
-
-    def send(self, job: Job | None) -> None:
-        """Let it run a job, or end; if it has gone, ``ended`` says so."""
-        ...
-
-    def signs(self) -> list[Connection | int]:
-        """Return what ``multiprocessing.connection.wait`` can wait for: an answer, a report, or its end."""
-        ...
-
-    def answer(self) -> Answer | None:
-        """Return its next answer, None if there is none yet."""
-        ...
-
-    def seen(self) -> Seen:
-        """Return how far it is."""
-        ...
-
-    def restart_clock(self) -> None:
-        """Let it count as before its first op, reported now."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Return whether it has not ended yet."""
-        ...
-
-    def how_ended(self) -> str:
-        """Return what to say of a process that has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Begin to end it, whatever it does."""
-        ...
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until it has ended, no longer than a time."""
-        ...
-
-    def close(self) -> None:
-        """Give back what served to talk to it alone; it is told and asked nothing afterwards."""
-        ...
 
 
 class LocalRank:
@@ -79,16 +34,18 @@ class LocalRank:
         return self._process.exitcode
 
     def send(self, job: Job | None) -> None:
-        """See RankProcess."""
+        """Let it run a job, or end; if it has gone, ``ended`` says so."""
         with contextlib.suppress(OSError):
             self._process.pipe.send(job)
 
     def signs(self) -> list[Connection | int]:
-        """See RankProcess."""
+        """Return what ``multiprocessing.connection.wait`` can wait for: an answer, a report, or its end."""
         return [self._process.pipe, self._process.sentinel]
 
     def answer(self) -> Answer | None:
-        """See RankProcess. One that has closed its connection is about to end, and is made to."""
+        """Return its next answer, None if there is none yet. One that has closed its connection is about to end, and is
+        made to.
+        """
         try:
             return self._process.pipe.recv() if self._process.pipe.poll() else None
         except (EOFError, ConnectionResetError):
@@ -97,31 +54,31 @@ class LocalRank:
             return None
 
     def seen(self) -> Seen:
-        """See RankProcess."""
+        """Return how far it is."""
         return self._board.seen()
 
     def restart_clock(self) -> None:
-        """See RankProcess."""
+        """Let it count as before its first op, reported now."""
         self._board.restart()
 
     def is_alive(self) -> bool:
-        """See RankProcess."""
+        """Return whether it has not ended yet."""
         return self.exitcode is None
 
     def how_ended(self) -> str:
-        """See RankProcess."""
+        """Return what to say of a process that has ended."""
         return how_ended(self.exitcode or 0)
 
     def kill(self) -> None:
-        """See RankProcess."""
+        """Begin to end it, whatever it does."""
         self._process.kill()
 
     def join(self, timeout_s: float) -> None:
-        """See RankProcess."""
+        """Wait until it has ended, no longer than a time."""
         self._process.join(timeout_s)
 
     def close(self) -> None:
-        """See RankProcess."""
+        """Give back what served to talk to it alone; it is told and asked nothing afterwards."""
         self._process.pipe.close()
 
 

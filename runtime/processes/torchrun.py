@@ -25,7 +25,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any, Self
 
-from runtime.processes.process import GRACE_S, LocalRank, RankProcess, how_ended
+from runtime.processes.process import GRACE_S, LocalRank, how_ended
 from runtime.processes.rank import Answer, Job, Rendezvous, Seat, Seen
 from runtime.processes.worker import KEY, Ended, Farewell, Kill, World, serve_command, torchruns_store
 from sim.errors import InputError, RankError
@@ -51,7 +51,7 @@ class Workers:
         self.world = world
         self._sessions = 0
         self._connections: dict[int, Connection] = {}
-        self._started: dict[int, _RemoteRank] = {}
+        self._started: dict[int, RemoteRank] = {}
         key = secrets.token_bytes(32)
         listens, told = _own_address(world)
         self._listener = Listener((listens, 0), backlog=world.size, authkey=key)
@@ -82,14 +82,14 @@ class Workers:
         self._sessions += 1
         return Rendezvous(f"longstep/{self._sessions}", os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
-    def start(self, seat: Seat) -> RankProcess:
+    def start(self, seat: Seat) -> LocalRank | RemoteRank:
         """Start the process of a rank: of rank 0 beside this one, of others by the worker of that number."""
         if seat.rank == 0:
             return LocalRank(seat, self.world.local_rank)
         earlier = self._started.get(seat.rank)
         if earlier and earlier.is_alive():
             raise RankError(f"rank {seat.rank} still hangs in an earlier session")
-        self._started[seat.rank] = _RemoteRank(self._connections[seat.rank], seat)
+        self._started[seat.rank] = RemoteRank(self._connections[seat.rank], seat)
         return self._started[seat.rank]
 
     def _connect(self) -> None:
@@ -100,7 +100,7 @@ class Workers:
                 self._connections[connection.recv()] = connection
 
 
-class _RemoteRank:
+class RemoteRank:
     """A rank whose process is a child of a worker."""
 
     def __init__(self, connection: Connection, seat: Seat) -> None:
@@ -111,48 +111,48 @@ class _RemoteRank:
         self._tell(seat)
 
     def send(self, job: Job | None) -> None:
-        """See RankProcess."""
+        """See LocalRank."""
         self._tell(job)
 
     def signs(self) -> list[Connection | int]:
-        """See RankProcess."""
+        """See LocalRank."""
         return [self._connection]
 
     def answer(self) -> Answer | None:
-        """See RankProcess."""
+        """See LocalRank."""
         self._listen()
         return self._answers.popleft() if self._answers else None
 
     def seen(self) -> Seen:
-        """See RankProcess."""
+        """See LocalRank."""
         return self._seen
 
     def restart_clock(self) -> None:
-        """See RankProcess."""
+        """See LocalRank."""
         self._seen = Seen(-1, time.monotonic(), False)
 
     def is_alive(self) -> bool:
-        """See RankProcess."""
+        """See LocalRank."""
         self._listen()
         return not self._ended
 
     def how_ended(self) -> str:
-        """See RankProcess."""
+        """See LocalRank."""
         return self._ended
 
     def kill(self) -> None:
-        """See RankProcess."""
+        """See LocalRank."""
         if self.is_alive():
             self._tell(Kill())
 
     def join(self, timeout_s: float) -> None:
-        """See RankProcess."""
+        """See LocalRank."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and time.monotonic() < deadline:
             wait([self._connection], timeout=deadline - time.monotonic())
 
     def close(self) -> None:
-        """See RankProcess. The connection is the worker's, which serves later sessions over it."""
+        """See LocalRank. The connection is the worker's, which serves later sessions over it."""
 
     def _tell(self, message: Seat | Job | Kill | None) -> None:
         try:
