@@ -163,7 +163,7 @@ def test_transfers_over_nvlink_and_between_nodes_differ(profile: Profile) -> Non
 
 
 ROOT = Path(__file__).parents[2]
-COMMON: dict[str, Any] = {"stream": "s", "part": "forward", "label": "", "communicator": "c"}
+COMMON: dict[str, Any] = {"part": "forward", "label": "", "communicator": "c"}
 PARTS = Split(View(0, ()), 0, 1)
 COLLECTIVES: dict[str, Collective] = {
     "all_gather": AllGather(send=View(0, ()), recvs=PARTS, **COMMON),
