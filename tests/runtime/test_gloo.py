@@ -25,7 +25,7 @@ from sim.breakdown import breakdown
 from sim.engine.simulate import simulate
 from sim.errors import RankError
 from sim.memory import walk
-from sim.schedule.ir.ops import COMPUTE, HOST, Barrier, HostSync
+from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
@@ -141,7 +141,7 @@ def test_all_collectives_over_gloo(session: Session) -> None:
     def synchronised(rank: int) -> Program:
         program, links = schedule.program(rank), [link.name for link in schedule.header.communicators]
         barriers = [Barrier(part="backward", label="all", communicator=link) for link in links]
-        wait = HostSync(stream=HOST, part="backward", label="wait", streams=(COMPUTE, *links))
+        wait = HostSync(part="backward", label="wait", streams=(COMPUTE, *links))
         return msgspec.structs.replace(program, ops=(*program.ops, *barriers, wait))
 
     run = ScheduleRun(session, check(Schedule(schedule.header, synchronised)))

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from runtime.execution.attention import Backward, Saved
 from runtime.execution.cuda_attention import AtenFlash, Window
-from runtime.execution.dense import Rotations
 from runtime.execution.kernels import run_kernel
-from runtime.execution.tensors import Storage, ends_at
+from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes
 from sim.schedule.derive.workspace import flash_backward_bytes, workspace_bytes
 from sim.schedule.ir.ops import Attend, AttendBackward, Kernel
