@@ -12,40 +12,29 @@ from runtime.execution.attention import AttentionKernel, delta_of, merge, with_d
 from runtime.execution.dense import run_token_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
-from sim.schedule.ir.ops import (
-    Accumulate,
-    Attend,
-    AttendBackward,
-    Copy,
-    Delta,
-    Fold,
-    HostCopy,
-    Kernel,
-    Merge,
-    Zero,
-)
+from sim.schedule.ir import ops
 from sim.schedule.ir.views import Split
 
 
-def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
+def run_kernel(op: ops.Kernel, storage: Storage, attention: AttentionKernel) -> str:
     """Run one kernel; return the name of the implementation."""
-    if isinstance(op, Attend):
+    if isinstance(op, ops.Attend):
         return _attend(op, storage, attention)
-    if isinstance(op, AttendBackward):
+    if isinstance(op, ops.AttendBackward):
         return _attend_backward(op, storage, attention)
-    if isinstance(op, Delta):
+    if isinstance(op, ops.Delta):
         delta_of(storage.read(op.out), storage.read(op.dout), storage.write(op.delta))
         return "eager delta"
-    if isinstance(op, Merge):
+    if isinstance(op, ops.Merge):
         merge(storage.read(op.out), storage.read(op.lse), storage.read(op.into_out), storage.read(op.into_lse))
         return "eager merge"
-    if isinstance(op, Accumulate):
+    if isinstance(op, ops.Accumulate):
         storage.read(op.into).add_(storage.read(op.source))
         return "aten add_"
-    if isinstance(op, Zero):
+    if isinstance(op, ops.Zero):
         storage.write(op.into).zero_()
         return "aten zero_"
-    if isinstance(op, Copy):
+    if isinstance(op, ops.Copy):
         storage.write(op.target.view)
         source, target = parts(op.source, storage), parts(op.target, storage)
         if op.order:
@@ -53,7 +42,7 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
             return "aten index_select, copy_"
         target.copy_(source)
         return "aten copy_"
-    if isinstance(op, Fold):
+    if isinstance(op, ops.Fold):
         storage.write(op.target.view)
         source = parts(op.source, storage)
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
@@ -61,7 +50,7 @@ def run_kernel(op: Kernel, storage: Storage, attention: AttentionKernel) -> str:
     return run_token_kernel(op, storage)
 
 
-def host_copy(op: HostCopy, storage: Storage) -> Callable[[], list[torch.distributed.Work]]:
+def host_copy(op: ops.HostCopy, storage: Storage) -> Callable[[], list[torch.distributed.Work]]:
     """Return what copies to the host's memory or back; the host does not wait for it where that memory is pinned."""
     target, source = storage.write(op.target), storage.read(op.source)
 
@@ -78,7 +67,7 @@ def _index(order: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(order, device=device)
 
 
-def _attend(op: Attend, storage: Storage, attention: AttentionKernel) -> str:
+def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str:
     """Run attention of one block."""
     q, k, v = (storage.read(view) for view in op.reads)
     name = attention.name
@@ -96,7 +85,7 @@ def _attend(op: Attend, storage: Storage, attention: AttentionKernel) -> str:
     return name
 
 
-def _attend_backward(op: AttendBackward, storage: Storage, attention: AttentionKernel) -> str:
+def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: AttentionKernel) -> str:
     """Run the backward pass of one block."""
     q, k, v, lse, dout = (storage.read(view) for view in (op.q, op.k, op.v, op.lse, op.dout))
     given = op.delta or op.out

@@ -23,17 +23,7 @@ from sim.engine.network import Activity, Flow, Network
 from sim.errors import InputError, ScheduleError
 from sim.profile import Profile
 from sim.schedule.derive.matching import Key
-from sim.schedule.ir.ops import (
-    COMPUTE,
-    HOST,
-    Collective,
-    Communication,
-    Exchange,
-    HostCopy,
-    HostSync,
-    Kernel,
-    Op,
-)
+from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program, require_checked
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
@@ -111,7 +101,7 @@ class _Rank:
             for index, use in enumerate(checked.kernels[rank])
         ]
         for index, op in enumerate(program.ops):
-            if isinstance(op, HostCopy):
+            if isinstance(op, ops.HostCopy):
                 self.activities[index] = cost.host_copy(rank, program, op)
         issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
@@ -133,7 +123,7 @@ class _Rank:
         """Yield the rows of all ops."""
         times = zip(self.posted, self.begun, self.ended, strict=True)
         for index, (op, of_op) in enumerate(zip(self.ops, times, strict=True)):
-            sent = sum(map(self.nbytes, op.reads)) if isinstance(op, Communication) else 0
+            sent = sum(map(self.nbytes, op.reads)) if isinstance(op, ops.Communication) else 0
             yield Row(self.number, index, op.stream, type(op).__name__, op.part, op.label, *of_op, sent_bytes=sent)
 
 
@@ -177,9 +167,9 @@ class _Player:
     def _stream(self, rank: _Rank, indices: list[int]) -> Generator[None, Then, None]:
         """Take the ops of one stream in order, each from its issue to its end."""
         clock, network = self._clock, self._network
-        number, ops, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
+        number, program, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
         posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
-        own = ops[indices[0]].stream in {COMPUTE, HOST}
+        own = program[indices[0]].stream in {ops.COMPUTE, ops.HOST}
         resume = yield
         wake = partial(clock.soon, resume)
         for index in indices:
@@ -205,11 +195,11 @@ class _Player:
             if activity is not None:
                 network.run(activity, wake)
                 yield
-            elif not isinstance(ops[index], HostSync):  # whose waits are the ends of the streams
+            elif not isinstance(program[index], ops.HostSync):  # whose waits are the ends of the streams
                 for resource, amount in holds:
                     if not network.hold(resource, amount, wake):
                         yield
-                if self._communicate((number, index), ops[index], resume):
+                if self._communicate((number, index), program[index], resume):
                     yield
                 for resource, amount in holds:
                     network.release(resource, amount)
@@ -224,17 +214,17 @@ class _Player:
             return not own
         return self._clock.now > max(asleep_since_s, issued_s if own else 0.0)
 
-    def _communicate(self, key: Key, op: Op, resume: Then) -> bool:
+    def _communicate(self, key: Key, op: ops.Op, resume: Then) -> bool:
         """Post a communication op; return whether it takes time, at the end of which its stream goes on."""
-        if isinstance(op, Exchange):
+        if isinstance(op, ops.Exchange):
             return self._exchange(key, op, resume)
-        if isinstance(op, Collective):
+        if isinstance(op, ops.Collective):
             return self._collective(key, op, resume)
-        if isinstance(op, Kernel | HostCopy | HostSync):
+        if isinstance(op, ops.Kernel | ops.HostCopy | ops.HostSync):
             raise AssertionError(f"no communication: {op}")
         assert_never(op)
 
-    def _exchange(self, key: Key, op: Exchange, resume: Then) -> bool:
+    def _exchange(self, key: Key, op: ops.Exchange, resume: Then) -> bool:
         """Start the transfers whose other side is there; the end of an Exchange is that of its last one."""
         now = self._clock.now
         for number in self._matching.transfers_of.get(key, ()):
@@ -258,7 +248,7 @@ class _Player:
             if self._missing[key] == 0 and key in self._resume:
                 self._clock.soon(self._resume.pop(key))
 
-    def _collective(self, key: Key, op: Collective, resume: Then) -> bool:
+    def _collective(self, key: Key, op: ops.Collective, resume: Then) -> bool:
         """Begin a collective if this is the last of its members to post."""
         number = self._matching.group_of[key]
         members = self._matching.groups[number].members
@@ -297,7 +287,7 @@ def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
     largest = 0
     for rank, index in members:
         op = programs[rank].ops[index]
-        assert isinstance(op, Collective)
+        assert isinstance(op, ops.Collective)
         alike = not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
         if op.given:
             parts = [part_of(op.given, member) for member in range(1 if alike else len(members))]
@@ -311,7 +301,7 @@ def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iter
     for index, (op, own_s) in enumerate(zip(program.ops, issue_s, strict=True)):
         since_s += own_s
         yield after, since_s
-        if isinstance(op, HostSync) or (inline and op.stream == COMPUTE):
+        if isinstance(op, ops.HostSync) or (inline and op.stream == ops.COMPUTE):
             after, since_s = index, 0.0
 
 
@@ -324,6 +314,6 @@ def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:
     """
     last: tuple[int, ...] = ()
     for index, op in enumerate(program.ops):
-        yield last if cuda and isinstance(op, Exchange | Collective | HostCopy) else ()
-        if op.stream == COMPUTE:
+        yield last if cuda and isinstance(op, ops.Exchange | ops.Collective | ops.HostCopy) else ()
+        if op.stream == ops.COMPUTE:
             last = (index,)

@@ -109,7 +109,7 @@ def test_what_was_measured_is_what_collectives_take() -> None:
     profile = one.profile(complete=True)
     cost = CostModel(Cluster(measured_cluster(profile)), profile)
     whole = View(0, ((0, 1), (0, 2**26), (0, 1), (0, 1)))
-    fields = {"stream": "link", "part": "forward", "label": "", "communicator": "link"}
+    fields = {"label": "", "communicator": "link"}
     moved = AllToAll(**fields, sends=Split(whole, 1, 2), recvs=Split(whole, 1, 2))
     summed = AllReduce(**fields, view=whole)
     for op, nbytes, seconds in ((moved, 2**25, 1e-3), (summed, 2**26, 2e-3)):

@@ -7,19 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Collective,
-    Exchange,
-    HostCopy,
-    HostSync,
-    Kernel,
-    Message,
-    ReduceScatter,
-)
+from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.workload import Dtype
@@ -62,7 +50,7 @@ def match(schedule: Schedule) -> Matching:
     for program in schedule.programs:
         rank = program.rank
         for index, op in enumerate(program.ops):
-            if isinstance(op, Exchange):
+            if isinstance(op, ops.Exchange):
                 group = schedule.communicator(op.communicator).group_of(rank)
                 for peer, _ in (*op.sends, *op.recvs):
                     if peer not in group:
@@ -73,7 +61,7 @@ def match(schedule: Schedule) -> Matching:
                     sends[op.communicator, rank, peer].append(((rank, index), views))
                 for peer, views in _by_peer(op.recvs):
                     recvs[op.communicator, peer, rank].append(((rank, index), views))
-            elif isinstance(op, Collective):
+            elif isinstance(op, ops.Collective):
                 calls[op.communicator, schedule.communicator(op.communicator).group_of(rank)][rank].append(index)
     transfers = list(_transfers(schedule, sends, recvs))
     groups = list(_groups(schedule, calls))
@@ -85,7 +73,7 @@ def match(schedule: Schedule) -> Matching:
     return Matching(transfers, groups, dict(transfers_of), group_of)
 
 
-def _by_peer(messages: tuple[Message, ...]) -> Iterable[tuple[int, list[View]]]:
+def _by_peer(messages: tuple[ops.Message, ...]) -> Iterable[tuple[int, list[View]]]:
     """Return each peer once, with its views in their order."""
     views: dict[int, list[View]] = {}
     for peer, view in messages:
@@ -177,7 +165,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
     """Return what one member of a group of some size sends and takes; raises ScheduleError where parts do not fit."""
     program = schedule.program(key[0])
     op = program.ops[key[1]]
-    assert isinstance(op, Collective)
+    assert isinstance(op, ops.Collective)
     found: list[tuple[tuple[tuple[int, ...], Dtype], ...]] = []
     for side in (op.given, op.taken):
         parts: list[View] = []
@@ -188,7 +176,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"
                 )
-            if side.sizes and isinstance(op, ReduceScatter):
+            if side.sizes and isinstance(op, ops.ReduceScatter):
                 raise ScheduleError(f"{describe(schedule, key)} sums parts of sizes {side.sizes}: give equal ones")
             parts = [side.part(member) for member in range(size if side.sizes else 1)]
         elif side is not None:
@@ -227,15 +215,15 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
         for place, (rank, index) in enumerate(group.members):
             program = schedule.program(rank)
             op, n = program.ops[index], len(group.members)
-            if isinstance(op, AllToAll | ReduceScatter):
+            if isinstance(op, ops.AllToAll | ops.ReduceScatter):
                 total += program.nbytes(op.sends.view) - program.nbytes(op.sends.part(place))
-            elif isinstance(op, AllGather):
+            elif isinstance(op, ops.AllGather):
                 total += (n - 1) * program.nbytes(op.send)
-            elif isinstance(op, AllReduce):
+            elif isinstance(op, ops.AllReduce):
                 total += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
-            elif isinstance(op, Barrier):
+            elif isinstance(op, ops.Barrier):
                 pass
-            elif isinstance(op, Exchange | Kernel | HostCopy | HostSync):
+            elif isinstance(op, ops.Exchange | ops.Kernel | ops.HostCopy | ops.HostSync):
                 raise AssertionError(f"no collective: {op}")
             else:
                 assert_never(op)

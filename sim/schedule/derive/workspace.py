@@ -10,23 +10,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from sim.schedule.ir.ops import (
-    Accumulate,
-    Attend,
-    AttendBackward,
-    Copy,
-    Delta,
-    Fold,
-    Gemm,
-    Kernel,
-    Merge,
-    RmsNorm,
-    RmsNormBackward,
-    Rope,
-    SwiGlu,
-    SwiGluBackward,
-    Zero,
-)
+from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
 from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
@@ -35,35 +19,35 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
 
 
-def workspace_bytes(op: Kernel, program: Program) -> int:
+def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     """Return the most bytes that a kernel holds beside its op's buffers."""
-    if isinstance(op, Attend):
+    if isinstance(op, ops.Attend):
         if op.kernel != "flash":
             return _unfused(op, program)
         where_unseen = math.prod(op.lse.shape)  # a byte each
         return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
-    if isinstance(op, AttendBackward):
+    if isinstance(op, ops.AttendBackward):
         return _attend_backward(op, program)
-    if isinstance(op, Merge):
+    if isinstance(op, ops.Merge):
         return 4 * program.nbytes(op.lse)  # the sum, the same without infinities, and two weights
-    if isinstance(op, Delta):
+    if isinstance(op, ops.Delta):
         return _wide_bytes(op.out, program) + program.nbytes(op.delta)
-    if isinstance(op, Rope):
+    if isinstance(op, ops.Rope):
         return _wide_bytes(op.x, program)  # both halves, turned
-    if isinstance(op, Copy):
+    if isinstance(op, ops.Copy):
         return program.nbytes(op.target.view) if op.order else 0
-    if isinstance(op, Fold):
+    if isinstance(op, ops.Fold):
         return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
-    if isinstance(op, RmsNorm):
+    if isinstance(op, ops.RmsNorm):
         return _copied(op, program, _with_sums(op.x, program))
-    if isinstance(op, RmsNormBackward):
+    if isinstance(op, ops.RmsNormBackward):
         return _copied(op, program, [program.dtype(op.x)] * 2)
-    if isinstance(op, Accumulate | Gemm | SwiGlu | SwiGluBackward | Zero):
+    if isinstance(op, ops.Accumulate | ops.Gemm | ops.SwiGlu | ops.SwiGluBackward | ops.Zero):
         return 0
     assert_never(op)
 
 
-def _attend_backward(op: AttendBackward, program: Program) -> int:
+def _attend_backward(op: ops.AttendBackward, program: Program) -> int:
     """Return the workspace of a block's backward pass; where delta is given, an out that has it is made first."""
     if op.kernel != "flash":
         return _unfused(op, program)
@@ -90,7 +74,7 @@ def flash_backward_bytes(dtype: Dtype, q_shape: tuple[int, ...], k_shape: tuple[
     return delta + dq_sum + expanded
 
 
-def _unfused(op: Attend | AttendBackward, program: Program) -> int:
+def _unfused(op: ops.Attend | ops.AttendBackward, program: Program) -> int:
     """Return what attention by other kernels holds of scores, probabilities and their gradients: forward scores in both
     types where they differ, backward (where a chunk's old ones are still there) three of them.
     """
@@ -99,10 +83,10 @@ def _unfused(op: Attend | AttendBackward, program: Program) -> int:
     wide = DTYPE_BYTES[accumulation_dtype(program.dtype(op.q))]
     cast = size if size != wide else 0
     if op.kernel == "standard":
-        a_pair = 2 * size if isinstance(op, AttendBackward) else (wide if cast else 0)
+        a_pair = 2 * size if isinstance(op, ops.AttendBackward) else (wide if cast else 0)
         return batch * heads * queries * keys * a_pair
     chunk = batch * heads * min(queries, QUERY_CHUNK) * min(keys, KEY_CHUNK)
-    if isinstance(op, AttendBackward):
+    if isinstance(op, ops.AttendBackward):
         return 3 * wide * chunk + sum(_wide_bytes(view, program) for view in (op.q, op.k, op.v))
     return (wide + size + cast) * chunk + program.nbytes(op.q)
 
@@ -117,7 +101,7 @@ def _with_sums(view: View, program: Program) -> list[Dtype]:
     return [program.dtype(view), accumulation_dtype(program.dtype(view))]
 
 
-def _copied(op: Kernel, program: Program, made: list[Dtype]) -> int:
+def _copied(op: ops.Kernel, program: Program, made: list[Dtype]) -> int:
     """Return the bytes of results, of the data types that the kernel makes, that are copied to where they belong."""
     return sum(
         math.prod(view.shape) * DTYPE_BYTES[dtype]

@@ -9,18 +9,8 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import AXES, Mesh
+from sim.schedule.ir import ops
 from sim.schedule.ir.masks import Span, mask_of
-from sim.schedule.ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Exchange,
-    Message,
-    ReduceScatter,
-    Zero,
-)
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import TOKENS, Data, Split, View
 from sim.schedule.write.attention import all_heads
@@ -73,7 +63,7 @@ def build(kind: str, size: Size, workload: Workload, mesh: Mesh) -> Schedule:
         else:
             shape = (1, size.nbytes // DTYPE_BYTES[workload.dtype], 1)
             given, taken = (b.buffer(x, "bse", shape, workload.dtype, "communication") for x in ("given", "taken"))
-            b.add(Zero(label="something to send", into=given))
+            b.add(ops.Zero(label="something to send", into=given))
             communicate(b, kind, everyone, given, taken, kind)
         return b.build()
 
@@ -100,13 +90,15 @@ def _attend(b: ProgramBuilder, kind: str, size: Attended) -> None:
     q, k, v = q[:, block.rows], k[:, block.columns], v[:, block.columns]
     if kind == "Attend":
         out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[TOKENS], heads.size, "attention")
-        b.add(Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band))
+        b.add(ops.Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band))
         return
     b.part = "backward"
     out, dout = (b.input(x, queries, heads)[:, block.rows] for x in ("out", "dout"))
     lse = b.input("lse", queries, heads)[:, :, block.rows]
     dq, dk, dv = (b.like(f"d{x}", view, "attention") for x, view in zip("qkv", (q, k, v), strict=True))
-    b.add(AttendBackward(label=kind, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, band=block.band))
+    b.add(
+        ops.AttendBackward(label=kind, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, band=block.band)
+    )
 
 
 def communicate(b: ProgramBuilder, kind: str, over: Communicator, given: View, taken: View, label: str) -> None:
@@ -117,19 +109,23 @@ def communicate(b: ProgramBuilder, kind: str, over: Communicator, given: View, t
     size, at = len(ranks), over.position(b.rank)
     part = slice(0, given.shape[TOKENS] // size)
     if kind == "Exchange":
-        sends, recvs = Message(ranks[(at + 1) % size], given), Message(ranks[at - 1], taken)
-        b.add(Exchange(label=label, communicator=over.name, sends=(sends,), recvs=(recvs,)))
+        sends, recvs = ops.Message(ranks[(at + 1) % size], given), ops.Message(ranks[at - 1], taken)
+        b.add(ops.Exchange(label=label, communicator=over.name, sends=(sends,), recvs=(recvs,)))
     elif kind == "AllToAll":
         b.add(
-            AllToAll(
+            ops.AllToAll(
                 label=label, communicator=over.name, sends=Split(given, TOKENS, size), recvs=Split(taken, TOKENS, size)
             )
         )
     elif kind == "AllGather":
-        b.add(AllGather(label=label, communicator=over.name, send=given[:, part], recvs=Split(taken, TOKENS, size)))
+        b.add(ops.AllGather(label=label, communicator=over.name, send=given[:, part], recvs=Split(taken, TOKENS, size)))
     elif kind == "ReduceScatter":
-        b.add(ReduceScatter(label=label, communicator=over.name, sends=Split(given, TOKENS, size), recv=taken[:, part]))
+        b.add(
+            ops.ReduceScatter(
+                label=label, communicator=over.name, sends=Split(given, TOKENS, size), recv=taken[:, part]
+            )
+        )
     else:
         assert kind == "AllReduce", kind
         b.copy(given, taken, "copy")
-        b.add(AllReduce(label=label, communicator=over.name, view=taken))
+        b.add(ops.AllReduce(label=label, communicator=over.name, view=taken))
