@@ -26,7 +26,7 @@ from sim.engine.cost import measured_cluster
 from sim.errors import InputError, RankError, unknown
 from sim.presets import read_bytes
 from sim.profile import Profile, load_profile, make_folder, profile_folder, profile_names, save_profile
-from sim.workload import DTYPE_BYTES, ModelSpec, load_model
+from sim.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 
@@ -125,7 +125,7 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     spec = load_cluster(command.cluster)
     on_gpu = spec.gpu.kind == "cuda"
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
-    dtypes = [one_of("--dtype", dtype, DTYPE_BYTES) for dtype in command.dtype or (model.dtype,)]
+    dtypes = [one_of("--dtype", dtype, FLOATS) for dtype in command.dtype or (model.dtype,)]
     require_machine(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
     path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:

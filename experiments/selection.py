@@ -28,7 +28,7 @@ from sim.schedule.methods.catalog import SCHEDULES, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.workload import DTYPE_BYTES, ModelSpec, Workload, load_model, parse_length
+from sim.workload import FLOATS, ModelSpec, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -248,7 +248,7 @@ def _workload(selection: Selection, model: ModelSpec) -> Workload:
         "batch": selection.batch,
         "mask": one_of("--mask", selection.mask, MASK_NAMES),
         "window": None if selection.window is None else parse_length(selection.window, "--window"),
-        "dtype": one_of("--dtype", selection.dtype or model.dtype, DTYPE_BYTES),
+        "dtype": one_of("--dtype", selection.dtype or model.dtype, FLOATS),
         "scope": one_of("--scope", selection.scope, SCOPES),
         "layers": selection.layers,
         "passes": one_of("--pass", selection.passes, PASSES),

@@ -17,12 +17,15 @@ from sim.errors import InputError, unknown
 from sim.options import SumOptions
 from sim.presets import load_toml, read_bytes
 
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
+"""What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
 Scope = Literal["attention", "layer"]
 Pass = Literal["forward", "backward", "both"]
 MaskName = Literal["causal", "full"]
 
-DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8}
+FLOATS: tuple[Dtype, ...] = ("fp64", "fp32", "bf16", "fp16")
+"""What is computed with."""
 
 Count = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(gt=0)]
@@ -83,6 +86,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         """Raise InputError for what no schedule can play."""
+        if self.dtype not in FLOATS:
+            raise unknown("data type", self.dtype, FLOATS, "--dtype")
         if self.scope == "attention" and self.layers != 1:
             raise InputError(f"{self.layers} layers: the scope attention plays one; set --layers 1, or --scope layer")
         if self.padding >= self.seq or (self.padding and self.mask != "causal"):

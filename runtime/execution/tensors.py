@@ -19,6 +19,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "int64": torch.int64,
 }
 
 Rotation = tuple[Tokens, int, float, torch.dtype, torch.device]
@@ -58,7 +59,9 @@ class Storage:
         if view.buffer not in self._tensors:
             buffer = self._buffers[view.buffer]
             new = self._new(buffer)
-            self._take(view.buffer, new.fill_(float("nan")) if self._poison else new)
+            if self._poison:
+                new.fill_(float("nan") if new.is_floating_point() else torch.iinfo(new.dtype).min)
+            self._take(view.buffer, new)
         return self._slice(self._tensors[view.buffer], view)
 
     def _new(self, buffer: Buffer) -> torch.Tensor:
