@@ -140,10 +140,9 @@ def case_of(point: Point) -> KernelCase | None:
     elif point.kernel == "gemm" and point.variant == "nn":
         tokens, fan_in, fan_out = point.shape
         b = ProgramBuilder(0, Workload(model=_model(embed_dim=fan_in), seq=tokens, dtype=point.dtype))
-        x, out = b.activation("x", tokens, fan_in, "other"), b.activation("out", tokens, fan_out, "other")
-        b.add(
-            Gemm(label="gemm", form="nn", a=x, b=b.buffer("w", "io", (fan_in, fan_out), point.dtype, "other"), out=out)
-        )
+        x, out = (b.buffer("tokens", "bse", (1, tokens, width), point.dtype, "other") for width in (fan_in, fan_out))
+        w = b.buffer("w", "io", (fan_in, fan_out), point.dtype, "other")
+        b.add(Gemm(label="gemm", form="nn", a=x, b=w, out=out))
         cases = list(cases_of(b.build()))
     else:
         return None

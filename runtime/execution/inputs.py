@@ -16,9 +16,9 @@ import torch
 from runtime.execution.reference import attention, layers
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.masks import Span, mask_of
-from sim.schedule.ir.program import Program
+from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import View
-from sim.schedule.model.equations import weight_shapes
+from sim.schedule.model.block import LLAMA, tensor_of
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -37,7 +37,7 @@ def global_activations(name: str, span: Span, workload: Workload) -> torch.Tenso
 
 def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
-    shape = weight_shapes(workload.model)[name]
+    shape = tensor_of(name).shape(workload.model)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
     drawn = torch.randn(shape, generator=generator)
     scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
@@ -58,6 +58,12 @@ def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -
     return torch.cat(blocks, dim=1)
 
 
+def shard_of(weight: torch.Tensor, port: Port) -> torch.Tensor:
+    """Return what a port holds of a weight or its gradient."""
+    rows = weight[torch.cat([torch.arange(*span) for span in port.tokens])]
+    return rows if port.features is None else rows[:, torch.arange(*port.features)]
+
+
 def fill_inputs(
     program: Program, workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
 ) -> None:
@@ -65,15 +71,15 @@ def fill_inputs(
     is called after every port.
     """
     model, whole = workload.model, Span(0, workload.seq)
-    weights: dict[str, View] = {}
+    weights: dict[tuple[object, ...], View] = {}
     for port in program.inputs:
         advance()
-        if port.tensor in weight_shapes(model):
-            if port.name in weights:  # of another rank on this device
-                storage.write(port.view).copy_(storage.read(weights[port.name]))
-            else:
-                storage.write(port.view).copy_(global_weight(port.tensor, port.layer, workload))
-                weights[port.name] = port.view
+        if tensor_of(port.tensor).kind == "weight":
+            first = weights.setdefault((port.name, port.tokens, port.features), port.view)
+            if first == port.view:
+                storage.write(first).copy_(shard_of(global_weight(port.tensor, port.layer, workload), port))
+            else:  # that of another rank on this device
+                storage.write(port.view).copy_(storage.read(first))
             continue
         own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(workload, batch=port.batch.stop)
         if port.tensor in {"x", "dx"}:
@@ -104,7 +110,7 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     whole, model = Span(0, workload.real_seq), workload.model
     if workload.scope == "layer":
         weights = [
-            {name: global_weight(name, layer, workload).double() for name in weight_shapes(model)}
+            {weight.name: global_weight(weight.name, layer, workload).double() for weight in LLAMA.weights}
             for layer in range(workload.layers)
         ]
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))

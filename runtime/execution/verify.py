@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from runtime.execution.inputs import reference
+from runtime.execution.inputs import reference, shard_of
 from runtime.execution.reference import relative_error
 from sim.errors import InputError
 from sim.schedule.ir.program import Port
-from sim.schedule.model.equations import is_weight_gradient
+from sim.schedule.model.block import tensor_of
 from sim.schedule.proof.check import Checked
 from sim.workload import Dtype, Scope, Workload
 
@@ -50,8 +50,8 @@ def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
 
 def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
     """Return what a port holds of a global tensor, without padding."""
-    if is_weight_gradient(port.tensor):
-        return whole
+    if tensor_of(port.tensor).of_weight:
+        return shard_of(whole, port)
     whole = whole[port.batch.start : port.batch.stop]
     tokens = torch.cat([torch.arange(*span) for span in port.tokens])
     tokens, heads = tokens[tokens < workload.real_seq], torch.arange(*port.heads)
@@ -62,7 +62,7 @@ def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
 
 def _real(held: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
     """Return what a port holds, without padding."""
-    if is_weight_gradient(port.tensor) or not workload.padding:
+    if tensor_of(port.tensor).of_weight or not workload.padding:
         return held
     keep = torch.cat([torch.arange(*span) for span in port.tokens]) < workload.real_seq
     return held[:, :, keep] if port.tensor == "lse" else held[:, keep]

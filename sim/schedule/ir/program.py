@@ -28,7 +28,7 @@ class Port(Data, frozen=True, kw_only=True):
     """A tensor that comes from outside or is left for outside: which tokens and heads of which global tensor."""
 
     tensor: str
-    """q, k, v, dout, out, lse, dq, dk or dv; of layers x, dx, and the weights and their gradients as in equations."""
+    """q, k, v, dout, out, lse, dq, dk or dv; of layers x, dx, and the weights and their gradients as in a block."""
     layer: int = 0
     view: View
     batch: Span

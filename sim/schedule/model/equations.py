@@ -1,130 +1,110 @@
-"""What a transformer layer computes, one line an equation: the tokens' side of what ``check`` proves.
-
-The layer is Llama's (arXiv:2302.13971 §2.2): RMSNorm, projections, rotary embedding, attention, output projection,
-residual; RMSNorm, SwiGLU, residual. Tensors carry the number of their layer; ``x`` is what comes into a layer, and a
-``+`` marks the next layer, so ``x+`` is what leaves it and ``dx+`` the gradient that comes back.
-"""
+"""What an equation of tokens is, and a block of them around attention: what is written, counted and proved."""
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from typing import Any, NamedTuple
 
-from sim.workload import ModelSpec, Workload
-
-
-@cache
-def weight_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the weights of one layer: (fan in, fan out), of norms (E,)."""
-    embed, ffn = model.embed_dim, model.ffn_dim
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return {
-        "norm1": (embed,),
-        "wq": (embed, q),
-        "wk": (embed, kv),
-        "wv": (embed, kv),
-        "wo": (q, embed),
-        "norm2": (embed,),
-        "w_gate": (embed, ffn),
-        "w_up": (embed, ffn),
-        "w_down": (ffn, embed),
-    }
+from sim.schedule.ir.ops import Accumulate, Gemm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward, TokenKernel
+from sim.schedule.ir.tensors import Tensor, d
+from sim.workload import ModelSpec
 
 
-def heads_of(tensor: str, model: ModelSpec) -> int | None:
-    """Return how many heads a tensor of tokens has, None if it has none (or is none)."""
-    if tensor in {"q_raw", "q", "out", "lse", "dout", "dq", "dq_raw"}:
-        return model.num_heads
-    if tensor in {"k_raw", "k", "v", "dk", "dk_raw", "dv"}:
-        return model.num_kv_heads
-    return None
+class Equation(NamedTuple):
+    """What one kernel makes of each token by itself. Operands and results stand in the order of the op's fields."""
+
+    kind: type[TokenKernel | Accumulate]
+    label: str
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    variant: tuple[tuple[str, Any], ...] = ()
+    """Fields of the op that say which of its products or rotations it is."""
+    adds: bool = False
+    """Whether the result is added to what an earlier equation has made of it."""
+    backward: tuple[Equation, ...] = ()
+    """What makes the gradients of the operands of those of the results."""
+
+    def gemm_flops(self, model: ModelSpec) -> int:
+        """Return the FLOPs of a matrix product for one token, 2 for each weight; 0 of other kernels."""
+        sizes = [math.prod(tensor.shape(model)) for tensor in (*self.operands, *self.results) if tensor.of_weight]
+        return 2 * sizes[0] if self.kind is Gemm else 0
 
 
-def width_of(tensor: str, model: ModelSpec) -> int:
-    """Return how many features a token of a tensor has that are no heads, 1 if it has none; of a weight (or its
-    gradient) how many columns.
-    """
-    weight = weight_shapes(model).get(tensor) or weight_shapes(model).get(tensor.removeprefix("d"))
-    if weight:
-        return weight[1] if len(weight) == 2 else 1
-    if tensor in {"gate", "up", "act", "dgate", "dup", "dact"}:
-        return model.ffn_dim
-    return 1 if heads_of(tensor, model) or tensor.startswith("rstd") else model.embed_dim
+class Around(NamedTuple):
+    """The equations of one pass before its attention and after it, each in the order of issue."""
+
+    before: tuple[Equation, ...]
+    after: tuple[Equation, ...]
 
 
-def ports_of(workload: Workload) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-    """Return the inputs that a workload's scope and passes give, and the outputs that they ask for: (tensor, layer)."""
-    given: set[tuple[str, int]] = set()
-    asked: set[tuple[str, int]] = set()
-    if workload.scope == "layer":
-        weights = [(name, layer) for layer in range(workload.layers) for name in weight_shapes(workload.model)]
-        given, asked = {("x", 0), *weights}, {("x", workload.layers)}
-        if workload.backward:
-            given |= {("dx", workload.layers)}
-            asked |= {("dx", 0), *((f"d{name}", layer) for name, layer in weights)}
-        return given, asked
-    given = {(name, 0) for name in ("q", "k", "v")}
-    if workload.forward:
-        asked = {("out", 0)}
-    else:
-        given |= {("out", 0), ("lse", 0)}
-    if workload.backward:
-        given |= {("dout", 0)}
-        asked |= {(name, 0) for name in ("dq", "dk", "dv")}
-    return given, asked
+class Block(NamedTuple):
+    """What one layer computes of x around attention; x of the next layer leaves it."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    saved: tuple[Tensor, ...]
+    """What the backward equations need of the forward ones."""
+    forward: Around
+    backward: Around
+
+    @property
+    def equations(self) -> tuple[Equation, ...]:
+        """All of them."""
+        return (*self.forward.before, *self.forward.after, *self.backward.before, *self.backward.after)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the equations speak of, as of the first layer."""
+        spoken = (tensor for one in self.equations for tensor in (*one.operands, *one.results))
+        return tuple(dict.fromkeys(tensor._replace(layer=0) for tensor in spoken))
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """All weights."""
+        return tuple(tensor for tensor in self.tensors if tensor.kind == "weight")
 
 
-def is_weight(tensor: str) -> bool:
-    """Return whether a tensor is a weight."""
-    return tensor.startswith(("w", "norm"))
+def back(*equations: Equation) -> tuple[Equation, ...]:
+    """Return the backward equations of forward ones; gradients of what several of them read add up."""
+    found: list[Equation] = []
+    for equation in (one for forward in equations for one in forward.backward):
+        made = {tensor for earlier in found for tensor in earlier.results}
+        found.append(equation._replace(adds=not made.isdisjoint(equation.results)))
+    return tuple(found)
 
 
-def is_weight_gradient(tensor: str) -> bool:
-    """Return whether a tensor is the gradient of a weight."""
-    return tensor.startswith(("dw", "dnorm"))
+def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor) -> Equation:
+    """Return out = x * rstd * weight."""
+    gradients = (d(x), d(weight))
+    backward = Equation(RmsNormBackward, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
+    return Equation(RmsNorm, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
-_FORWARD = {
-    ("RmsNorm", "x", "norm1"): ("h1", "rstd1"),
-    ("Gemm nn", "h1", "wq"): ("q_raw",),
-    ("Gemm nn", "h1", "wk"): ("k_raw",),
-    ("Gemm nn", "h1", "wv"): ("v",),
-    ("Rope", "q_raw"): ("q",),
-    ("Rope", "k_raw"): ("k",),
-    # attention: q, k, v -> out, lse (see proof/attention_rules.py)
-    ("Gemm nn", "out", "wo"): ("projected",),
-    ("Accumulate", "x", "projected"): ("middle",),
-    ("RmsNorm", "middle", "norm2"): ("h2", "rstd2"),
-    ("Gemm nn", "h2", "w_gate"): ("gate",),
-    ("Gemm nn", "h2", "w_up"): ("up",),
-    ("SwiGlu", "gate", "up"): ("act",),
-    ("Gemm nn", "act", "w_down"): ("down",),
-    ("Accumulate", "middle", "down"): ("x+",),
-}
+def linear(x: Tensor, weight: Tensor, out: Tensor) -> Equation:
+    """Return out = x weight."""
+    backward = (
+        Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", "nt"),)),
+        Equation(Gemm, f"gradient {d(weight).name}", (x, d(out)), (d(weight),), (("form", "tn"),)),
+    )
+    return Equation(Gemm, weight.name, (x, weight), (out,), (("form", "nn"),), backward=backward)
 
-_BACKWARD = {
-    ("Gemm nt", "dx+", "w_down"): ("dact",),
-    ("Gemm tn", "act", "dx+"): ("dw_down",),
-    ("SwiGluBackward", "gate", "up", "dact"): ("dgate", "dup"),
-    ("Gemm tn", "h2", "dgate"): ("dw_gate",),
-    ("Gemm tn", "h2", "dup"): ("dw_up",),
-    ("Gemm nt", "dgate", "w_gate"): ("dh2 of gate",),
-    ("Gemm nt accumulate", "dup", "w_up", "dh2 of gate"): ("dh2",),
-    ("RmsNormBackward", "middle", "norm2", "rstd2", "dh2"): ("dmiddle of norm", "dnorm2"),
-    ("Accumulate", "dx+", "dmiddle of norm"): ("dmiddle",),
-    ("Gemm nt", "dmiddle", "wo"): ("dout",),
-    ("Gemm tn", "out", "dmiddle"): ("dwo",),
-    # attention backward: q, k, v, out, lse, dout -> dq, dk, dv
-    ("Rope inverse", "dq"): ("dq_raw",),
-    ("Rope inverse", "dk"): ("dk_raw",),
-    ("Gemm tn", "h1", "dq_raw"): ("dwq",),
-    ("Gemm tn", "h1", "dk_raw"): ("dwk",),
-    ("Gemm tn", "h1", "dv"): ("dwv",),
-    ("Gemm nt", "dq_raw", "wq"): ("dh1 of q",),
-    ("Gemm nt accumulate", "dk_raw", "wk", "dh1 of q"): ("dh1 of qk",),
-    ("Gemm nt accumulate", "dv", "wv", "dh1 of qk"): ("dh1",),
-    ("RmsNormBackward", "x", "norm1", "rstd1", "dh1"): ("dx of norm", "dnorm1"),
-    ("Accumulate", "dmiddle", "dx of norm"): ("dx",),
-}
 
-EQUATIONS: dict[tuple[str, ...], tuple[str, ...]] = _FORWARD | _BACKWARD
-"""(kernel, operands in the order of the op's reads) -> results in the order of its writes."""
+def rope(x: Tensor, out: Tensor) -> Equation:
+    """Return out = x rotated, in place."""
+    backward = Equation(Rope, f"rope {d(out).name}", (d(out),), (d(x),), (("inverse", True),))
+    return Equation(Rope, f"rope {out.name}", (x,), (out,), (("inverse", False),), backward=(backward,))
+
+
+def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
+    """Return out = silu(gate) * up."""
+    backward = Equation(SwiGluBackward, "back through swiglu", (gate, up, d(out)), (d(gate), d(up)))
+    return Equation(SwiGlu, "swiglu", (gate, up), (out,), backward=(backward,))
+
+
+def add(x: Tensor, into: Tensor, label: str) -> Equation:
+    """Return into += x."""
+    backward = Equation(Accumulate, label, (d(into),), (d(x),))
+    return Equation(Accumulate, label, (x,), (into,), adds=True, backward=(backward,))

@@ -20,6 +20,7 @@ from sim.schedule.ir.ops import (
     Copy,
     Delta,
     Fold,
+    Gemm,
     HostCopy,
     HostSync,
     Kernel,
@@ -30,12 +31,12 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split
-from sim.schedule.model.equations import is_weight_gradient
+from sim.schedule.model.block import TERMS, tensor_of
 from sim.schedule.proof.abstract_memory import Held, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
 from sim.schedule.proof.owners import check_shards, check_tokens, without_replicas
-from sim.schedule.proof.token_rules import TokenRules, check_positions, kind_of
+from sim.schedule.proof.token_rules import TokenRules, check_positions
 
 
 class AbstractPlayer(Turns):
@@ -86,13 +87,6 @@ class AbstractPlayer(Turns):
                 _check_pair(into_out, into_lse)
                 memory.write(op.into_out, _united(into_out, out))
                 memory.write(op.into_lse, _united(into_lse, lse))
-            elif isinstance(op, Accumulate):
-                source, into = memory.read(op.source), memory.read(op.into)
-                same = ZERO in {source[0].content.tensor, into[0].content.tensor} or (
-                    source[0].content.tensor == into[0].content.tensor
-                )
-                total = _sum(into, source) if same else self._token_rules.apply("Accumulate", [source, into])[0]
-                memory.write(op.into, total)
             elif isinstance(op, Zero):
                 memory.zero(op.into)
             elif isinstance(op, Copy):
@@ -102,14 +96,23 @@ class AbstractPlayer(Turns):
                 found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
                 folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
                 memory.write_parts(op.target, folded)
-            elif isinstance(op, TokenKernel):
-                given = [memory.read(view) for view in op.reads]
-                if isinstance(op, Rope):
-                    check_positions(given[0], op.tokens)
-                for view, pieces in zip(op.writes, self._token_rules.apply(kind_of(op), given), strict=True):
-                    memory.write(view, pieces)
+            elif isinstance(op, TokenKernel | Accumulate):
+                self._equation(memory, op)
             else:
                 assert_never(op)
+
+    def _equation(self, memory: Held, op: TokenKernel | Accumulate) -> None:
+        """Play an equation of the layer, or a sum of two parts of one tensor."""
+        adds = isinstance(op, Accumulate) or (isinstance(op, Gemm) and op.accumulate)
+        given = [memory.read(view) for view in op.reads]
+        into = given.pop() if adds else []
+        if isinstance(op, Rope):
+            check_positions(given[0], op.tokens)
+        summed = {piece.content.tensor for piece in (*given[0], *into)} - {ZERO}
+        plain = isinstance(op, Accumulate) and len(summed) <= 1
+        made = given if plain else self._token_rules.apply(op, given)
+        for view, pieces in zip(op.writes, made, strict=True):
+            memory.write(view, _sum(into, pieces) if adds else pieces)
 
     def host_copy(self, key: Key, op: HostCopy) -> None:
         """See Turns."""
@@ -202,7 +205,8 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
 def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
     for piece in (*a, *b):
-        if piece.content.tensor not in {"dq", "dk", "dv", ZERO} and not is_weight_gradient(piece.content.tensor):
+        name = piece.content.tensor
+        if name not in {"dq", "dk", "dv", ZERO} and tensor_of(name).kind != "weight gradient" and TERMS[name] < 2:
             raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
     return _united(a, b)
 

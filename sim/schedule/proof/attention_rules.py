@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, Span, count_pairs, keeps_mask
-from sim.schedule.model.equations import is_weight_gradient
+from sim.schedule.model.block import TERMS, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
     HEADS,
@@ -98,17 +98,20 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
             return summed == _pairs(self.mask, whole, tokens) * self.group
-        if is_weight_gradient(content.tensor):
+        if TERMS[content.tensor] > 1:
+            return sum(terms.size for terms, _ in content.seen) == TERMS[content.tensor]
+        if tensor_of(content.tensor).kind == "weight gradient":
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
 
     def completed(self, content: Content) -> Content:
-        """Return an input as it comes from outside: out and lse with every key summed into them."""
-        if content.tensor not in {"out", "lse"}:
-            return content
-        return content._replace(seen=((Span(0, self.seq), ONE),))
+        """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""
+        if content.tensor in {"out", "lse"}:
+            return content._replace(seen=((Span(0, self.seq), ONE),))
+        terms = TERMS[content.tensor]
+        return content._replace(seen=((Span(0, terms), ONE),)) if terms > 1 else content
 
     def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
         for x, y in common(k, v):

@@ -18,7 +18,7 @@ from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
-from sim.schedule.model.equations import ports_of
+from sim.schedule.model.block import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.wellformed import op_problem, port_problem
 from sim.workload import Workload

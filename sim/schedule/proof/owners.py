@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.program import Port, Program
-from sim.schedule.model.equations import heads_of, is_weight, is_weight_gradient, weight_shapes
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.block import LLAMA, tensor_of
 from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
 
@@ -20,7 +21,7 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
     """Raise where a token or head of a tensor, in one of so many sequences, belongs to no rank or to two."""
     owned: dict[tuple[str, int], dict[Span, Content]] = defaultdict(dict)
     for port in ports:
-        if is_weight(port.tensor) or is_weight_gradient(port.tensor):
+        if tensor_of(port.tensor).of_weight:
             continue
         blank = Content(port.tensor, port.layer, (port.batch, Span(0, 0), Span(0, 0), ONE))
         of_batch = owned[port.tensor, port.layer]
@@ -36,7 +37,7 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
             for batch, content in by_batch.items()
             for tokens, heads in content.seen
         )
-        total = sequences * workload.seq * (heads_of(tensor, workload.model) or 1)
+        total = sequences * workload.seq * (tensor_of(tensor).heads(workload.model) or 1)
         if cells != total:
             raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {tensor} have an owner")
 
@@ -56,8 +57,7 @@ def without_replicas(ports: Iterable[Port]) -> list[Port]:
 class _Shard(NamedTuple):
     """Part of a weight."""
 
-    weight: str
-    layer: int
+    weight: Tensor
     rows: Span
     columns: Span
 
@@ -66,38 +66,34 @@ def check_shards(programs: Sequence[Program], workload: Workload) -> None:
     """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave the
     gradient of just the shards that it holds.
     """
-    held: dict[tuple[str, int], Counter[_Shard]] = defaultdict(Counter)
+    held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
     for program in programs:
-        own, left = _shards(program.inputs, workload, is_weight), _shards(program.outputs, workload, is_weight_gradient)
+        own = _shards(program.inputs, workload, {weight.name: weight for weight in LLAMA.weights})
+        left = _shards(program.outputs, workload, {d(weight).name: weight for weight in LLAMA.weights})
         for shard in own:
-            held[shard.weight, shard.layer][shard] += own[shard]
+            held[shard.weight][shard] += own[shard]
         for shard in (own - left) | (left - own) if workload.backward else ():
             state = "leaves no gradient of" if own[shard] > left[shard] else "has no use for the gradient of"
             raise ScheduleError(
                 f"rank {program.rank} {state} rows {spell(shard.rows)}, columns {spell(shard.columns)} of "
-                f"{shard.weight} of layer {shard.layer}: it leaves those of the shards that it holds"
+                f"{shard.weight.name} of layer {shard.weight.layer}: it leaves those of the shards that it holds"
             )
-    for (weight, layer), shards in held.items():
-        problem = _uneven(shards, _shape(weight, workload))
+    for weight, shards in held.items():
+        (rows,) = weight.rows(workload.model)
+        problem = _uneven(shards, (rows.size, weight.features(workload.model)))
         if problem:
-            raise ScheduleError(f"{weight} of layer {layer}: {problem}; a shard is lost or doubled")
+            raise ScheduleError(f"{weight.name} of layer {weight.layer}: {problem}; a shard is lost or doubled")
 
 
-def _shards(ports: Iterable[Port], workload: Workload, kind: Callable[[str], bool]) -> Counter[_Shard]:
-    """Return the shards of weights, or those whose gradients, are in ports of a kind."""
+def _shards(ports: Iterable[Port], workload: Workload, weights: dict[str, Tensor]) -> Counter[_Shard]:
+    """Return the shards of weights in ports of these names, each the weight's own or its gradient's."""
     found: Counter[_Shard] = Counter()
     for port in ports:
-        if kind(port.tensor):
-            weight = port.tensor.removeprefix("d")
-            columns = port.features or Span(0, _shape(weight, workload)[1])
-            found.update(_Shard(weight, port.layer, rows, columns) for rows in port.tokens)
+        if port.tensor in weights:
+            weight = weights[port.tensor]
+            columns = port.features or Span(0, weight.features(workload.model))
+            found.update(_Shard(weight.later(port.layer), rows, columns) for rows in port.tokens)
     return found
-
-
-def _shape(tensor: str, workload: Workload) -> tuple[int, int]:
-    """Return rows and columns of a weight."""
-    rows, *columns = weight_shapes(workload.model)[tensor]
-    return rows, columns[0] if columns else 1
 
 
 def _uneven(shards: Counter[_Shard], shape: tuple[int, int]) -> str:

@@ -6,11 +6,24 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, Tokens
-from sim.schedule.ir.ops import Gemm, Rope, TokenKernel
-from sim.schedule.model.equations import EQUATIONS, heads_of, is_weight_gradient, weight_shapes, width_of
+from sim.schedule.ir.ops import Accumulate, Op, TokenKernel
+from sim.schedule.ir.tensors import Tensor
+from sim.schedule.model.block import LLAMA, TERMS, tensor_of
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import HEADS, TOKENS, Box, Content, Piece, Place, brief, meet, spell, union
+from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, brief, meet, spell, union
 from sim.workload import ModelSpec
+
+
+def _key(kind: type[Op], variant: tuple[object, ...], operands: list[tuple[str, int]]) -> tuple[object, ...]:
+    """Return what tells an equation from others: its kernel and its operands, by name and layers after the first."""
+    base = min(layer for _, layer in operands)
+    return kind, variant, *((name, layer - base) for name, layer in operands)
+
+
+_NUMBERS = {
+    _key(one.kind, one.variant, [(tensor.name, tensor.layer) for tensor in one.operands]): number
+    for number, one in enumerate(LLAMA.equations)
+}
 
 
 class TokenRules(NamedTuple):
@@ -19,28 +32,26 @@ class TokenRules(NamedTuple):
     model: ModelSpec
     attention: AttentionRules
 
-    def apply(self, kind: str, operands: list[list[Piece]]) -> list[list[Piece]]:
+    def apply(self, op: TokenKernel | Accumulate, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the layer, or
         are different tokens.
         """
-        weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if self._is_weight(pieces[0])}
+        weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if _is_weight(pieces[0])}
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
         if not tokens:
-            raise ScheduleError(f"{kind} of weights alone is no equation of the layer")
+            raise ScheduleError(f"{type(op).__name__} of weights alone is no equation of the layer")
         results: list[list[Piece]] | None = None
         for group in _aligned(tokens):
             rest = iter(group)
-            found = self._combined(kind, [weights[i] if i in weights else next(rest) for i in range(len(operands))])
-            results = found if results is None else [self._joined(a, b) for a, b in zip(results, found, strict=True)]
+            found = self._combined(op, [weights[i] if i in weights else next(rest) for i in range(len(operands))])
+            results = found if results is None else [_joined(a, b) for a, b in zip(results, found, strict=True)]
         assert results is not None
         return results
 
-    def _is_weight(self, piece: Piece) -> bool:
-        return piece.content.tensor in weight_shapes(self.model)
-
     def _whole(self, pieces: list[Piece]) -> Piece:
         """Return the one piece of a weight, all of which is needed."""
-        if len(pieces) > 1 or pieces[0].content.at != whole_weight(pieces[0].content.tensor, self.model):
+        tensor = tensor_of(pieces[0].content.tensor)
+        if len(pieces) > 1 or pieces[0].content.at != (ONE, *tensor.rows(self.model), *row_of(tensor, self.model)):
             raise ScheduleError(f"{brief(pieces[0].content)} where all of the weight is needed")
         return pieces[0]
 
@@ -49,7 +60,7 @@ class TokenRules(NamedTuple):
         rows = []
         for piece in pieces:
             batch, tokens, *inner = piece.content.at
-            wanted = row_of(piece.content.tensor, self.model)
+            wanted = row_of(tensor_of(piece.content.tensor), self.model)
             if tuple(inner) != wanted or piece.box[HEADS:] != tuple((0, span.size) for span in wanted):
                 heads, width = (span.size for span in wanted)
                 raise ScheduleError(
@@ -61,64 +72,51 @@ class TokenRules(NamedTuple):
             rows.append(Piece((b, s, (0, 1), (0, 1)), piece.content._replace(at=(batch, tokens, ONE, ONE), seen=())))
         return rows
 
-    def _combined(self, kind: str, operands: list[Piece]) -> list[list[Piece]]:
+    def _combined(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the results of one kernel on the same tokens of each operand."""
-        base = min(piece.content.layer for piece in operands)
-        names = [piece.content.tensor + "+" * (piece.content.layer - base) for piece in operands]
-        results = EQUATIONS.get((kind, *names))
-        if results is None:
+        variant = tuple((name, getattr(op, name)) for name in ("form", "inverse") if name in op.__struct_fields__)
+        number = _NUMBERS.get(_key(type(op), variant, [piece.content[:2] for piece in operands]))
+        if number is None:
+            kind = " ".join([type(op).__name__, *(f"{name}={value}" for name, value in variant)])
             spelled = ", ".join(f"{piece.content.tensor} of layer {piece.content.layer}" for piece in operands)
             raise ScheduleError(f"{kind} of {spelled} is no equation of the layer")
-        tokens = [piece for piece in operands if not self._is_weight(piece)]
+        tokens = [piece for piece in operands if not _is_weight(piece)]
         first = tokens[0]
         for piece in tokens:
             if piece.content.at != first.content.at:
-                raise ScheduleError(f"{kind} of {brief(first.content)} with other tokens, {brief(piece.content)}")
-        return [[self._result(name, base, first)] for name in results]
+                raise ScheduleError(f"{op.label} of {brief(first.content)} with other tokens, {brief(piece.content)}")
+        equation = LLAMA.equations[number]
+        layer = operands[0].content.layer - equation.operands[0].layer
+        return [[self._result(number, tensor.later(layer), first)] for tensor in equation.results]
 
-    def _result(self, name: str, base: int, tokens: Piece) -> Piece:
-        """Return one result of tokens: a tensor of the same tokens, or their part in the gradient of a weight."""
+    def _result(self, number: int, tensor: Tensor, tokens: Piece) -> Piece:
+        """Return what an equation makes of tokens: a tensor of the same tokens, or their part in the gradient of a
+        weight.
+        """
         batch, rows, *_ = tokens.content.at
-        if is_weight_gradient(name):
-            at = whole_weight(name.removeprefix("d"), self.model)
-            return Piece(box_of(at), Content(name, base, at, ((rows, batch),)))
-        layer, name = base + name.count("+"), name.removesuffix("+")
-        inner = row_of(name, self.model)
-        b, s, *_ = tokens.box
+        inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
+        at, seen = (batch, rows, *inner), ((Span(number, number + 1), ONE),) if TERMS[tensor.name] > 1 else ()
+        if tensor.of_weight:
+            (own,) = tensor.rows(self.model)
+            at, seen, b, s = (ONE, own, *inner), ((rows, batch),), (0, 1), (0, own.size)
         heads, width = inner
-        return Piece((b, s, (0, heads.size), (0, width.size)), Content(name, layer, (batch, rows, *inner)))
-
-    def _joined(self, a: list[Piece], b: list[Piece]) -> list[Piece]:
-        """Return a result of more tokens: side by side, or summed up where it is a weight's gradient."""
-        if is_weight_gradient(a[0].content.tensor):
-            return [a[0]._replace(content=union(a[0].content, b[0].content))]
-        return a + b
+        return Piece((b, s, (0, heads.size), (0, width.size)), Content(tensor.name, tensor.layer, at, seen))
 
 
-def row_of(tensor: str, model: ModelSpec) -> tuple[Span, Span]:
-    """Return all heads and features of one token of a tensor."""
-    return Span(0, heads_of(tensor, model) or 1), Span(0, width_of(tensor, model))
+def _is_weight(piece: Piece) -> bool:
+    return tensor_of(piece.content.tensor).kind == "weight"
 
 
-def whole_weight(tensor: str, model: ModelSpec) -> Place:
-    """Return all of a weight: its rows and columns."""
-    rows, *columns = weight_shapes(model)[tensor]
-    return ONE, Span(0, rows), ONE, Span(0, *columns) if columns else ONE
+def _joined(a: list[Piece], b: list[Piece]) -> list[Piece]:
+    """Return a result of more tokens: side by side, or summed up where it is a weight's gradient."""
+    if tensor_of(a[0].content.tensor).kind == "weight gradient":
+        return [a[0]._replace(content=union(a[0].content, b[0].content))]
+    return a + b
 
 
-def box_of(at: Place) -> Box:
-    """Return the box that holds all of a place from its beginning."""
-    b, s, h, f = at
-    return (0, b.size), (0, s.size), (0, h.size), (0, f.size)
-
-
-def kind_of(op: TokenKernel) -> str:
-    """Return how the table of equations names a kernel."""
-    if isinstance(op, Gemm):
-        return f"Gemm {op.form}" + (" accumulate" if op.accumulate else "")
-    if isinstance(op, Rope) and op.inverse:
-        return "Rope inverse"
-    return type(op).__name__
+def row_of(tensor: Tensor, model: ModelSpec) -> tuple[Span, Span]:
+    """Return all heads and features of one token of a tensor; of a weight, of one row."""
+    return Span(0, tensor.heads(model) or 1), Span(0, tensor.features(model))
 
 
 def check_positions(pieces: list[Piece], tokens: Tokens) -> None:

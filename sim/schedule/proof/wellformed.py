@@ -21,12 +21,13 @@ from sim.schedule.ir.ops import (
     Fold,
     Gemm,
     HostCopy,
+    Kernel,
     Op,
     Rope,
 )
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.equations import heads_of, width_of
+from sim.schedule.model.block import tensor_of
 from sim.workload import ModelSpec
 
 
@@ -41,7 +42,10 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
     if isinstance(op, HostCopy):
         return _host_copy_problem(op, program) or _shape_problem(op, program)
-    problem = _place_problem((*reads, *writes), program) or _collision(op, reads, writes, program)
+    views = (*reads, *writes)
+    problem = (
+        _place_problem(views, program) or _integer_problem(op, views, program) or _collision(op, reads, writes, program)
+    )
     if isinstance(op, Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op, program) or _rule_problem(op, program)
@@ -82,6 +86,13 @@ def _host_copy_problem(op: HostCopy, program: Program) -> str:
         return "copies a view with gaps; copy it into a buffer first"
     stream = FETCH if target.place == "hbm" else OFFLOAD
     return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
+
+
+def _integer_problem(op: Op, views: tuple[View, ...], program: Program) -> str:
+    """Return where an op computes with integers: those are cut and moved only."""
+    computes = isinstance(op, Kernel) or (isinstance(op, Collective) and isinstance(op.taken, View))
+    names = [program.buffers[view.buffer].name for view in views if computes and program.dtype(view) == "int64"]
+    return f"computes with integers, of buffer {names[0]!r}: take fp64, fp32, bf16 or fp16" if names else ""
 
 
 _DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
@@ -192,12 +203,12 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     if problem := _view_problem(port.view, program):
         return problem
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
-    width = port.features.size if port.features else width_of(port.tensor, model)
-    tokens = num_tokens(port.tokens)
+    tensor, tokens = tensor_of(port.tensor), num_tokens(port.tokens)
+    width = port.features.size if port.features else tensor.features(model)
     wanted = {"b": port.batch.size, "s": tokens, "i": tokens, "h": port.heads.size, "e": width, "o": width}
     for dim, extent in dims.items():
         if dim in wanted and extent != wanted[dim]:
             return f"holds {extent} along {dim!r}, but says {wanted[dim]}"
-    if ("h" in dims) != (heads_of(port.tensor, model) is not None):
+    if ("h" in dims) != (tensor.heads(model) is not None):
         return f"has dims {''.join(dims)!r}, which are not those of {port.tensor}"
     return ""

@@ -11,8 +11,8 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
-from sim.schedule.model.equations import weight_shapes
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
@@ -93,10 +93,6 @@ class ProgramBuilder:
         """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
         return parts_are_contiguous(split, self._buffers[split.view.buffer])
 
-    def activation(self, name: str, tokens: int, width: int, category: Category) -> View:
-        """Return a new (B, tokens, width) buffer in the model's data type."""
-        return self.buffer(name, "bse", (self.batch.size, tokens, width), self.workload.dtype, category)
-
     def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
         """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
         new = self.lse if tensor == "lse" else self.tensor
@@ -104,28 +100,38 @@ class ProgramBuilder:
         self._inputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
         return view
 
-    def input_activation(self, tensor: str, layer: int, tokens: Tokens, category: Category) -> View:
-        """Return a buffer that holds these tokens of x or dx of a layer, (B, tokens, E), when the program starts."""
-        view = self.activation(tensor, num_tokens(tokens), self.workload.model.embed_dim, category)
-        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, batch=self.batch, tokens=tokens, heads=ONE))
-        return view
-
-    def input_weight(self, tensor: str, layer: int) -> View:
-        """Return a buffer that holds a weight of a layer when the program starts."""
-        view = self.weight(f"{tensor} {layer}", tensor, "parameter")
-        rows = Span(0, view.shape[0])
-        self._inputs.append(Port(tensor=tensor, layer=layer, view=view, batch=ONE, tokens=(rows,), heads=ONE))
-        return view
-
-    def weight(self, name: str, tensor: str, category: Category) -> View:
-        """Return a new buffer with the shape of a weight: a parameter, or its gradient."""
-        shape = weight_shapes(self.workload.model)[tensor]
-        return self.buffer(name, "io"[: len(shape)], shape, self.workload.dtype, category)
-
-    def output(self, tensor: str, view: View, tokens: Tokens, heads: Span, layer: int = 0) -> None:
+    def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        batch = self.batch if "b" in self._buffers[view.buffer].dims else ONE
-        self._outputs.append(Port(tensor=tensor, layer=layer, view=view, batch=batch, tokens=tokens, heads=heads))
+        self._outputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
+
+    def new(self, tensor: Tensor, extent: int) -> View:
+        """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight."""
+        model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
+        if tensor.of_weight:
+            category: Category = "parameter" if tensor.kind == "weight" else "gradient"
+            name = f"{name} {tensor.layer}"
+            return self.buffer(name, "io"[: len(shape)], (extent, *shape[1:]), self.workload.dtype, category)
+        is_saved, heads = tensor.kind == "activation", tensor.heads(model)
+        if heads:
+            return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
+        own = self.workload.dtype
+        dtypes: dict[str, Dtype] = {"model": own, "accumulation": accumulation_dtype(own), "int64": "int64"}
+        dims, shape = "bse"[: 2 + len(shape)], (self.batch.size, extent, *shape)
+        return self.buffer(name, dims, shape, dtypes[tensor.numbers], "saved" if is_saved else "other")
+
+    def input_of(self, tensor: Tensor, tokens: Tokens) -> View:
+        """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
+        view = self.new(tensor, num_tokens(tokens))
+        self._inputs.append(self._port(tensor, tokens, view))
+        return view
+
+    def output_of(self, tensor: Tensor, tokens: Tokens, view: View) -> None:
+        """Declare that a view holds these tokens of a tensor, or rows of a gradient, when the program ends."""
+        self._outputs.append(self._port(tensor, tokens, view))
+
+    def _port(self, tensor: Tensor, tokens: Tokens, view: View) -> Port:
+        batch = ONE if tensor.of_weight else self.batch
+        return Port(tensor=tensor.name, layer=tensor.layer, view=view, batch=batch, tokens=tokens, heads=ONE)
 
     # Ops
 

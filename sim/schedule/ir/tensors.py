@@ -1,0 +1,64 @@
+"""What a tensor is: a struct that says its kind, its name and its layer, and what extents it takes from the model."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from sim.schedule.ir.masks import Span
+from sim.workload import ModelSpec
+
+Kind = Literal["weight", "weight gradient", "activation", "gradient"]
+Axis = Literal["embed", "ffn", "heads", "kv_heads"]
+"""What an extent is called; each head counts head dim features."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a model. Of an activation or its gradient axes follow batch and tokens; of a weight or its gradient
+    they are rows and columns.
+    """
+
+    name: str
+    kind: Kind
+    axes: tuple[Axis, ...] = ()
+    numbers: Literal["model", "accumulation", "int64"] = "model"
+    """Its data type: the model's, that of sums, or integers."""
+    layer: int = 0
+
+    @property
+    def of_weight(self) -> bool:
+        """Whether it is a weight or the gradient of one."""
+        return self.kind in {"weight", "weight gradient"}
+
+    def later(self, layers: int) -> Tensor:
+        """Return the same tensor so many layers later."""
+        return self._replace(layer=self.layer + layers)
+
+    def rows(self, model: ModelSpec) -> tuple[Span]:
+        """Return all rows of a weight."""
+        return (Span(0, self.shape(model)[0]),)
+
+    def shape(self, model: ModelSpec) -> tuple[int, ...]:
+        """Return the number of features along each axis."""
+        features = {
+            "embed": model.embed_dim,
+            "ffn": model.ffn_dim,
+            "heads": model.num_heads * model.head_dim,
+            "kv_heads": model.num_kv_heads * model.head_dim,
+        }
+        return tuple(features[axis] for axis in self.axes)
+
+    def heads(self, model: ModelSpec) -> int | None:
+        """Return how many heads a tensor of tokens has, None if it has none or is none."""
+        counts = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
+        return counts.get(self.axes[0]) if self.axes and not self.of_weight else None
+
+    def features(self, model: ModelSpec) -> int:
+        """Return how many features a token has that are no heads, 1 if it has none; of a weight how many columns."""
+        inner = self.shape(model)[1 if self.of_weight else 0 :]
+        return 1 if self.heads(model) or not inner else inner[0]
+
+
+def d(tensor: Tensor) -> Tensor:
+    """Return the gradient of a tensor."""
+    kind: Kind = "weight gradient" if tensor.kind == "weight" else "gradient"
+    return tensor._replace(name=f"d{tensor.name}", kind=kind)

@@ -1,0 +1,58 @@
+"""Writes equations of a block into a program, for some tokens of one layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sim.schedule.ir.declare import operands
+from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.tensors import Tensor
+from sim.schedule.ir.views import View
+from sim.schedule.model.equations import Equation
+from sim.schedule.write.attention import Saved
+from sim.schedule.write.builder import ProgramBuilder
+
+Values = dict[Tensor, View]
+"""Where the tensors of a layer lie."""
+
+
+class Kept(NamedTuple):
+    """What the backward pass of a layer needs of its forward pass: what was there before attention, and after it."""
+
+    before: Values
+    attention: Saved
+    after: Values
+
+
+class TokenWriter(NamedTuple):
+    """Writes equations for some tokens of one layer; their operands are in ``values``, and so are their results."""
+
+    b: ProgramBuilder
+    layer: int
+    tokens: Tokens
+    values: Values
+
+    def write(self, equation: Equation, *, adds: bool = False) -> None:
+        """Append the op of an equation. A result that has no place yet gets a new buffer; one that has may be added to
+        what lies there.
+        """
+        kind, model, values = equation.kind, self.b.workload.model, self.values
+        fields = operands(kind)
+        read = [name for name, mark in fields.items() if mark.is_read]
+        views: dict[str, Any] = {name: values[tensor] for name, tensor in zip(read, equation.operands, strict=False)}
+        written = [name for name, mark in fields.items() if mark.is_written]
+        for name, tensor in zip(written, equation.results, strict=True):
+            values[tensor] = views[name] = views.get(name) or values.get(tensor) or self._new(tensor)
+        settings: dict[str, Any] = {
+            "epsilon": model.norm_epsilon,
+            "theta": model.rope_theta,
+            "tokens": self.tokens,
+            "accumulate": equation.adds or adds,
+        }
+        known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
+        self.b.add(kind(label=equation.label, **views, **known, **dict(equation.variant)))
+
+    def _new(self, tensor: Tensor) -> View:
+        rows = tensor.rows(self.b.workload.model) if tensor.of_weight else self.tokens
+        return self.b.new(tensor.later(self.layer), num_tokens(rows))
