@@ -46,7 +46,7 @@ class Turns(ABC):
         """Carry out what one Exchange sends to another, both of which have begun."""
 
     @abstractmethod
-    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+    def collective(self, members: tuple[Key, ...], calls: list[Collective]) -> None:
         """Carry out a collective that all members have begun."""
 
     def play(self) -> None:

@@ -14,19 +14,7 @@ import msgspec
 from sim.mesh import Mesh
 from sim.schedule.derive.interpreter import Turns
 from sim.schedule.derive.matching import Key, Transfer
-from sim.schedule.ir.ops import (
-    FETCH,
-    OFFLOAD,
-    Accumulate,
-    AllReduce,
-    Collective,
-    Copy,
-    HostCopy,
-    HostSync,
-    Kernel,
-    Op,
-    Part,
-)
+from sim.schedule.ir import ops
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View, part_of, renumbered
 from sim.schedule.proof.check import Checked
@@ -35,9 +23,9 @@ from sim.schedule.proof.check import Checked
 def on_one_device(checked: Checked) -> Schedule:
     """Return the schedule of one rank that does what all ranks do, in an order that their dependencies allow."""
     schedule = checked.schedule
-    ops = _Recorder(checked).record()
+    played = _Recorder(checked).record()
     given, asked = _ports(schedule, "inputs"), _ports(schedule, "outputs")
-    program = Program(rank=0, buffers=_buffers(schedule), ops=ops, inputs=given, outputs=asked)
+    program = Program(rank=0, buffers=_buffers(schedule), ops=played, inputs=given, outputs=asked)
     claims, workload = schedule.header.claims, schedule.header.workload
     header = msgspec.structs.replace(
         schedule.header,
@@ -78,28 +66,28 @@ class _Recorder(Turns):
     def __init__(self, checked: Checked) -> None:
         super().__init__(checked.schedule, checked.matching, checked.dependencies)
         self._numbers = _numbers(checked.schedule)
-        self._ops: list[Op] = []
+        self._ops: list[ops.Op] = []
 
-    def record(self) -> tuple[Op, ...]:
+    def record(self) -> tuple[ops.Op, ...]:
         """Return the ops of all ranks, in the order in which they happen."""
         self.play()
         return tuple(self._ops)
 
-    def kernel(self, key: Key, op: Kernel) -> None:
+    def kernel(self, key: Key, op: ops.Kernel) -> None:
         """See Turns."""
         self._own(key, op)
 
-    def host_copy(self, key: Key, op: HostCopy) -> None:
+    def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Turns."""
         self._own(key, op)
 
-    def host_sync(self, key: Key, op: HostSync) -> None:
+    def host_sync(self, key: Key, op: ops.HostSync) -> None:
         """See Turns; communicators are gone, copies to the host and back are not."""
-        streams = tuple(stream for stream in op.streams if stream in {OFFLOAD, FETCH})
+        streams = tuple(stream for stream in op.streams if stream in {ops.OFFLOAD, ops.FETCH})
         if streams:
             self._own(key, msgspec.structs.replace(op, streams=streams))
 
-    def _own(self, key: Key, op: Kernel | HostCopy | HostSync) -> None:
+    def _own(self, key: Key, op: ops.Kernel | ops.HostCopy | ops.HostSync) -> None:
         """Write down what concerns one rank alone."""
         own = renumbered(op, self._numbers[key[0]])
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))
@@ -111,20 +99,20 @@ class _Recorder(Turns):
         for sent, received in transfer.pairs:
             self._copy(self._moved(source, sent), self._moved(target, received), op.part, f"{source} to {target}")
 
-    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+    def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Turns. A sum in place is made on the first member, the others get copies of it."""
         ranks = [rank for rank, _ in members]
-        for place, (rank, op) in enumerate(zip(ranks, ops, strict=True)):
+        for place, (rank, op) in enumerate(zip(ranks, calls, strict=True)):
             parts = [
                 self._moved(sender, part_of(of_sender.given, place))
-                for sender, of_sender in zip(ranks, ops, strict=True)
+                for sender, of_sender in zip(ranks, calls, strict=True)
                 if of_sender.given
             ]
             label = f"all to {rank}"
             if isinstance(op.taken, Split):
                 for number, source in enumerate(parts):
                     self._copy(source, self._moved(rank, op.taken.part(number)), op.part, label)
-            elif isinstance(op, AllReduce):
+            elif isinstance(op, ops.AllReduce):
                 if place == 0:
                     self._add(parts[1:], parts[0], op.part, label)
                 else:
@@ -136,10 +124,10 @@ class _Recorder(Turns):
     def _moved(self, rank: int, view: View) -> View:
         return View(self._numbers[rank][view.buffer], view.slices)
 
-    def _copy(self, source: View, target: View, part: Part, label: str) -> None:
+    def _copy(self, source: View, target: View, part: ops.Part, label: str) -> None:
         whole = (Split(source, 0, 1), Split(target, 0, 1))
-        self._ops.append(Copy(part=part, label=label, source=whole[0], target=whole[1]))
+        self._ops.append(ops.Copy(part=part, label=label, source=whole[0], target=whole[1]))
 
-    def _add(self, sources: list[View], into: View, part: Part, label: str) -> None:
+    def _add(self, sources: list[View], into: View, part: ops.Part, label: str) -> None:
         for source in sources:
-            self._ops.append(Accumulate(part=part, label=label, source=source, into=into))
+            self._ops.append(ops.Accumulate(part=part, label=label, source=source, into=into))

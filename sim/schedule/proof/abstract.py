@@ -10,25 +10,9 @@ from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Turns
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
+from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
-from sim.schedule.ir.ops import (
-    Accumulate,
-    Attend,
-    AttendBackward,
-    Collective,
-    Copy,
-    Delta,
-    Fold,
-    Gemm,
-    HostCopy,
-    HostSync,
-    Kernel,
-    Merge,
-    Rope,
-    TokenKernel,
-    Zero,
-)
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.model.block import TERMS, tensor_of
@@ -57,70 +41,70 @@ class AbstractPlayer(Turns):
         self.play()
         self._check_outputs()
 
-    def kernel(self, key: Key, op: Kernel) -> None:
+    def kernel(self, key: Key, op: ops.Kernel) -> None:
         """See Turns."""
         memory = self._memory[key[0]]
         with self._naming(key):
-            if isinstance(op, Attend):
+            if isinstance(op, ops.Attend):
                 ratio = op.q.shape[2] // op.k.shape[2]
                 out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
                 memory.write(op.out, out)
                 memory.write(op.lse, renamed(out, "lse"))
                 if op.probs is not None:
                     memory.write(op.probs, probs)
-            elif isinstance(op, AttendBackward):
+            elif isinstance(op, ops.AttendBackward):
                 ratio = op.q.shape[2] // op.k.shape[2]
-                views = {name: getattr(op, name) for name, mark in operands(AttendBackward).items() if mark.is_read}
+                views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
                 saved = {name: memory.read(view) for name, view in views.items() if view is not None}
                 grads = self._rules.attend_backward(saved, op.band, ratio)
                 for view, pieces in zip(op.writes, grads, strict=True):
                     memory.write(view, pieces)
-            elif isinstance(op, Delta):
+            elif isinstance(op, ops.Delta):
                 out, dout = memory.read(op.out), memory.read(op.dout)
                 self._rules.same_queries("out", dout, out)
                 self._rules.same_queries("dout", out, dout)
                 memory.write(op.delta, renamed(dout, "delta"))
-            elif isinstance(op, Merge):
+            elif isinstance(op, ops.Merge):
                 out, lse = memory.read(op.out), memory.read(op.lse)
                 into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
                 _check_pair(out, lse)
                 _check_pair(into_out, into_lse)
                 memory.write(op.into_out, _united(into_out, out))
                 memory.write(op.into_lse, _united(into_lse, lse))
-            elif isinstance(op, Zero):
+            elif isinstance(op, ops.Zero):
                 memory.zero(op.into)
-            elif isinstance(op, Copy):
+            elif isinstance(op, ops.Copy):
                 found = memory.read_parts(op.source)
                 memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
-            elif isinstance(op, Fold):
+            elif isinstance(op, ops.Fold):
                 found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
                 folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
                 memory.write_parts(op.target, folded)
-            elif isinstance(op, TokenKernel | Accumulate):
+            elif isinstance(op, ops.TokenKernel | ops.Accumulate):
                 self._equation(memory, op)
             else:
                 assert_never(op)
 
-    def _equation(self, memory: Held, op: TokenKernel | Accumulate) -> None:
+    def _equation(self, memory: Held, op: ops.TokenKernel | ops.Accumulate) -> None:
         """Play an equation of the layer, or a sum of two parts of one tensor."""
-        adds = isinstance(op, Accumulate) or (isinstance(op, Gemm) and op.accumulate)
+        adds = isinstance(op, ops.Accumulate) or (isinstance(op, ops.Gemm) and op.accumulate)
         given = [memory.read(view) for view in op.reads]
         into = given.pop() if adds else []
-        if isinstance(op, Rope):
+        if isinstance(op, ops.Rope):
             check_positions(given[0], op.tokens)
         summed = {piece.content.tensor for piece in (*given[0], *into)} - {ZERO}
-        plain = isinstance(op, Accumulate) and len(summed) <= 1
+        plain = isinstance(op, ops.Accumulate) and len(summed) <= 1
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, _sum(into, pieces) if adds else pieces)
 
-    def host_copy(self, key: Key, op: HostCopy) -> None:
+    def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Turns."""
         memory = self._memory[key[0]]
         with self._naming(key):
             memory.write(op.target, memory.read(op.source))
 
-    def host_sync(self, key: Key, op: HostSync) -> None:
+    def host_sync(self, key: Key, op: ops.HostSync) -> None:
         """See Turns: here ops end at once."""
 
     def transfer(self, transfer: Transfer) -> None:
@@ -130,17 +114,17 @@ class AbstractPlayer(Turns):
             for sent, received in transfer.pairs:
                 target.write(received, source.read(sent))
 
-    def collective(self, members: tuple[Key, ...], ops: list[Collective]) -> None:
+    def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Turns."""
-        sent = [self._sent(key, op, len(ops)) for key, op in zip(members, ops, strict=True)]
-        for place, (key, op) in enumerate(zip(members, ops, strict=True)):
+        sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
+        for place, (key, op) in enumerate(zip(members, calls, strict=True)):
             parts = [of_member[place] for of_member in sent]
             if isinstance(op.taken, Split):
                 self._memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
                 self._memory[key[0]].write(op.taken, reduce(_sum, parts))
 
-    def _sent(self, key: Key, op: Collective, size: int) -> list[list[Piece]]:
+    def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
         memory = self._memory[key[0]]
         with self._naming(key):

@@ -7,31 +7,16 @@ from functools import lru_cache
 from itertools import combinations
 
 from sim.schedule.derive.dependencies import Slices, overlap
+from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.ops import (
-    FETCH,
-    OFFLOAD,
-    Attend,
-    AttendBackward,
-    Collective,
-    Communication,
-    Copy,
-    Exchange,
-    Fold,
-    Gemm,
-    HostCopy,
-    Kernel,
-    Op,
-    Rope,
-)
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
 from sim.workload import ModelSpec
 
 
-def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
+def op_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
     """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
     reads, writes = op.reads, op.writes
     for view in (*reads, *writes):
@@ -40,13 +25,13 @@ def op_problem(op: Op, program: Program, inputs: dict[int, str]) -> str:
     for view in writes:
         if view.buffer in inputs:
             return f"writes to the input {inputs[view.buffer]!r}; copy it first"
-    if isinstance(op, HostCopy):
+    if isinstance(op, ops.HostCopy):
         return _host_copy_problem(op, program) or _shape_problem(op, program)
     views = (*reads, *writes)
     problem = (
         _place_problem(views, program) or _integer_problem(op, views, program) or _collision(op, reads, writes, program)
     )
-    if isinstance(op, Communication):
+    if isinstance(op, ops.Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     return problem or _shape_problem(op, program) or _rule_problem(op, program)
 
@@ -75,7 +60,7 @@ def _place_problem(views: tuple[View, ...], program: Program) -> str:
     return f"uses buffer {on_host[0]!r}, which lies in the host's memory; copy it first" if on_host else ""
 
 
-def _host_copy_problem(op: HostCopy, program: Program) -> str:
+def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
     """Return where a copy engine would have to do more than to move bytes between a GPU and its host."""
     source, target = (program.buffers[view.buffer] for view in (op.source, op.target))
     if [source.place, target.place].count("hbm") != 1:
@@ -84,13 +69,13 @@ def _host_copy_problem(op: HostCopy, program: Program) -> str:
         return f"takes {source.dtype} for {target.dtype}"
     if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
         return "copies a view with gaps; copy it into a buffer first"
-    stream = FETCH if target.place == "hbm" else OFFLOAD
+    stream = ops.FETCH if target.place == "hbm" else ops.OFFLOAD
     return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
 
 
-def _integer_problem(op: Op, views: tuple[View, ...], program: Program) -> str:
+def _integer_problem(op: ops.Op, views: tuple[View, ...], program: Program) -> str:
     """Return where an op computes with integers: those are cut and moved only."""
-    computes = isinstance(op, Kernel) or (isinstance(op, Collective) and isinstance(op.taken, View))
+    computes = isinstance(op, ops.Kernel) or (isinstance(op, ops.Collective) and isinstance(op.taken, View))
     names = [program.buffers[view.buffer].name for view in views if computes and program.dtype(view) == "int64"]
     return f"computes with integers, of buffer {names[0]!r}: take fp64, fp32, bf16 or fp16" if names else ""
 
@@ -99,9 +84,9 @@ _DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
-def _shape_problem(op: Op, program: Program) -> str:
+def _shape_problem(op: ops.Op, program: Program) -> str:
     """Return where an operand has not the dimensions that its op declares, or another extent than the others have."""
-    if isinstance(op, Gemm):
+    if isinstance(op, ops.Gemm):
         declared = dict(zip(("a", "b", "out"), op.letters[op.form], strict=True))
     else:
         declared = {name: mark.letters for name, mark in operands(type(op)).items() if mark.letters}
@@ -132,19 +117,19 @@ def _shape_problem(op: Op, program: Program) -> str:
     return ""
 
 
-def _rule_problem(op: Op, program: Program) -> str:
+def _rule_problem(op: ops.Op, program: Program) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
-    if isinstance(op, Attend | AttendBackward):
+    if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
-        if isinstance(op, AttendBackward) and (op.out is None) == (op.delta is None):
+        if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
             return f"has out {op.out} and delta {op.delta}: give one of them"
         heads, kv_heads = op.q.shape[2], op.k.shape[2]
         return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
-    if isinstance(op, Rope):
+    if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
         return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
-    if isinstance(op, Copy | Fold):
+    if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
@@ -152,7 +137,7 @@ def _rule_problem(op: Op, program: Program) -> str:
     return ""
 
 
-def _parts_problem(op: Copy | Fold) -> str:
+def _parts_problem(op: ops.Copy | ops.Fold) -> str:
     """Return where parts of one shape do not fall to parts of the other side."""
     source, target = op.source, op.target
     for split in (source, target):
@@ -160,14 +145,14 @@ def _parts_problem(op: Copy | Fold) -> str:
             return f"cuts {split.view.shape} along dimension {split.dim} into {split.sizes or split.parts} parts"
     if source.part_shape != target.part_shape:
         return f"takes parts {source.part_shape} for parts {target.part_shape}"
-    if isinstance(op, Fold):
+    if isinstance(op, ops.Fold):
         return "" if source.parts % target.parts == 0 else f"sums {source.parts} parts into {target.parts}"
     order = op.order or range(source.parts)
     fits = len(order) == target.parts and all(0 <= part < source.parts for part in order)
     return "" if fits else f"takes parts {tuple(order)} of {source.parts} for {target.parts}"
 
 
-def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], program: Program) -> str:
+def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], program: Program) -> str:
     """Return where an op writes to what it also reads or writes: the order within an op is undefined.
 
     What is updated in place, the same view read and written, is what some ops are for.
@@ -184,16 +169,16 @@ def _collision(op: Op, reads: tuple[View, ...], writes: tuple[View, ...], progra
     return ""
 
 
-def _message_problem(op: Communication, views: tuple[View, ...], program: Program) -> str:
+def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Program) -> str:
     """Return where a message does not lie in one piece, or goes to its own rank; matching compares both sides."""
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
-    if isinstance(op, Collective):
+    if isinstance(op, ops.Collective):
         for side in (op.given, op.taken):
             if isinstance(side, Split) and not parts_are_contiguous(side, program.buffers[side.view.buffer]):
                 return f"cuts its view along dimension {side.dim}, which leaves gaps; copy first"
-    if isinstance(op, Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
+    if isinstance(op, ops.Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
         return "exchanges with its own rank; use a Copy"
     return ""
 
