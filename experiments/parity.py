@@ -9,22 +9,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from experiments import plots
 from experiments.diagnosis import DRIFT
 from experiments.looks import BANDS, Kind, Looks
-from experiments.plots import (
-    Area,
-    Axis,
-    Frame,
-    Mark,
-    Plot,
-    Point,
-    Tick,
-    Trend,
-    parity_plot,
-    plottable,
-    share_ticks,
-    times_in_words,
-)
 from experiments.record import Judged, Record, judged, provenance, quiet_repeats, summary
 from experiments.render import render
 from experiments.tables import length, percent
@@ -56,9 +43,9 @@ class Panel(NamedTuple):
 class Axes(NamedTuple):
     """What all plots of the error over length share."""
 
-    frame: Frame
-    across: Axis
-    up: Axis
+    frame: plots.Frame
+    across: plots.Axis
+    up: plots.Axis
     slot: float
     """Pixels that each length has for itself."""
 
@@ -77,7 +64,7 @@ def page(record: Record) -> str:
         tokens=[parse_length(one.cell.seq, "--seq") for one in cells],
         key=looks.key(_MAIN[0]),
         parity=_parity(cells, looks, _MAIN),
-        unplotted=[one.cell.name for one in cells if not plottable(one.times)],
+        unplotted=[one.cell.name for one in cells if not plots.plottable(one.times)],
         panels=_panels(cells, looks, _roomy(cells, looks, _PANEL)),
     )
 
@@ -124,9 +111,9 @@ def _subtitles(record: Record, cells: Sequence[Judged]) -> tuple[str, str]:
     )
 
 
-def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> Plot:
+def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> plots.Plot:
     points = [
-        Point(
+        plots.Point(
             times=one.times,
             shape=looks.shape(one.cell.gpus),
             look=looks.look(one.cell.schedule, one.cell.scope),
@@ -136,13 +123,13 @@ def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) ->
         for number, one in enumerate(cells)
     ]
     about = "Simulated against measured step time of every cell, on logarithmic axes"
-    return parity_plot(points, BANDS, *size, about)
+    return plots.parity_plot(points, BANDS, *size, about)
 
 
 def _tip(one: Judged) -> str:
     quiet = f"of the quiet ones in {one.met_when_quiet}" if one.met_when_quiet.of else "none was quiet"
     return (
-        f"{one.cell.name}\n{times_in_words(one.times)}\n"
+        f"{one.cell.name}\n{plots.times_in_words(one.times)}\n"
         f"error {percent(one.times.error)} [{percent(one.low)} to {percent(one.high)}]\n"
         f"target {100 * one.cell.target:g} %: met in {one.met} repeats, {quiet}"
     )
@@ -155,82 +142,82 @@ def _roomy(cells: Sequence[Judged], looks: Looks, least: tuple[int, int]) -> tup
     return max(least[0], min(needed, _WIDEST)), least[1]
 
 
-def _panels(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> list[Plot]:
+def _panels(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> list[plots.Plot]:
     """Return the error over length, a plot for every scope and number of ranks; all have the same axes."""
     members: dict[Panel, list[tuple[int, Judged]]] = {}
     for number, one in enumerate(cells):
         members.setdefault(Panel(one.cell.scope, one.cell.layers, one.cell.gpus), []).append((number, one))
-    frame = Frame(_LEFT, 26, size[0] - _RIGHT, size[1] - 26)
+    frame = plots.Frame(_LEFT, 26, size[0] - _RIGHT, size[1] - 26)
     lengths = sorted({parse_length(one.cell.seq, "--seq") for one in cells})
     across, slot = _lengths(lengths, frame)
     axes = Axes(frame, across, _errors(cells, frame), slot)
     return [_panel(members[panel], looks, axes, size) for panel in sorted(members)]
 
 
-def _lengths(lengths: Sequence[int], frame: Frame) -> tuple[Axis, float]:
+def _lengths(lengths: Sequence[int], frame: plots.Frame) -> tuple[plots.Axis, float]:
     """Return the axis of all lengths, and the pixels that each has for itself."""
     apart = min((other / one for one, other in pairwise(lengths)), default=2.0) ** 0.5
-    axis = Axis(low=lengths[0] / apart, high=lengths[-1] * apart, begin=frame.left, end=frame.right)
+    axis = plots.Axis(low=lengths[0] / apart, high=lengths[-1] * apart, begin=frame.left, end=frame.right)
     return axis, 2 * (axis.at(lengths[0]) - frame.left)
 
 
-def _errors(cells: Sequence[Judged], frame: Frame) -> Axis:
+def _errors(cells: Sequence[Judged], frame: plots.Frame) -> plots.Axis:
     """Return the axis of all errors and targets."""
     low = min(min(one.low, -one.cell.target) for one in cells)
     high = max(max(one.high, one.cell.target) for one in cells)
     pad = 0.06 * (high - low)
-    return Axis(low=low - pad, high=high + pad, begin=frame.bottom, end=frame.top, logarithmic=False)
+    return plots.Axis(low=low - pad, high=high + pad, begin=frame.bottom, end=frame.top, logarithmic=False)
 
 
-def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size: tuple[float, float]) -> Plot:
+def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size: tuple[float, float]) -> plots.Plot:
     """Return the error over length of one panel: schedules stand side by side at each length."""
     frame, across, up, slot = axes
     schedules = [name for name in looks.schedules if any(one.cell.schedule == name for _, one in members)]
     dodge = min(_DODGE, 0.8 * slot / len(schedules))
     targets: dict[int, float] = {}
-    marks: dict[str, list[Mark]] = {name: [] for name in schedules}
+    marks: dict[str, list[plots.Mark]] = {name: [] for name in schedules}
     for number, one in sorted(members, key=lambda member: parse_length(member[1].cell.seq, "--seq")):
         tokens, name = parse_length(one.cell.seq, "--seq"), one.cell.schedule
         targets[tokens] = max(targets.get(tokens, 0.0), one.cell.target)
         x = round(across.at(tokens) + dodge * (schedules.index(name) - (len(schedules) - 1) / 2), 2)
         marks[name].append(_error_mark(number, one, x, up, looks))
     title = f"{members[0][1].cell.what}, P = {members[0][1].cell.gpus}"
-    return Plot(
+    return plots.Plot(
         about=f"Error of the step over length: {title}",
         title=title,
         width=size[0],
         height=size[1],
         frame=frame,
         x_ticks=_length_ticks(across, sorted(targets)),
-        y_ticks=share_ticks(up),
-        areas=[Area("band-1", _target(across.at(tokens), slot, share, up)) for tokens, share in targets.items()],
+        y_ticks=plots.share_ticks(up),
+        areas=[plots.Area("band-1", _target(across.at(tokens), slot, share, up)) for tokens, share in targets.items()],
         trends=[
-            Trend("equal", [(frame.left, up.at(0.0)), (frame.right, up.at(0.0))]),
-            *(Trend(looks.look(name), [(mark.x, mark.y) for mark in found]) for name, found in marks.items()),
+            plots.Trend("equal", [(frame.left, up.at(0.0)), (frame.right, up.at(0.0))]),
+            *(plots.Trend(looks.look(name), [(mark.x, mark.y) for mark in found]) for name, found in marks.items()),
         ],
         marks=[mark for found in marks.values() for mark in found],
     )
 
 
-def _length_ticks(axis: Axis, lengths: Sequence[int], apart: float = 30) -> list[Tick]:
+def _length_ticks(axis: plots.Axis, lengths: Sequence[int], apart: float = 30) -> list[plots.Tick]:
     """Return the lengths that have room for their names."""
-    ticks: list[Tick] = []
+    ticks: list[plots.Tick] = []
     for tokens in lengths:
         at = axis.at(tokens)
         if not ticks or at - ticks[-1].at >= apart:
-            ticks.append(Tick(at, length(tokens)))
+            ticks.append(plots.Tick(at, length(tokens)))
     return ticks
 
 
-def _target(middle: float, slot: float, share: float, up: Axis) -> list[tuple[float, float]]:
+def _target(middle: float, slot: float, share: float, up: plots.Axis) -> list[tuple[float, float]]:
     """Return the area of errors that are met at one length."""
     left, right = round(middle - slot / 2, 2), round(middle + slot / 2, 2)
     return [(left, up.at(-share)), (left, up.at(share)), (right, up.at(share)), (right, up.at(-share))]
 
 
-def _error_mark(number: int, one: Judged, x: float, up: Axis, looks: Looks) -> Mark:
+def _error_mark(number: int, one: Judged, x: float, up: plots.Axis, looks: Looks) -> plots.Mark:
     low, high = up.at(one.low), up.at(one.high)
-    return Mark(
+    return plots.Mark(
         x=x,
         y=up.at(one.times.error),
         whisker=f"M{x - 4:.2f} {low}h8M{x} {low}V{high}M{x - 4:.2f} {high}h8",

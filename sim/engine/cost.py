@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from sim.errors import InputError
 from sim.options import Place
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, HostCopy, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
 from topology.cluster import Cluster
@@ -262,15 +262,9 @@ class CostModel:
 
 def _kind(op: Op) -> str:
     """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
-    if isinstance(op, Collective):
-        return op.name
     if isinstance(op, HostCopy):
         return HOST_COPY_KINDS["host"][op.stream]
-    if isinstance(op, Exchange):
-        return "exchange"
-    if isinstance(op, Kernel | HostSync):
-        return ""
-    assert_never(op)
+    return op.name if isinstance(op, Collective) else op.meta.kernel
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:

@@ -61,7 +61,8 @@ class Turns(ABC):
         for program in self._programs:
             if not all(self._ended[program.rank]):
                 index = self._ended[program.rank].index(0)
-                raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends")
+                where = window(self._programs, {program.rank: index})
+                raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends", where)
 
     def _standstill(self) -> str:
         """Return what the first few ranks that stand still wait for."""

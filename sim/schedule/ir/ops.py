@@ -50,7 +50,7 @@ class Meta(NamedTuple):
     """What the letter stands for."""
     family: Family
     kernel: str = ""
-    """Name in profiles, of a kernel that passes over its operands once, so that memory bounds it."""
+    """Name in profiles: of a kernel that passes over its operands once, so that memory bounds it; of an exchange."""
     flops_per_element: int = 0
     """Of its first operand: what its formula needs, exp and sqrt as one."""
 
@@ -285,7 +285,7 @@ class _Communication(_Op, frozen=True, kw_only=True):
 class Exchange(_Communication, frozen=True, kw_only=True):
     """Grouped point to point: all sends and receives begin together, as in ncclGroup and batch_isend_irecv."""
 
-    meta = Meta("X", "exchange", "transfer")
+    meta = Meta("X", "exchange", "transfer", "exchange")
     sends: Annotated[tuple[Message, ...], In()]
     recvs: Annotated[tuple[Message, ...], Out()]
 

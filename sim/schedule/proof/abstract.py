@@ -34,56 +34,64 @@ class AbstractPlayer(Turns):
         sequences = workload.batch * schedule.header.mesh.dp
         self._rules = AttentionRules(mask_of(workload), workload.seq, sequences, group)
         self._token_rules = TokenRules(model, self._rules)
+        self._at: Key = (0, 0)
+        """The op that is being played."""
         self._memory = [Held(program, self._rules) for program in self._programs]
 
     def run(self) -> None:
-        """Play to the end, then look at the outputs."""
-        self.play()
+        """Play to the end, then look at the outputs; errors say which op they came from, or which ranks stand still."""
+        try:
+            self.play()
+        except ScheduleError as error:
+            if error.grid:
+                raise
+            grid = window(self._programs, {self._at[0]: self._at[1]})
+            raise ScheduleError(f"{describe(self._schedule, self._at)}: {error}", grid) from error
         self._check_outputs()
 
     def kernel(self, key: Key, op: ops.Kernel) -> None:
         """See Turns."""
         memory = self._memory[key[0]]
-        with self._naming(key):
-            if isinstance(op, ops.Attend):
-                ratio = op.q.shape[2] // op.k.shape[2]
-                out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
-                memory.write(op.out, out)
-                memory.write(op.lse, renamed(out, "lse"))
-                if op.probs is not None:
-                    memory.write(op.probs, probs)
-            elif isinstance(op, ops.AttendBackward):
-                ratio = op.q.shape[2] // op.k.shape[2]
-                views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
-                saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-                grads = self._rules.attend_backward(saved, op.band, ratio)
-                for view, pieces in zip(op.writes, grads, strict=True):
-                    memory.write(view, pieces)
-            elif isinstance(op, ops.Delta):
-                out, dout = memory.read(op.out), memory.read(op.dout)
-                self._rules.same_queries("out", dout, out)
-                self._rules.same_queries("dout", out, dout)
-                memory.write(op.delta, renamed(dout, "delta"))
-            elif isinstance(op, ops.Merge):
-                out, lse = memory.read(op.out), memory.read(op.lse)
-                into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
-                _check_pair(out, lse)
-                _check_pair(into_out, into_lse)
-                memory.write(op.into_out, _united(into_out, out))
-                memory.write(op.into_lse, _united(into_lse, lse))
-            elif isinstance(op, ops.Zero):
-                memory.zero(op.into)
-            elif isinstance(op, ops.Copy):
-                found = memory.read_parts(op.source)
-                memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
-            elif isinstance(op, ops.Fold):
-                found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-                folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
-                memory.write_parts(op.target, folded)
-            elif isinstance(op, ops.TokenKernel | ops.Accumulate):
-                self._equation(memory, op)
-            else:
-                assert_never(op)
+        self._at = key
+        if isinstance(op, ops.Attend):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
+            memory.write(op.out, out)
+            memory.write(op.lse, renamed(out, "lse"))
+            if op.probs is not None:
+                memory.write(op.probs, probs)
+        elif isinstance(op, ops.AttendBackward):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
+            saved = {name: memory.read(view) for name, view in views.items() if view is not None}
+            grads = self._rules.attend_backward(saved, op.band, ratio)
+            for view, pieces in zip(op.writes, grads, strict=True):
+                memory.write(view, pieces)
+        elif isinstance(op, ops.Delta):
+            out, dout = memory.read(op.out), memory.read(op.dout)
+            self._rules.same_queries("out", dout, out)
+            self._rules.same_queries("dout", out, dout)
+            memory.write(op.delta, renamed(dout, "delta"))
+        elif isinstance(op, ops.Merge):
+            out, lse = memory.read(op.out), memory.read(op.lse)
+            into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
+            _check_pair(out, lse)
+            _check_pair(into_out, into_lse)
+            memory.write(op.into_out, _united(into_out, out))
+            memory.write(op.into_lse, _united(into_lse, lse))
+        elif isinstance(op, ops.Zero):
+            memory.zero(op.into)
+        elif isinstance(op, ops.Copy):
+            found = memory.read_parts(op.source)
+            memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
+        elif isinstance(op, ops.Fold):
+            found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
+            folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
+            memory.write_parts(op.target, folded)
+        elif isinstance(op, ops.TokenKernel | ops.Accumulate):
+            self._equation(memory, op)
+        else:
+            assert_never(op)
 
     def _equation(self, memory: Held, op: ops.TokenKernel | ops.Accumulate) -> None:
         """Play an equation of the layer, or a sum of two parts of one tensor."""
@@ -100,25 +108,24 @@ class AbstractPlayer(Turns):
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Turns."""
-        memory = self._memory[key[0]]
-        with self._naming(key):
-            memory.write(op.target, memory.read(op.source))
+        self._at, memory = key, self._memory[key[0]]
+        memory.write(op.target, memory.read(op.source))
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
         """See Turns: here ops end at once."""
 
     def transfer(self, transfer: Transfer) -> None:
         """See Turns."""
+        self._at = transfer.source
         source, target = self._memory[transfer.source[0]], self._memory[transfer.target[0]]
-        with self._naming(transfer.source):
-            for sent, received in transfer.pairs:
-                target.write(received, source.read(sent))
+        for sent, received in transfer.pairs:
+            target.write(received, source.read(sent))
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Turns."""
         sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
-            parts = [of_member[place] for of_member in sent]
+            self._at, parts = key, [of_member[place] for of_member in sent]
             if isinstance(op.taken, Split):
                 self._memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
@@ -126,15 +133,10 @@ class AbstractPlayer(Turns):
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
-        memory = self._memory[key[0]]
-        with self._naming(key):
-            if isinstance(op.given, Split):
-                return memory.read_parts(op.given)
-            return [memory.read(op.given) if op.given else []] * size
-
-    def _naming(self, key: Key) -> _Naming:
-        """Let errors say which op they came from."""
-        return _Naming(self._schedule, key)
+        self._at, memory = key, self._memory[key[0]]
+        if isinstance(op.given, Split):
+            return memory.read_parts(op.given)
+        return [memory.read(op.given) if op.given else []] * size
 
     def _check_outputs(self) -> None:
         """Raise where an output is not what its port says, not complete, or owned by no rank or by two."""
@@ -154,24 +156,6 @@ class AbstractPlayer(Turns):
             inputs = [port for program in self._programs for port in program.inputs]
             check_tokens(inputs if workload.forward else without_replicas(inputs), workload, self._rules.batch)
             check_shards(self._programs, workload)
-
-
-class _Naming:
-    """A context in which a ScheduleError is told which op it came from; entered once per op, so kept cheap."""
-
-    __slots__ = ("_key", "_schedule")
-
-    def __init__(self, schedule: Schedule, key: Key) -> None:
-        self._schedule = schedule
-        self._key = key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ScheduleError):
-            where = window(self._schedule.programs, {self._key[0]: self._key[1]})
-            raise ScheduleError(f"{describe(self._schedule, self._key)}: {error}", where) from error
 
 
 def renamed(pieces: list[Piece], tensor: str) -> list[Piece]:
