@@ -133,9 +133,7 @@ class GpuCalibration:
             tiles=tile_models(points, gpu.sms),
         )
         return msgspec.structs.replace(
-            profile,
-            residuals=spreads(profile),
-            beside_communication=_beside_communication(profile, self._plan.model),
+            profile, residuals=spreads(profile), beside_communication=_beside_communication(profile, self._plan.model)
         )
 
     def _on(self, ranks: int) -> Session:

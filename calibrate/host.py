@@ -105,12 +105,7 @@ class HostCalibration:
             created=now,
             command=self._plan.command,
             complete=complete,
-            machine=Machine(
-                gpu=spec.gpu.name,
-                cores=facts.cores,
-                threads_per_rank=spec.gpu.sms,
-                software=software(),
-            ),
+            machine=Machine(gpu=spec.gpu.name, cores=facts.cores, threads_per_rank=spec.gpu.sms, software=software()),
             cluster=msgspec.to_builtins(spec, str_keys=True),
             points=tuple(self._kernels + [link.point for link in self._links]),
             interference=tuple(interference),

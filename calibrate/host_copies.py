@@ -53,7 +53,7 @@ def time_host_copies(
     points = tuple(
         Point(
             kernel=kind, variant="dram", dtype=dtype, shape=(1, moved), condition="idle", nbytes=moved,
-            **sample(_busy_s(rows, stream, _ALONE))._asdict(),
+            **sample(_busy_s(rows, stream, _ALONE))._asdict()
         )
         for stream, kind in HOST_COPY_KINDS[place].items()
     )  # fmt: skip

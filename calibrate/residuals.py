@@ -83,9 +83,7 @@ def explained(profile: Profile, model: ModelSpec) -> list[Explained]:
     return found
 
 
-def _grouped(
-    slowdowns: tuple[Slowdown, ...],
-) -> dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]]:
+def _grouped(slowdowns: tuple[Slowdown, ...]) -> dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]]:
     """Return wall-clock slowdowns by what they were measured beside."""
     found: dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]] = {}
     for one in slowdowns:

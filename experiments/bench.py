@@ -74,12 +74,7 @@ def desynchronised(workload: Workload, ranks: int) -> Schedule:
     mesh, options = Mesh(ring=ranks), ring.RingOptions()
     layout, groups = contiguous(workload.seq, ranks), mesh.groups("ring")
     rings, traffic = ring.ring_communicators(groups, options), Communicator(name="traffic", groups=groups)
-    header = Header(
-        name="ring beside traffic",
-        workload=workload,
-        mesh=mesh,
-        communicators=(*rings.declared, traffic),
-    )
+    header = Header(name="ring beside traffic", workload=workload, mesh=mesh, communicators=(*rings.declared, traffic))
     shards = [all_heads(workload.model, tokens) for tokens in layout]
     return Schedule(
         header,

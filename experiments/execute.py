@@ -133,11 +133,7 @@ def open_session(
     gpus = min(ranks, workers.world.local_size) if workers else ranks
     require_machine(chosen.spec, gpus, [chosen.workload.dtype], attention)
     with Session(
-        ranks,
-        device=chosen.spec.gpu.kind,
-        timeout_s=execution.timeout,
-        workers=workers,
-        attention=attention,
+        ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
     ) as session:
         yield session
 

@@ -28,12 +28,12 @@ HUES = {
 THEMES = {
     "light": {
         "paper": "#ffffff", "panel": "#f5f6f8", "ink": "#16191d", "soft": "#565d66", "line": "#d3d7dc",
-        "band-0": "#eceff2", "band-1": "#dee3e8", "band-2": "#ccd3db",
+        "band-0": "#eceff2", "band-1": "#dee3e8", "band-2": "#ccd3db"
     },
     "dark": {
         "paper": "#14171a", "panel": "#1d2126", "ink": "#e8eaed", "soft": "#a2a9b2", "line": "#3a4048",
-        "band-0": "#1f242a", "band-1": "#2a3037", "band-2": "#38404a",
-    },
+        "band-0": "#1f242a", "band-1": "#2a3037", "band-2": "#38404a"
+    }
 }  # fmt: skip
 """Colours of everything else."""
 SHAPES = (

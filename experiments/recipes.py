@@ -82,7 +82,7 @@ def predict_h100(console: Console) -> None:
     """Predict ring and Ulysses attention of one layer of Llama 3 8B, forward and backward, on 8 x H100."""
     table = Table(
         "S", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "critical rank", title="llama3-8b on hgx-h100",
-        title_justify="left",
+        title_justify="left"
     )  # fmt: skip
     for seq in LENGTHS:
         for schedule in ("ring", "ulysses"):
@@ -186,7 +186,7 @@ def _verify(gpu: GpuRun) -> None:
         alone = schedule == "single"
         one = Selection(
             cluster=gpu.cluster, schedule=schedule, gpus=1 if alone else 4, seq=gpu.plan.verified, dtype="bf16",
-            scope="layer", one_device=True, profile=DATASHEET,
+            scope="layer", one_device=True, profile=DATASHEET
         )  # fmt: skip
         also = [dataclasses.replace(one, layers=3, set=(_OFFLOADED,))] if alone else []
         if gpu.counts and not alone:
@@ -207,7 +207,7 @@ def _compare(gpu: GpuRun) -> None:
     plan = gpu.plan
     alone = Sweep(
         model=plan.model, cluster=gpu.cluster, profile=gpu.profile, scope="layer", target=0.05, seq=plan.alone,
-        ranks="1", schedule="single",
+        ranks="1", schedule="single"
     )  # fmt: skip
     split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
     together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)

@@ -36,10 +36,7 @@ from topology.specs import ClusterSpec
 SCOPES = ("attention", "layer")
 PASSES = ("forward", "backward", "both")
 MASK_NAMES = ("causal", "full")
-PLACEMENTS: dict[str, tuple[Axis, ...]] = {
-    "ulysses-inner": AXES,
-    "ring-inner": ("pp", "dp", "ulysses", "ring", "tp"),
-}
+PLACEMENTS: dict[str, tuple[Axis, ...]] = {"ulysses-inner": AXES, "ring-inner": ("pp", "dp", "ulysses", "ring", "tp")}
 """Whose groups are neighbouring ranks, where ranks split both heads and sequence (arXiv:2405.07719 §3)."""
 DATASHEET = "datasheet"
 _CALIBRATED = "longstep"
@@ -155,6 +152,9 @@ def choose(selection: Selection, *, here: bool = True, entry: Entry | None = Non
     The host is this machine, or, where what was measured elsewhere is only simulated, that of the profile (not
     ``here``). An ``entry`` is what the schedule's name stands for, if it is in no catalog.
     """
+    for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree"):
+        if (count := getattr(selection, name)) is not None and count < 1:
+            raise InputError(f"--{name.replace('_', '-')} {count}: expected 1 or more")
     overrides = _overrides(selection)
     model = override(load_model(selection.model), overrides["model"], "--set model.")
     profile = _profile(selection, here=here)
@@ -238,10 +238,6 @@ def _split_override(text: str) -> tuple[str, str]:
 
 
 def _workload(selection: Selection, model: ModelSpec) -> Workload:
-    if selection.layers < 1:
-        raise InputError(f"--layers {selection.layers}: expected 1 or more")
-    if selection.batch < 1:
-        raise InputError(f"--batch {selection.batch}: expected 1 or more")
     fields: dict[str, Any] = {
         "model": model,
         "seq": parse_length(selection.seq, "--seq"),
@@ -267,10 +263,6 @@ def one_of(option: str, value: str, allowed: Any) -> str:
 def _mesh(selection: Selection, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
     """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
     given = {"ulysses": selection.ulysses_degree, "ring": selection.ring_degree}
-    counts = {f"--{name}-degree": degree for name, degree in given.items()} | {"--gpus": selection.gpus}
-    for option, value in counts.items():
-        if value is not None and value < 1:
-            raise InputError(f"{option} {value}: expected 1 or more")
     product = (given["ulysses"] or 1) * (given["ring"] or 1)
     gpus = selection.gpus
     if gpus is None and (not entry.degrees or product > 1):
@@ -313,8 +305,6 @@ def _overridden(selection: Selection, entry: Entry, mesh: Mesh, given: list[tupl
 
 def _sized(selection: Selection, spec: ClusterSpec, ranks: int) -> ClusterSpec:
     """Return the spec with enough nodes, or as many as were asked for."""
-    if selection.nodes is not None and selection.nodes < 1:
-        raise InputError(f"--nodes {selection.nodes}: expected 1 or more")
     if spec.gpu.kind == "cpu" and (selection.nodes or 1) > 1:
         raise InputError(f"--nodes {selection.nodes}: the host is one machine; set --nodes 1")
     nodes = selection.nodes or max(spec.nodes, -(-ranks // spec.gpus_per_node) if spec.nic else spec.nodes)

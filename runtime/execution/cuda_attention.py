@@ -109,7 +109,7 @@ class AtenFlash(_Flash):
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # random state of dropout, which is 0
         grads = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, window.causal, unused, unused,
-            **_sides(window),
+            **_sides(window)
         )  # fmt: skip
         return Backward(*grads)
 
@@ -143,7 +143,7 @@ class FlashAttention2(_Flash):
         grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         self._package._flash_attn_backward(
             dout.contiguous(), q, k, v, out, lse, *grads, 0.0, q.shape[-1] ** -0.5,
-            window.causal, window.left, window.right, 0.0, None, False,
+            window.causal, window.left, window.right, 0.0, None, False
         )  # fmt: skip
         return grads
 
@@ -172,7 +172,7 @@ class FlashAttention3(_Flash):
         grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         self._package._flash_attn_backward(
             dout.contiguous(), q, k, v, out, lse, **grads._asdict(), softmax_scale=q.shape[-1] ** -0.5,
-            is_causal=window.causal, **_sides(window),
+            is_causal=window.causal, **_sides(window)
         )  # fmt: skip
         return grads
 

@@ -64,7 +64,7 @@ class _Task(NamedTuple):
 
 
 class ForkedProcess:
-    """A process that a fork server has forked."""
+    """A process that a fork server has forked; raises RankError if the server has ended."""
 
     def __init__(self, pipe: Connection, told: Connection) -> None:
         self.pipe = pipe
@@ -130,20 +130,19 @@ class ForkServer:
         with contextlib.suppress(OSError):  # it has ended, which whoever asks it for a process is told
             self._control.recv(1, socket.MSG_PEEK)
 
-    def fork(self, shared: int, function: Callable[..., None], *arguments: Any) -> ForkedProcess:
-        """Start a process that calls ``function(connection, shared, *arguments)``, with the environment of this one.
+    def fork(self, shared: int, function: Callable[..., None], *arguments: Any) -> tuple[Connection, Connection]:
+        """Start a process that calls ``function(connection, shared, *arguments)``, with the environment of this one;
+        return what a ForkedProcess is made of.
 
-        ``shared`` is the descriptor of a file that both are to have; ``function`` is a module-level function. Raises
-        RankError if the server has ended.
+        ``shared`` is the descriptor of a file that both are to have; ``function`` is a module-level function.
         """
         self.await_ready()
         (ours, theirs), (told, tells) = Pipe(), Pipe(duplex=False)
         with theirs, tells, contextlib.suppress(OSError):
             socket.send_fds(self._control, [b"."], [theirs.fileno(), shared, tells.fileno()])
-        process = ForkedProcess(ours, told)
-        with contextlib.suppress(OSError):  # it has been killed, and says so itself
+        with contextlib.suppress(OSError):  # it has been killed, or its server, and says so itself
             ours.send(_Task(function, arguments, dict(os.environ), sys.path, Path.cwd()))
-        return process
+        return ours, told
 
     def close(self) -> None:
         """End it, and what it has forked."""

@@ -9,47 +9,37 @@ import contextlib
 import signal
 from multiprocessing.connection import Connection
 
-from runtime.processes.fork_server import fork_server
+from runtime.processes.fork_server import ForkedProcess, fork_server
 from runtime.processes.rank import Answer, Board, Job, Seat, Seen, serve
 
 GRACE_S = 5.0
 """Longest time for what should take none, such as ending."""
 
 
-class LocalRank:
+class LocalRank(ForkedProcess):
     """A rank whose process runs on this host; ``number`` is that of its device here."""
 
     def __init__(self, seat: Seat, number: int) -> None:
         self._board = Board()
-        self._process = fork_server().fork(self._board.file, serve, seat, number)
-
-    @property
-    def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
-
-    @property
-    def exitcode(self) -> int | None:
-        """As processes have it: None while it lives, below 0 for a signal."""
-        return self._process.exitcode
+        super().__init__(*fork_server().fork(self._board.file, serve, seat, number))
 
     def send(self, job: Job | None) -> None:
         """Let it run a job, or end; if it has gone, ``ended`` says so."""
         with contextlib.suppress(OSError):
-            self._process.pipe.send(job)
+            self.pipe.send(job)
 
     def signs(self) -> list[Connection | int]:
         """Return what ``multiprocessing.connection.wait`` can wait for: an answer, a report, or its end."""
-        return [self._process.pipe, self._process.sentinel]
+        return [self.pipe, self.sentinel]
 
     def answer(self) -> Answer | None:
         """Return its next answer, None if there is none yet. One that has closed its connection is about to end, and is
         made to.
         """
         try:
-            return self._process.pipe.recv() if self._process.pipe.poll() else None
+            return self.pipe.recv() if self.pipe.poll() else None
         except (EOFError, ConnectionResetError):
-            self._process.join(GRACE_S)
+            self.join(GRACE_S)
             self.kill()
             return None
 
@@ -69,17 +59,9 @@ class LocalRank:
         """Return what to say of a process that has ended."""
         return how_ended(self.exitcode or 0)
 
-    def kill(self) -> None:
-        """Begin to end it, whatever it does."""
-        self._process.kill()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until it has ended, no longer than a time."""
-        self._process.join(timeout_s)
-
     def close(self) -> None:
         """Give back what served to talk to it alone; it is told and asked nothing afterwards."""
-        self._process.pipe.close()
+        self.pipe.close()
 
 
 def how_ended(code: int) -> str:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import torch
 
 from runtime.execution.tensors import reserve
 from runtime.execution.verify import BOUNDS
-from runtime.processes.fork_server import ForkedProcess, ForkServer, deaf
+from runtime.processes.fork_server import ForkServer, deaf
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
@@ -228,7 +229,7 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
 def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def interrupted(*arguments: Any) -> ForkedProcess:
+    def interrupted(*arguments: Any) -> tuple[Connection, Connection]:
         started.append(fork(*arguments))
         if len(started) == 2:
             os.kill(os.getpid(), signal.SIGINT)

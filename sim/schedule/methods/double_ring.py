@@ -44,10 +44,7 @@ class DoubleRingOptions(HopOptions):
 
 
 def build(
-    workload: Workload,
-    mesh: Mesh,
-    options: DoubleRingOptions = DoubleRingOptions(),
-    hints: Hints = Hints(),
+    workload: Workload, mesh: Mesh, options: DoubleRingOptions = DoubleRingOptions(), hints: Hints = Hints()
 ) -> Schedule:
     """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
     mesh.only("double-ring", "ring")

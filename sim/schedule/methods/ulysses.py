@@ -59,9 +59,7 @@ class UlyssesAttention:
         self._replicas = dict.fromkeys(replicated, kv_heads_of(model, size))
         first = kv_heads_of(model, size)[position]
         self.saved_shard = Shard(
-            tokens=tokens,
-            heads=Span(position * heads, (position + 1) * heads),
-            kv_heads=Span(first, first + kv_heads),
+            tokens=tokens, heads=Span(position * heads, (position + 1) * heads), kv_heads=Span(first, first + kv_heads)
         )
         self._inside = inside(builder, self.saved_shard)
         self._local_tokens = num_tokens(tokens) // size
