@@ -77,9 +77,10 @@ def writers(kind: type[Data]) -> Views:
 def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:
     """Return what collects the views of fields, each but those under a flag that is not set."""
     hints = get_type_hints(kind)
-    names = [name for name, _ in fields]
-    if len(names) > 1 and all(hints[name] is View for name in names) and not any(flag for _, flag in fields):
-        return attrgetter(*names)  # most ops, and every player asks all the time
+    if all(hints[name] in {View, Split} and not flag for name, flag in fields):  # most, and players ask all the time
+        paths = [name if hints[name] is View else f"{name}.view" for name, _ in fields]
+        find: Any = attrgetter(*paths) if paths else lambda _: ()
+        return find if len(paths) != 1 else lambda op: (find(op),)
 
     def collect(op: Any) -> tuple[View, ...]:
         views: list[View] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
-from itertools import pairwise
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span
@@ -57,11 +57,13 @@ class Held:
     def read_parts(self, split: Split) -> list[list[Piece]]:
         """Return the pieces of each part, in its own coordinates."""
         axis, starts = self._axis(split), split.starts
-        parts: list[list[Piece]] = []
-        whole = self.read(split.view)
-        for interval in pairwise(starts):
-            found = [piece.clipped(replaced(piece.box, axis, interval)) for piece in whole]
-            parts.append([piece.moved(_along(axis, -interval[0])) for piece in found if piece is not None])
+        parts: list[list[Piece]] = [[] for _ in range(split.parts)]
+        for piece in self.read(split.view):
+            low, high = piece.box[axis]
+            for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+                part = piece.clipped(replaced(piece.box, axis, (starts[number], starts[number + 1])))
+                assert part is not None
+                parts[number].append(part.moved(_along(axis, -starts[number])))
         return parts
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
@@ -106,6 +108,7 @@ class Held:
         self._full[number] = False
 
 
+@lru_cache(maxsize=4096)
 def _along(axis: int, by: int) -> tuple[int, int, int, int]:
     """Return a move along one axis."""
     return tuple([by if number == axis else 0 for number in range(4)])  # type: ignore[return-value]

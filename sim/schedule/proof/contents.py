@@ -66,24 +66,17 @@ class Piece(NamedTuple):
     def clipped(self, box: Box) -> Piece | None:
         """Return the part of this piece inside a box, None if there is none."""
         own, content = self
-        if own == box:
-            return self
-        bounds, place, same = [], [], True
-        for mine, other, span in zip(own, box, content.at, strict=True):
-            start, stop = mine
-            low, high = other
-            if low <= start and stop <= high:
-                bounds.append(mine)
-                place.append(span)
-                continue
-            low, high = max(low, start), min(high, stop)
-            if low >= high:
-                return None
-            same = False
-            bounds.append((low, high))
-            place.append(span.part(low - start, high - start))
-        if same:
-            return self
+        (b0, b1), (s0, s1), (h0, h1), (f0, f1) = own
+        (b2, b3), (s2, s3), (h2, h3), (f2, f3) = box
+        if b2 <= b0 and b1 <= b3 and s2 <= s0 and s1 <= s3 and h2 <= h0 and h1 <= h3 and f2 <= f0 and f1 <= f3:
+            return self  # most
+        if b0 >= b3 or b2 >= b1 or s0 >= s3 or s2 >= s1 or h0 >= h3 or h2 >= h1 or f0 >= f3 or f2 >= f1:
+            return None
+        bounds, place = [], []
+        for (start, stop), (low, high), span in zip(own, box, content.at, strict=True):
+            begin, end = max(low, start), min(high, stop)
+            bounds.append((begin, end))
+            place.append(span.part(begin - start, end - start))
         return Piece(tuple(bounds), Content(content.tensor, content.layer, tuple(place), content.seen))  # type: ignore[arg-type]
 
     def moved(self, by: tuple[int, int, int, int]) -> Piece:
@@ -138,6 +131,8 @@ def coalesced(pieces: list[Piece]) -> list[Piece]:
     for axis in (TOKENS, HEADS, FEATURES):
         if len(pieces) == 1:
             return pieces
+        if len({piece.box[axis] for piece in pieces}) == 1:  # nothing continues along it
+            continue
         joined: list[Piece] = []
         for piece in sorted(pieces, key=lambda piece: (*piece.box[:axis], *piece.box[axis + 1 :], piece.box[axis])):
             if not joined or (wide := _together(joined[-1], piece, axis)) is None:

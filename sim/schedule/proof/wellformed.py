@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 
 from sim.schedule.derive.dependencies import Slices, overlap
@@ -84,15 +84,19 @@ _DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
+@cache
+def _declared(kind: type[ops.Op], form: ops.GemmForm | None) -> list[tuple[str, str]]:
+    """Return the operands of a kind of op with their dimensions, if it declares any."""
+    if form:
+        return list(zip(("a", "b", "out"), ops.Gemm.letters[form], strict=True))
+    return [(name, mark.letters) for name, mark in operands(kind).items() if mark.letters]
+
+
 def _shape_problem(op: ops.Op, program: Program) -> str:
     """Return where an operand has not the dimensions that its op declares, or another extent than the others have."""
-    if isinstance(op, ops.Gemm):
-        declared = dict(zip(("a", "b", "out"), op.letters[op.form], strict=True))
-    else:
-        declared = {name: mark.letters for name, mark in operands(type(op)).items() if mark.letters}
     extents: dict[str, int] = {}
     anything: tuple[str, tuple[int, ...]] | None = None
-    for name, letters in declared.items():
+    for name, letters in _declared(type(op), op.form if isinstance(op, ops.Gemm) else None):
         view: View | None = getattr(op, name)
         if view is None:
             continue
