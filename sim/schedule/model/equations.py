@@ -46,7 +46,7 @@ class Block(NamedTuple):
     v: Tensor
     out: Tensor
     saved: tuple[Tensor, ...]
-    """What the backward equations need of the forward ones."""
+    """What the backward equations need of the forward ones, in the order in which it is made."""
     forward: Around
     backward: Around
 

@@ -14,6 +14,7 @@ import msgspec
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import AttentionName, LayerOptions
+from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
@@ -78,7 +79,7 @@ def build_around(
         offloaded = options.activations != "hbm" and workload.backward
         saving = Offload(b, options.activations) if offloaded else Keep()
         params, tokens = Replicated(b, LLAMA, gradients), plan.shard(rank).tokens
-        return LayerWriter(b, LLAMA, tokens, plan.attention(b), params, saving, whole).program()
+        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole).program()
 
     return Schedule(header, program)
 
@@ -88,11 +89,17 @@ class LayerWriter(NamedTuple):
 
     b: ProgramBuilder
     block: Block
-    tokens: Tokens
+    chunks: tuple[Tokens, ...]
+    """The tokens of this rank, which go forward a chunk at a time, and backward all at once."""
     attention: DistributedAttention
     params: Params
     saving: Saving
     tiling: Tiling
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of all chunks."""
+        return sum(self.chunks, ())
 
     def program(self) -> Program:
         """Return the program of this rank."""
@@ -110,14 +117,22 @@ class LayerWriter(NamedTuple):
         return b.build()
 
     def _forward(self, layer: int, x: View) -> View:
-        """Append a layer; return what leaves it."""
-        block, around = self.block, self.block.forward
-        values = {block.x: x, **self.params.gather(layer)}
-        self._write(around.before, layer, values)
-        before = {tensor: values[tensor] for tensor in block.saved if tensor in values}
-        values[block.out], kept = self.attention.forward(values[block.q], values[block.k], values[block.v])
-        self._write(around.after, layer, values)
-        after = {tensor: values[tensor] for tensor in block.saved if tensor not in before}
+        """Append a layer; return what leaves it. What outlives a chunk lies in one buffer for all of them."""
+        block, around, stop = self.block, self.block.forward, 0
+        weights, lasting = self.params.gather(layer), {block.x: x}
+        if len(self.chunks) > 1:
+            made = (tensor for tensor in (*block.saved, block.x.later(1)) if tensor not in {block.x, block.out})
+            lasting |= {tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens)) for tensor in made}
+        for tokens in self.chunks:
+            start, stop = stop, stop + num_tokens(tokens)
+            values = {**weights, **{tensor: view[:, start:stop] for tensor, view in lasting.items()}}
+            self._write(around.before, layer, tokens, values)
+            lasting[block.out], kept = self.attention.forward(values[block.q], values[block.k], values[block.v])
+            values[block.out] = lasting[block.out][:, start:stop]
+            self._write(around.after, layer, tokens, values)
+        values |= lasting
+        at = block.saved.index(block.out)
+        before, after = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
         self.saving.save(layer, Kept(before, kept, after))
         return values[block.x.later(1)]
 
@@ -127,15 +142,15 @@ class LayerWriter(NamedTuple):
         weights = self.params.gather(layer)
         kept = self.saving.restore(layer, weights)
         values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
-        self._write(around.before, layer, values)
+        self._write(around.before, layer, self.tokens, values)
         grads = self.attention.backward(kept.attention, values[d(block.out)])
         values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
-        self._write(around.after, layer, values)
+        self._write(around.after, layer, self.tokens, values)
         return values[d(block.x)]
 
-    def _write(self, equations: tuple[Equation, ...], layer: int, values: Values) -> None:
+    def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append equations; gradients of weights are summed over the ranks as soon as they are there."""
-        for tensor in self.tiling(equations, TokenWriter(self.b, layer, self.tokens, values)):
+        for tensor in self.tiling(equations, TokenWriter(self.b, layer, tokens, values)):
             if tensor.kind == "weight gradient":
                 self.params.reduce(tensor.later(layer), values[tensor])
 

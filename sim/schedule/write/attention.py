@@ -46,13 +46,19 @@ class Saved(NamedTuple):
 
 
 class DistributedAttention(Protocol):
-    """Attention of one rank, written into the program builder that it was made with."""
+    """Attention of one rank, written into the program builder that it was made with.
+
+    A layer may go forward in chunks of its tokens, under a mask that hides from each the keys of later ones. Attention
+    made for that has ``forward`` called once a chunk; all other is one chunk. The backward pass takes all at once.
+    """
 
     saved_shard: Shard
     """How the tensors in ``Saved`` are sharded."""
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """Append the forward pass; return the output of this rank's own tokens, and what to save."""
+        """Append the forward pass, in which q attends to k, v and those of the layer's earlier chunks; return the
+        output of this rank's own tokens, and what to save, both of all chunks so far.
+        """
         ...
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
