@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -149,17 +149,9 @@ def case_of(point: Point) -> KernelCase | None:
     return next((case for case in cases if (case.use.kernel, case.use.shape) == (point.kernel, point.shape)), None)
 
 
-def _model(*, embed_dim: int, num_heads: int = 1, num_kv_heads: int = 1, head_dim: int = 1) -> ModelSpec:
-    return ModelSpec(
-        name="calibration",
-        embed_dim=embed_dim,
-        num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_dim=1,
-        vocab_size=1,
-    )
+def _model(embed_dim: int, num_heads: int = 1, num_kv_heads: int = 1, head_dim: int = 1) -> ModelSpec:
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return ModelSpec(name="calibration", embed_dim=embed_dim, num_layers=1, ffn_dim=1, vocab_size=1, **heads)
 
 
 def _alone(program: Program, op: Kernel) -> Program:

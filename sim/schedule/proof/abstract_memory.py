@@ -50,7 +50,7 @@ class Held:
         back = tuple([-start for start, _ in box])
         found = [piece.clipped(box) for piece in self._pieces[number]]
         pieces = [piece.moved(back) for piece in found if piece is not None]  # type: ignore[arg-type]
-        if sum([piece.volume for piece in pieces]) != volume(box):
+        if sum([volume(piece.box) for piece in pieces]) != volume(box):
             raise ScheduleError(f"reads {slices} of buffer {self._buffers[number].name!r} before all of it is written")
         return coalesced(pieces)
 
@@ -96,7 +96,7 @@ class Held:
         """Put pieces, in the view's coordinates, in place of what was there; raises where they do not fill the view."""
         number, buffer = view.buffer, self._buffers[view.buffer]
         whole, box = view.slices == self._whole[number], _box(buffer, view.slices)
-        if sum([piece.volume for piece in pieces]) != (self._volume[number] if whole else volume(box)):
+        if sum([volume(piece.box) for piece in pieces]) != (self._volume[number] if whole else volume(box)):
             raise ScheduleError(f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r}")
         if whole:
             self._pieces[number] = coalesced(pieces)

@@ -87,11 +87,6 @@ class Piece(NamedTuple):
         b, s, h, f = by
         return Piece(((b0 + b, b1 + b), (s0 + s, s1 + s), (h0 + h, h1 + h), (f0 + f, f1 + f)), self.content)
 
-    @property
-    def volume(self) -> int:
-        """Number of cells."""
-        return volume(self.box)
-
 
 def volume(box: Box) -> int:
     """Return the number of cells of a box."""

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Span, Tokens
+from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.block import LLAMA, tensor_of
@@ -42,16 +42,10 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
             raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {tensor} have an owner")
 
 
-def without_replicas(ports: Iterable[Port]) -> list[Port]:
+def without_replicas(ports: Sequence[Port]) -> list[Port]:
     """Return inputs without the copies of keys and values that a forward pass may have left on several ranks."""
-    seen: set[tuple[str, Span, Tokens, Span]] = set()
-    found = []
-    for port in ports:
-        key = (port.tensor, port.batch, port.tokens, port.heads)
-        if port.tensor not in {"k", "v"} or key not in seen:
-            found.append(port)
-        seen.add(key)
-    return found
+    copies = {(port.tensor, port.batch, port.tokens, port.heads): port for port in ports if port.tensor in {"k", "v"}}
+    return [*copies.values(), *(port for port in ports if port.tensor not in {"k", "v"})]
 
 
 class _Shard(NamedTuple):
