@@ -17,7 +17,7 @@ from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
 from sim.schedule.ir.program import Schedule
 
 
-class Turns(ABC):
+class Interpreter(ABC):
     """One run of a schedule, rank after rank as far as each gets."""
 
     def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:

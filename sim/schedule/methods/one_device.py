@@ -12,7 +12,7 @@ from itertools import accumulate
 import msgspec
 
 from sim.mesh import Mesh
-from sim.schedule.derive.interpreter import Turns
+from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Transfer
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Port, Program, Schedule
@@ -60,7 +60,7 @@ def _numbers(schedule: Schedule) -> list[Sequence[int]]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
 
-class _Recorder(Turns):
+class _Recorder(Interpreter):
     """Writes down what happens, on the buffers of all ranks."""
 
     def __init__(self, checked: Checked) -> None:
@@ -74,15 +74,15 @@ class _Recorder(Turns):
         return tuple(self._ops)
 
     def kernel(self, key: Key, op: ops.Kernel) -> None:
-        """See Turns."""
+        """See Interpreter."""
         self._own(key, op)
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
-        """See Turns."""
+        """See Interpreter."""
         self._own(key, op)
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
-        """See Turns; communicators are gone, copies to the host and back are not."""
+        """See Interpreter; communicators are gone, copies to the host and back are not."""
         streams = tuple(stream for stream in op.streams if stream in {ops.OFFLOAD, ops.FETCH})
         if streams:
             self._own(key, msgspec.structs.replace(op, streams=streams))
@@ -93,14 +93,14 @@ class _Recorder(Turns):
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))
 
     def transfer(self, transfer: Transfer) -> None:
-        """See Turns."""
+        """See Interpreter."""
         (source, index), (target, _) = transfer.source, transfer.target
         op = self._programs[source].ops[index]
         for sent, received in transfer.pairs:
             self._copy(self._moved(source, sent), self._moved(target, received), op.part, f"{source} to {target}")
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
-        """See Turns. A sum in place is made on the first member, the others get copies of it."""
+        """See Interpreter. A sum in place is made on the first member, the others get copies of it."""
         ranks = [rank for rank, _ in members]
         for place, (rank, op) in enumerate(zip(ranks, calls, strict=True)):
             parts = [

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.interpreter import Turns
+from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
 from sim.schedule.ir import ops
@@ -16,14 +16,14 @@ from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.model.block import TERMS, tensor_of
-from sim.schedule.proof.abstract_memory import Held, port_pieces
+from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
 from sim.schedule.proof.owners import check_shards, check_tokens, without_replicas
 from sim.schedule.proof.token_rules import TokenRules, check_positions
 
 
-class AbstractPlayer(Turns):
+class AbstractPlayer(Interpreter):
     """Plays all ranks on contents."""
 
     def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
@@ -36,7 +36,7 @@ class AbstractPlayer(Turns):
         self._token_rules = TokenRules(model, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
-        self._memory = [Held(program, self._rules) for program in self._programs]
+        self._memory = [AbstractMemory(program, self._rules) for program in self._programs]
 
     def run(self) -> None:
         """Play to the end, then look at the outputs; errors say which op they came from, or which ranks stand still."""
@@ -50,7 +50,7 @@ class AbstractPlayer(Turns):
         self._check_outputs()
 
     def kernel(self, key: Key, op: ops.Kernel) -> None:
-        """See Turns."""
+        """See Interpreter."""
         memory = self._memory[key[0]]
         self._at = key
         if isinstance(op, ops.Attend):
@@ -93,7 +93,7 @@ class AbstractPlayer(Turns):
         else:
             assert_never(op)
 
-    def _equation(self, memory: Held, op: ops.TokenKernel | ops.Accumulate) -> None:
+    def _equation(self, memory: AbstractMemory, op: ops.TokenKernel | ops.Accumulate) -> None:
         """Play an equation of the layer, or a sum of two parts of one tensor."""
         adds = isinstance(op, ops.Accumulate) or (isinstance(op, ops.Gemm) and op.accumulate)
         given = [memory.read(view) for view in op.reads]
@@ -107,22 +107,22 @@ class AbstractPlayer(Turns):
             memory.write(view, _sum(into, pieces) if adds else pieces)
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
-        """See Turns."""
+        """See Interpreter."""
         self._at, memory = key, self._memory[key[0]]
         memory.write(op.target, memory.read(op.source))
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
-        """See Turns: here ops end at once."""
+        """See Interpreter: here ops end at once."""
 
     def transfer(self, transfer: Transfer) -> None:
-        """See Turns."""
+        """See Interpreter."""
         self._at = transfer.source
         source, target = self._memory[transfer.source[0]], self._memory[transfer.target[0]]
         for sent, received in transfer.pairs:
             target.write(received, source.read(sent))
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
-        """See Turns."""
+        """See Interpreter."""
         sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
             self._at, parts = key, [of_member[place] for of_member in sent]

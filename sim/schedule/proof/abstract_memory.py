@@ -28,7 +28,7 @@ from sim.schedule.proof.contents import (
 _CUT = ", ".join(AXIS_OF)
 
 
-class Held:
+class AbstractMemory:
     """The contents of all buffers of one rank. Most views are whole buffers, so those take a short way."""
 
     def __init__(self, program: Program, rules: AttentionRules) -> None:
