@@ -18,7 +18,7 @@ import torch
 
 from runtime.execution.tensors import reserve
 from runtime.execution.verify import BOUNDS
-from runtime.processes.fork_server import ForkServer, deaf
+from runtime.processes.fork_server import ForkedProcess, deaf
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
@@ -227,16 +227,16 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
 
 @pytest.mark.usefixtures("hearing")
 def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
+    started: list[ForkedProcess] = []
 
-    def interrupted(*arguments: Any) -> tuple[Connection, Connection]:
-        started.append(fork(*arguments))
+    def interrupted(process: ForkedProcess, *ends: Connection) -> None:
+        start(process, *ends)
+        started.append(process)
         if len(started) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return started[-1]
 
-    fork = ForkServer.fork
-    monkeypatch.setattr(ForkServer, "fork", interrupted)
+    start = ForkedProcess.__init__
+    monkeypatch.setattr(ForkedProcess, "__init__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Session(3, timeout_s=30)
     assert len(started) == 2
