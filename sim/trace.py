@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
 from sim.schedule.ir.ops import Part
 
 Player = Literal["simulated", "executed"]
@@ -110,24 +109,6 @@ def to_chrome(traces: list[Trace], counters: dict[Player, list[Counter]] | None 
             )
     other = [{"player": t.player, "schedule_hash": t.schedule_hash, "num_ranks": t.num_ranks} for t in traces]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": other}})
-
-
-def from_chrome(data: bytes) -> list[Trace]:
-    """Return the traces that ``to_chrome`` wrote; raises InputError for any other JSON."""
-    try:
-        document = msgspec.json.decode(data)
-        heads = {head["player"]: head for head in document["otherData"]["traces"]}
-        rows: dict[str, list[Row]] = {player: [] for player in heads}
-        for event in document["traceEvents"]:
-            if event["ph"] == "X":
-                fields = dict(event["args"])
-                rows[fields.pop("player")].append(Row(**fields))
-        return [
-            Trace(player=p, schedule_hash=h["schedule_hash"], num_ranks=h["num_ranks"], rows=rows[p])
-            for p, h in heads.items()
-        ]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise InputError(f"not a trace that Longstep wrote: {error!r}") from error
 
 
 def _meta(kind: str, pid: int, tid: int, **args: object) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sim.mesh import AXES, Axis, Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
+from sim.trace import Row, Trace
 from sim.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
@@ -149,3 +150,15 @@ def make_cluster_spec(gpus: int = 2, **changes: Any) -> ClusterSpec:
         "nvlink": LinkSpec(bytes_per_s=1e9, latency_s=0.0),
     }
     return msgspec.structs.replace(ClusterSpec(**fields), **changes)
+
+
+def traces_in(data: bytes) -> list[Trace]:
+    """Return the traces that ``to_chrome`` wrote."""
+    document = msgspec.json.decode(data)
+    heads = {head["player"]: head for head in document["otherData"]["traces"]}
+    rows: dict[str, list[Row]] = {player: [] for player in heads}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            fields = dict(event["args"])
+            rows[fields.pop("player")].append(Row(**fields))
+    return [Trace(**head, rows=rows[player]) for player, head in heads.items()]

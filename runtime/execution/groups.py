@@ -54,9 +54,9 @@ class Groups:
         if isinstance(op, AllGather):
             out, given = storage.write(op.recvs.view).view(-1), storage.read(op.send).view(-1)
             if op.recvs.sizes:  # which gloo's all-gather does not take
-                each, taken = [given.numel()] * op.recvs.parts, _part_elements(op.recvs)
-                given = given.repeat(op.recvs.parts)
-                return lambda: [dist.all_to_all_single(out, given, taken, each, group=group, async_op=True)]
+                n, taken = op.recvs.parts, _part_elements(op.recvs)
+                each = [given.numel()] * n
+                return lambda: [dist.all_to_all_single(out, given.repeat(n), taken, each, group=group, async_op=True)]
             return lambda: [dist.all_gather_single(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
             out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)

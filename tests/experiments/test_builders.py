@@ -87,7 +87,7 @@ def test_options_of_ones_own_are_set_as_those_that_ship(tmp_path: Path) -> None:
         ),
         ("build", "schedule.heads=none", "heads=none: .*allowed are together, apart"),
         ("cheapest", "schedule.layout=zigzag", "has no option layout: it takes placement"),
-        ("undeclared", "schedule.layout=zigzag", "give its parameter a default, such as options=MyOptions"),
+        ("undeclared", "schedule.layout=zigzag", "give it a struct or a dataclass, such as options=MyOptions"),
     ],
 )
 def test_options_that_it_has_not_are_refused(tmp_path: Path, function: str, override: str, message: str) -> None:

@@ -22,7 +22,7 @@ from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from sim.schedule.ir.program import Schedule
-from sim.trace import from_chrome
+from tests.helpers import traces_in
 from topology.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def test_recorded_commands_name_no_folders(monkeypatch: pytest.MonkeyPatch) -> N
 def test_simulate_writes_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     run(capsys, "simulate", *H100, "--trace", str(target))
-    (trace,) = from_chrome(target.read_bytes())
+    (trace,) = traces_in(target.read_bytes())
     assert trace.num_ranks == 8
     assert any(event["ph"] == "C" for event in json.loads(target.read_bytes())["traceEvents"])
 

@@ -22,8 +22,8 @@ from experiments.record import judged, read_record
 from experiments.selection import Selection, choose
 from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
-from sim.trace import from_chrome
 from sim.workload import Dtype, ModelSpec, load_model
+from tests.helpers import traces_in
 from topology.specs import ClusterSpec
 
 pytestmark = pytest.mark.gloo
@@ -36,7 +36,7 @@ def test_run_executes_and_verifies(capsys: pytest.CaptureFixture[str], tmp_path:
     assert len(found["step_times_s"]) == 2
     assert found["errors"].keys() == {"out", "dq", "dk", "dv"}
     assert max(found["errors"].values()) < 2e-5
-    (executed,) = from_chrome(trace.read_bytes())
+    (executed,) = traces_in(trace.read_bytes())
     assert executed.player == "executed"
     assert executed.schedule_hash == found["schedule_hash"]
     main(["run", "--gpus", "2", "--seq", "512", "--repeats", "1", "--schedule", "ulysses"])
@@ -75,7 +75,7 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     kinds = {(row["kind"], row["part"]): row["count"] for row in found["kinds"]}
     assert kinds["Attend", "forward"] == 3
     assert kinds["Exchange", "backward"] == 2 + 4
-    simulated, executed = from_chrome(trace.read_bytes())
+    simulated, executed = traces_in(trace.read_bytes())
     assert simulated.schedule_hash == executed.schedule_hash == found["schedule_hash"]
     assert [row[:6] for row in simulated.rows] == [row[:6] for row in executed.rows]
     assert f"<code>{found['schedule_hash']}</code>" in html.read_text()

@@ -125,10 +125,10 @@ def verdict(changed: Schedule, original: Checked, order_seed: int) -> tuple[Verd
     return "exact", ""
 
 
-def owned(schedule: Schedule) -> set[tuple[str, int, int]]:
-    """Return the (tensor, token, head) cells of all outputs."""
+def owned(schedule: Schedule) -> set[tuple[object, ...]]:
+    """Return the (tensor, sequences, features, token, head) cells of all outputs."""
     return {
-        (port.name, token, head)
+        (port.name, port.batch, port.features, token, head)
         for program in schedule.programs
         for port in program.outputs
         if port.tensor != "lse"  # which a schedule need not leave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +18,9 @@ from sim.errors import ScheduleError
 from sim.mesh import Mesh
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import ONE, Span, mask_of
-from sim.schedule.ir.ops import AllGather
+from sim.schedule.ir.ops import AllGather, Exchange, Message
 from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
-from sim.schedule.ir.views import TOKENS, Split
+from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
 from sim.schedule.proof.check import check
 from sim.schedule.proof.owners import check_shards
@@ -84,8 +85,13 @@ def test_a_micro_batch_that_is_computed_twice() -> None:
         check(in_two_micro_batches(Span(0, 1)))
 
 
-def of_unequal_shards(sizes: Sequence[int], parts: Callable[[int], tuple[int, ...]]) -> Schedule:
-    """Attention to keys gathered from ranks with as many tokens each; ``parts`` is how a rank cuts what it gathers."""
+def of_unequal_shards(
+    sizes: Sequence[int], parts: Callable[[int], tuple[int, ...]], *, relayed: bool = False
+) -> Schedule:
+    """Attention to keys gathered from ranks with as many tokens each; ``parts`` is how a rank cuts what it gathers.
+
+    Keys that are ``relayed`` go to the other rank and come back before.
+    """
     workload, mesh = Workload(model=MODEL, seq=sum(sizes), dtype="fp64", passes="forward"), Mesh(ring=len(sizes))
     everyone = Communicator(name="everyone", groups=mesh.groups("ring"))
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
@@ -97,7 +103,8 @@ def of_unequal_shards(sizes: Sequence[int], parts: Callable[[int], tuple[int, ..
             b.input(x, tokens, heads) for x, heads in (("q", own.heads), ("k", own.kv_heads), ("v", own.kv_heads))
         )
         whole = []
-        for name, view in (("k", k), ("v", v)):
+        for name, own_view in (("k", k), ("v", v)):
+            view = there_and_back(b, everyone, own_view, sizes[1 - rank]) if relayed else own_view
             whole.append(b.tensor(f"all {name}", workload.seq, MODEL.num_kv_heads, "communication"))
             recvs = Split(whole[-1], TOKENS, len(sizes), parts(rank))
             b.add(AllGather(label=f"gather {name}", communicator=everyone.name, send=view, recvs=recvs))
@@ -108,11 +115,20 @@ def of_unequal_shards(sizes: Sequence[int], parts: Callable[[int], tuple[int, ..
         return b.build()
 
     row = MODEL.num_kv_heads * MODEL.head_dim * DTYPE_BYTES["fp64"]
-    claims = Claims(
-        attention_flops=attention_flops(workload), wire_bytes=2 * (len(sizes) - 1) * sum(sizes) * row, source="gathered"
-    )
+    times = 2 * (len(sizes) - 1) + 4 * relayed
+    claims = Claims(attention_flops=attention_flops(workload), wire_bytes=times * sum(sizes) * row, source="gathered")
     header = Header(name="unequal", workload=workload, mesh=mesh, communicators=(everyone,), claims=claims)
     return Schedule(header, program)
+
+
+def there_and_back(b: ProgramBuilder, over: Communicator, own: View, tokens: int) -> View:
+    """Exchange a tensor with the other rank's, which has so many tokens, and back."""
+    theirs, back = b.tensor("theirs", tokens, own.shape[2], "communication"), b.like("back", own, "communication")
+    peer = 1 - b.rank
+    for sent, received in ((own, theirs), (theirs, back)):
+        sends, recvs = (Message(peer, sent),), (Message(peer, received),)
+        b.add(Exchange(label="relay", communicator=over.name, sends=sends, recvs=recvs))
+    return back
 
 
 def test_an_all_gather_of_3_and_5_tokens() -> None:
@@ -133,8 +149,10 @@ def test_unequal_parts_take_as_long_as_the_largest() -> None:
 
 
 @pytest.mark.gloo
-def test_unequal_parts_over_gloo() -> None:
-    checked = check(of_unequal_shards((3, 5), lambda _: (3, 5)))
+@pytest.mark.parametrize("relayed", [False, True])
+def test_unequal_parts_over_gloo(relayed: bool) -> None:
+    """Also where what a rank gathers has only just come."""
+    checked = check(of_unequal_shards((3, 5), lambda _: (3, 5), relayed=relayed))
     with Session(2) as session:
         run = ScheduleRun(session, checked)
         run.step()
@@ -213,3 +231,66 @@ def test_a_gradient_that_a_rank_does_not_leave() -> None:
 
     with pytest.raises(ScheduleError, match="rank 1 leaves no gradient of rows 0..64, columns 0..64 of wq of layer 0"):
         check(Schedule(whole.header, forgetful))
+
+
+def relabelled(whole: Schedule, change: Callable[[Port], Port], first: int = 1) -> Schedule:
+    """A schedule of two ranks with other ports on the last one, or (``first`` = 0) on both."""
+
+    def program(rank: int) -> Program:
+        program = whole.program(rank)
+        ports = {which: tuple(map(change, getattr(program, which))) for which in ("inputs", "outputs")}
+        return msgspec.structs.replace(program, **ports) if rank >= first else program
+
+    return Schedule(whole.header, program)
+
+
+@pytest.mark.parametrize(
+    ("change", "first", "message"),
+    [
+        ({"tokens": (Span(16, 24),)}, 1, "says that it holds 16..24 of 16"),
+        ({"batch": Span(7, 8)}, 0, "says that it holds 7..8 of 1"),
+    ],
+)
+def test_positions_that_do_not_exist(change: dict[str, Any], first: int, message: str) -> None:
+    """Under a full mask nothing else tells that a rank's tokens are others than it says."""
+    whole = make_checked("ring", Workload(model=MODEL, seq=16, mask="full"), 2).schedule
+    with pytest.raises(ScheduleError, match=message):
+        check(relabelled(whole, lambda port: msgspec.structs.replace(port, **change), first))
+
+
+def test_half_of_the_features_of_an_output() -> None:
+    def half(port: Port) -> Port:
+        if (port.tensor, port.layer) != ("x", 1):
+            return port
+        return msgspec.structs.replace(port, view=port.view[:, :, :32], features=Span(0, 32))
+
+    whole = make_checked("ring", LAYERS, 2).schedule
+    with pytest.raises(ScheduleError, match="x 1 has some of 64 features: whole tokens are needed"):
+        check(relabelled(whole, half))
+
+
+@pytest.mark.parametrize("groups", [((0, 0, 1),), ((0, 1), (1, 0)), ((0, 1, 2),)])
+def test_groups_that_are_no_partition(groups: tuple[tuple[int, ...], ...]) -> None:
+    whole = make_checked("ring", Workload(model=MODEL, seq=16), 2).schedule
+    odd = Communicator(name="odd", groups=groups)
+    header = msgspec.structs.replace(whole.header, communicators=(*whole.header.communicators, odd))
+    with pytest.raises(ScheduleError, match="give each of ranks 0..1 one place at most"):
+        check(Schedule(header, whole.program))
+
+
+def test_a_message_does_not_turn_dimensions() -> None:
+    """As many tokens as heads: the shapes fit, what lies where does not."""
+    everyone = Communicator(name="everyone", groups=((0, 1),))
+    workload = Workload(model=MODEL, seq=8)
+
+    def program(rank: int) -> Program:
+        b, own = ProgramBuilder(rank, workload), all_heads(MODEL, contiguous(8, 2)[rank])
+        q = b.input("q", own.tokens, own.heads)
+        turned = b.buffer("turned", "bhsd", q.shape, "fp32", "other")
+        sends, recvs = (Message(1 - rank, q),), (Message(1 - rank, turned),)
+        b.add(Exchange(label="turn", communicator=everyone.name, sends=sends, recvs=recvs))
+        return b.build()
+
+    header = Header(name="turned", workload=workload, mesh=Mesh(ring=2), communicators=(everyone,))
+    with pytest.raises(ScheduleError, match="sends fp32 bshd .* receives fp32 bhsd"):
+        check(Schedule(header, program))

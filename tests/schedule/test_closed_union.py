@@ -24,11 +24,12 @@ class Embed(_Kernel, frozen=True, kw_only=True):
 
 
 class Broadcast(_Collective, frozen=True, kw_only=True):
-    """Part i of recvs = what member i sends."""
+    """recv = what the only member sends that has something to send."""
 
     meta = Meta("b", "broadcast", "transfer")
     name = "broadcast"
-    view: Annotated[View, InOut()]
+    send: Annotated[View | None, In()]
+    recv: Annotated[View, Out()]
 
 
 Collective: TypeAlias'''

@@ -114,6 +114,7 @@ def _transfers(
 class _Tensor(NamedTuple):
     """What two sides of a message must agree on."""
 
+    dims: str
     shape: tuple[int, ...]
     dtype: Dtype
     nbytes: int
@@ -129,12 +130,13 @@ class _Tensors:
     def of(self, view: View) -> _Tensor:
         """Return what a view is."""
         if view not in self._known:
-            self._known[view] = _Tensor(view.shape, self._program.dtype(view), self._program.nbytes(view))
+            buffer = self._program.buffers[view.buffer]
+            self._known[view] = _Tensor(buffer.dims, view.shape, buffer.dtype, self._program.nbytes(view))
         return self._known[view]
 
 
 def _spell(tensors: list[_Tensor]) -> str:
-    return ", ".join(f"{tensor.dtype} {tensor.shape}" for tensor in tensors)
+    return ", ".join(f"{tensor.dtype} {tensor.dims} {tensor.shape}" for tensor in tensors)
 
 
 def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]) -> Iterator[Group]:
@@ -151,14 +153,18 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
             yield Group(keys)
 
 
+_Part = tuple[str, tuple[int, ...], Dtype]
+"""Dimensions, shape and data type."""
+
+
 class _Sides(NamedTuple):
-    """What one member of a collective sends to each, and takes from each: shapes and data types, one where all are
-    alike, none where it does neither.
+    """What one member of a collective sends to each, and takes from each: one part where all are alike, none where it
+    does neither.
     """
 
     kind: str
-    given: tuple[tuple[tuple[int, ...], Dtype], ...]
-    taken: tuple[tuple[tuple[int, ...], Dtype], ...]
+    given: tuple[_Part, ...]
+    taken: tuple[_Part, ...]
 
 
 def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
@@ -166,12 +172,12 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
     program = schedule.program(key[0])
     op = program.ops[key[1]]
     assert isinstance(op, ops.Collective)
-    found: list[tuple[tuple[tuple[int, ...], Dtype], ...]] = []
+    found: list[tuple[_Part, ...]] = []
     for side in (op.given, op.taken):
         parts: list[View] = []
         if isinstance(side, Split):
-            extent = side.view.shape[side.dim]
-            if side.parts != size or side.starts[-1] != extent or len(side.sizes) not in {0, size}:
+            fits = side.starts[-1] == side.view.shape[side.dim] and min(side.sizes, default=0) >= 0
+            if side.parts != size or len(side.sizes) not in {0, size} or not fits:
                 raise ScheduleError(
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"
@@ -181,7 +187,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
             parts = [side.part(member) for member in range(size if side.sizes else 1)]
         elif side is not None:
             parts = [side]
-        found.append(tuple((part.shape, program.dtype(part)) for part in parts))
+        found.append(tuple((program.buffers[part.buffer].dims, part.shape, program.dtype(part)) for part in parts))
     return _Sides(op.name, *found)
 
 
@@ -192,7 +198,7 @@ def _agree(sides: list[_Sides]) -> bool:
     if len(set(sides)) == 1 and sides[0].given == sides[0].taken and len(sides[0].given) <= 1:
         return True  # all parts are alike
     return all(
-        one.given[j % len(one.given)] == other.taken[i % len(other.taken)]
+        not one.given or (other.taken and one.given[j % len(one.given)] == other.taken[i % len(other.taken)])
         for i, one in enumerate(sides)
         for j, other in enumerate(sides)
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Axis, Mesh
@@ -37,12 +40,13 @@ class Entry(NamedTuple):
         takes = inspect.signature(self.build).parameters
         if "options" not in takes:
             return None
-        if takes["options"].default is inspect.Parameter.empty:
+        default = takes["options"].default
+        if isinstance(default, type) or not (isinstance(default, msgspec.Struct) or is_dataclass(default)):
             raise InputError(
-                "a builder that takes options says which there are: give its parameter a default, such as "
-                "options=MyOptions()"
+                f"a builder that takes options says which there are, but the default of its parameter is {default!r}: "
+                f"give it a struct or a dataclass, such as options=MyOptions()"
             )
-        return takes["options"].default
+        return default
 
     @property
     def options(self) -> Any:

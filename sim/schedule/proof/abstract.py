@@ -125,7 +125,7 @@ class AbstractPlayer(Interpreter):
         """See Interpreter."""
         sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
-            self._at, parts = key, [of_member[place] for of_member in sent]
+            self._at, parts = key, [of_member[place] for of_member in sent if of_member[place]]
             if isinstance(op.taken, Split):
                 self._memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:

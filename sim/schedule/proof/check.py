@@ -67,6 +67,10 @@ def check(schedule: Schedule) -> Checked:
     for communicator in schedule.header.communicators:
         if communicator.name in STREAMS:
             raise ScheduleError(f"communicator {communicator.name!r} has the name of a stream: give it another one")
+        members = [rank for group in communicator.groups for rank in group]
+        if len(set(members)) < len(members) or not set(members) <= set(range(schedule.num_ranks)):
+            named = f"communicator {communicator.name!r} has groups {communicator.groups}"
+            raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     for program in schedule.programs:
         _check_program(program, schedule.header.workload)
     matching = match(schedule)

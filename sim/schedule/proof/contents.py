@@ -123,7 +123,7 @@ def without(piece: Piece, box: Box) -> list[Piece]:
 
 def coalesced(pieces: list[Piece]) -> list[Piece]:
     """Return the same contents in fewer pieces: neighbours along an axis that continue each other."""
-    for axis in (TOKENS, HEADS, FEATURES):
+    for axis in (BATCH, TOKENS, HEADS, FEATURES):
         if len(pieces) == 1:
             return pieces
         if len({piece.box[axis] for piece in pieces}) == 1:  # nothing continues along it

@@ -21,25 +21,32 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
     """Raise where a token or head of a tensor, in one of so many sequences, belongs to no rank or to two."""
     owned: dict[tuple[str, int], dict[Span, Content]] = defaultdict(dict)
     for port in ports:
-        if tensor_of(port.tensor).of_weight:
+        tensor = tensor_of(port.tensor)
+        if tensor.of_weight:
             continue
+        heads, width = tensor.heads(workload.model) or 1, tensor.features(workload.model)
+        for span, extent in ((port.batch, sequences), (port.heads, heads), *((t, workload.seq) for t in port.tokens)):
+            if span.start < 0 or span.stop - span.step >= extent:
+                raise ScheduleError(f"{port.name} says that it holds {spell(span)} of {extent}")
+        if port.features not in {None, Span(0, width)}:
+            raise ScheduleError(f"{port.name} has some of {width} features: whole tokens are needed")
         blank = Content(port.tensor, port.layer, (port.batch, Span(0, 0), Span(0, 0), ONE))
         of_batch = owned[port.tensor, port.layer]
         for span in port.tokens:  # one by one, so that a port that owns a token twice is found too
             box = blank._replace(seen=((span, port.heads),))
             of_batch[port.batch] = union(of_batch.get(port.batch, blank), box)
-    for (tensor, _), by_batch in owned.items():
+    for (name, _), by_batch in owned.items():
         for one, next_one in pairwise(sorted(by_batch)):
             if next_one.start < one.stop:
-                raise ScheduleError(f"{tensor} of sequences {spell(one)} and {spell(next_one)}: some belong to two")
+                raise ScheduleError(f"{name} of sequences {spell(one)} and {spell(next_one)}: some belong to two")
         cells = sum(
             batch.size * tokens.size * heads.size
             for batch, content in by_batch.items()
             for tokens, heads in content.seen
         )
-        total = sequences * workload.seq * (tensor_of(tensor).heads(workload.model) or 1)
+        total = sequences * workload.seq * (tensor_of(name).heads(workload.model) or 1)
         if cells != total:
-            raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {tensor} have an owner")
+            raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {name} have an owner")
 
 
 def without_replicas(ports: Sequence[Port]) -> list[Port]:

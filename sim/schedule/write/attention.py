@@ -39,11 +39,6 @@ class Saved(NamedTuple):
     stages: tuple[Saved, ...] = ()
     """What each stage keeps, of a schedule that attends to some heads at a time. It cannot either."""
 
-    @property
-    def operands(self) -> tuple[View, View, View, View, View]:
-        """What a backward kernel takes."""
-        return self.q, self.k, self.v, self.out, self.lse
-
 
 class DistributedAttention(Protocol):
     """Attention of one rank, written into the program builder that it was made with.

@@ -19,7 +19,7 @@ from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 class ProgramBuilder:
     """Collects the buffers and ops of one rank; ``part`` names the pass that is being written.
 
-    Shapes are written once: ``local`` below makes every attention tensor from its name, its tokens and its heads.
+    Shapes are written once: ``tensor``, ``lse`` and ``new`` make every tensor from its tokens and its heads.
     """
 
     def __init__(self, rank: int, workload: Workload, batch: Span | None = None) -> None:
