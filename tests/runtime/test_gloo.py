@@ -207,14 +207,6 @@ def their_rank(context: RankContext) -> int:
     return context.rank
 
 
-@pytest.fixture
-def hearing() -> Iterator[None]:
-    """Let this process hear Ctrl-C, to which those in the background are deaf."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("hearing")
 def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> None:
     with Session(2, timeout_s=30) as session:
