@@ -166,6 +166,7 @@ def test_unequal_parts_over_gloo(relayed: bool) -> None:
         (lambda _: (5, 3), "disagree on its parts"),
         (lambda _: (3, 4), r"cuts .* into \(3, 4\) parts"),
         (lambda _: (3, 3, 2), r"into \(3, 3, 2\) parts"),
+        (lambda _: (-3, 11), r"into \(-3, 11\) parts"),
         (lambda _: (), "disagree on its parts"),
     ],
 )

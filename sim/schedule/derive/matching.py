@@ -176,8 +176,8 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
     for side in (op.given, op.taken):
         parts: list[View] = []
         if isinstance(side, Split):
-            fits = side.starts[-1] == side.view.shape[side.dim] and min(side.sizes, default=0) >= 0
-            if side.parts != size or len(side.sizes) not in {0, size} or not fits:
+            given = side.parts == size and len(side.sizes) in {0, size} and min(side.sizes, default=0) >= 0
+            if not given or side.starts[-1] != side.view.shape[side.dim]:
                 raise ScheduleError(
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"
