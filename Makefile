@@ -26,7 +26,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python -m experiments.bench
+	$(BIN)/python -m experiments.recipes bench
 
 validate: $(READY)
 	$(BIN)/longstep validate --cases all

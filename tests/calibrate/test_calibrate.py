@@ -172,9 +172,9 @@ def test_a_calibration_keeps_what_it_has() -> None:
 @pytest.mark.gloo
 def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    command = [sys.executable, "-m", "experiments.cli", "calibrate", "--quick", "--out", str(out)]
+    command = [sys.executable, "-m", "experiments.verbs.cli", "calibrate", "--quick", "--out", str(out)]
     hears = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests in the background start deaf to it
-    code = f"import signal, sys; {hears}; from experiments.cli import main; main(sys.argv[1:])"
+    code = f"import signal, sys; {hears}; from experiments.verbs.cli import main; main(sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command[3:]],
         stdout=subprocess.PIPE,

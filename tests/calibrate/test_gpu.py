@@ -16,7 +16,7 @@ from calibrate.kernels import Timed
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
 from calibrate.residuals import explained
-from experiments.selection import Selection, choose
+from experiments.verbs.selection import Selection, choose
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.options import Place

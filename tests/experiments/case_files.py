@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.cases import Case, read_cases
+from experiments.evidence.cases import Case, read_cases
 
 OWN = """
 title = "Our cluster"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.against import shipped_of, write_against
-from experiments.cli import main, open_console
+from experiments.evidence.against import shipped_of, write_against
+from experiments.verbs.cli import main, open_console
 from sim.profile import load_profile, save_profile
 
 WIDE = 300
@@ -24,7 +24,7 @@ def rows(text: str) -> list[str]:
 
 
 def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
+    monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
     main(["calibrate", "--name", "a100-sxm", "--against", "h100-sxm"])
     out = capsys.readouterr().out
     printed = " ".join(out.replace("│", " ").split())
@@ -36,7 +36,7 @@ def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both print and keep the same, but for the width of the tables."""
-    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
+    monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
     shipped = shipped_of("A100-SXM-80GB")
     assert [profile.name for profile in shipped] == ["a100-sxm", "a100-sxm-eager"]
     write_against(load_profile("a100-sxm"), shipped, tmp_path / "against.txt", open_console())
@@ -49,7 +49,7 @@ def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 def test_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("experiments.cli._WIDTH", WIDE)
+    monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
     path = tmp_path / "measured.json"
     save_profile(load_profile("h800-ultraattn"), path)
     main(["calibrate", "--out", str(path), "--against", str(path)])

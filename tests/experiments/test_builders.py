@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.selection import Selection, choose
-from experiments.simulate import title
+from experiments.verbs.selection import Selection, choose
+from experiments.verbs.simulate import title
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from topology.cluster import Cluster

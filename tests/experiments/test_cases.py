@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cases import FOLDER, read_cases
-from experiments.selection import DATASHEET
+from experiments.evidence.cases import FOLDER, read_cases
+from experiments.verbs.selection import DATASHEET
 from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import load_profile

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from experiments.cli import main
-from experiments.selection import command_line
-from experiments.validate import Validate, validate
+from experiments.verbs.cli import main
+from experiments.verbs.selection import command_line
+from experiments.verbs.validate import Validate, validate
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.presets import preset_names
@@ -91,7 +91,7 @@ def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixtu
 def test_simulating_is_the_same_in_every_process() -> None:
     """Whatever the hash seed of Python."""
     options = ["simulate", "--json", "--cluster", "hgx-h100", "--gpus", "16", "--dtype", "bf16"]
-    code = f"from experiments.cli import main; main({options})"
+    code = f"from experiments.verbs.cli import main; main({options})"
     printed = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, check=True
@@ -446,7 +446,7 @@ def without(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_base_install_simulates_without_torch() -> None:
-    play = "from experiments.cli import main; main(['simulate', '--cluster', 'hgx-h100', '--dtype', 'bf16'])"
+    play = "from experiments.verbs.cli import main; main(['simulate', '--cluster', 'hgx-h100', '--dtype', 'bf16'])"
     ended = without({"torch"}, play)
     assert ended.returncode == 0, ended.stderr
     assert "step time" in ended.stdout
@@ -462,7 +462,7 @@ def test_the_words_need_neither_torch_nor_simpy() -> None:
 
 
 def test_executing_without_torch_says_what_to_install() -> None:
-    ended = without({"torch"}, "from experiments.cli import main; main(['run', '--gpus', '2'])")
+    ended = without({"torch"}, "from experiments.verbs.cli import main; main(['run', '--gpus', '2'])")
     assert ended.returncode == 2
     assert "longstep[runtime]" in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -512,6 +512,6 @@ def test_all_other_verbs_run_in_rank_0_alone(
 
 def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     world: Any = object()
-    monkeypatch.setattr("experiments.validate.calibrate", None)
+    monkeypatch.setattr("experiments.verbs.validate.calibrate", None)
     with pytest.raises(InputError, match="run longstep calibrate first, without torchrun"):
         validate(Validate(), Console(), world)

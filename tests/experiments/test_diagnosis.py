@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.diagnosis import diagnosis
+from experiments.evidence.diagnosis import diagnosis
 from sim.trace import Player, Row, Trace
 
 

@@ -14,12 +14,12 @@ from calibrate.cases import KernelCase, Sizes, kernel_cases
 from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
 from calibrate.plan import Plan
-from experiments.cases import read_cases
-from experiments.cli import main
-from experiments.evidence import predicted
-from experiments.execute import timed_attention
-from experiments.record import judged, read_record
-from experiments.selection import Selection, choose
+from experiments.evidence.cases import read_cases
+from experiments.evidence.published import predicted
+from experiments.evidence.record import judged, read_record
+from experiments.verbs.cli import main
+from experiments.verbs.run import timed_attention
+from experiments.verbs.selection import Selection, choose
 from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
 from sim.workload import Dtype, ModelSpec, load_model
@@ -157,7 +157,7 @@ def test_a_calibration_of_a_gpu_from_the_command_line(
             :12
         ]
 
-    monkeypatch.setattr("experiments.calibrate._calibration", on_the_host)
+    monkeypatch.setattr("experiments.verbs.calibrate._calibration", on_the_host)
     monkeypatch.setattr("calibrate.gpu.kernel_cases", few)
     profile = tmp_path / "profile.json"
     main(["calibrate", "--quick", "--out", str(profile)])

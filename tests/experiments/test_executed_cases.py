@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from experiments.cases import read_cases
-from experiments.cells import Cell, Sweep
-from experiments.cli import main
-from experiments.evidence import predicted, provenance
-from experiments.executed_cases import common_fields, save_cases
-from experiments.record import Record, judged, read_record, save_record
-from experiments.selection import Selection
+from experiments.evidence.cases import read_cases
+from experiments.evidence.cells import Cell, Sweep
+from experiments.evidence.executed_cases import common_fields, save_cases
+from experiments.evidence.published import predicted, provenance
+from experiments.evidence.record import Record, judged, read_record, save_record
+from experiments.verbs.cli import main
+from experiments.verbs.selection import Selection
 from sim.errors import InputError
 from sim.profile import load_profile, save_profile
-from tests.experiments.test_parity import RING, make_found, make_record
+from tests.experiments.test_sweep_page import RING, make_found, make_record
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.comparison import measured
-from experiments.plots import CIRCLE, Axis, Entry, Point, legend, parity_plot, share_ticks, text_width, time_ticks
+from experiments.evidence.comparison import measured
+from experiments.pages.plots import CIRCLE, Axis, Entry, Point, legend, parity_plot, share_ticks, text_width, time_ticks
 
 
 def test_an_axis_puts_values_on_pixels() -> None:

@@ -9,17 +9,17 @@ import pytest
 
 from calibrate.host import HostCalibration
 from calibrate.plan import Plan
-from experiments import recipes
-from experiments.calibrate import Calibrate
-from experiments.cases import read_cases
-from experiments.cli import open_console
-from experiments.execute import Run
-from experiments.record import read_record
-from experiments.validate import Validate
+from experiments.evidence.cases import read_cases
+from experiments.evidence.record import read_record
+from experiments.recipes import gpu as recipe
+from experiments.verbs.calibrate import Calibrate
+from experiments.verbs.cli import open_console
+from experiments.verbs.run import Run
+from experiments.verbs.validate import Validate
 from sim.errors import InputError, RankError
 from sim.profile import load_profile, save_profile
 from sim.workload import load_model
-from tests.experiments.test_parity import make_profile
+from tests.experiments.test_sweep_page import make_profile
 
 
 def few_points(command: Calibrate, _: object) -> None:
@@ -40,21 +40,21 @@ SWEEPS = ("layers", "schedules", "offloaded", "nccl")
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The host in place of a GPU, in a folder of its own; where results go."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipes, "gpu_here", lambda: ("host", "toy"))
-    monkeypatch.setattr(recipes, "gpus_here", lambda _: 2)
-    monkeypatch.setattr(recipes, "gpu_tests", lambda: None)
-    monkeypatch.setattr(recipes, "calibrate", few_points)
-    monkeypatch.setattr(recipes, "shipped_of", lambda _: [load_profile("a100-sxm")])
+    monkeypatch.setattr(recipe, "gpu_here", lambda: ("host", "toy"))
+    monkeypatch.setattr(recipe, "gpus_here", lambda _: 2)
+    monkeypatch.setattr(recipe, "gpu_tests", lambda: None)
+    monkeypatch.setattr(recipe, "calibrate", few_points)
+    monkeypatch.setattr(recipe, "shipped_of", lambda _: [load_profile("a100-sxm")])
     return tmp_path / "experiments" / "results"
 
 
 @pytest.mark.gloo
 def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = recipes.GpuPlan(
+    plan = recipe.GpuPlan(
         schedules=("single", "ring"), verified="16", model="tiny", alone="256", together="256", ranks="2",
         offloaded="128",
     )  # fmt: skip
-    recipes.gpu(open_console(), plan=plan)
+    recipe.gpu(open_console(), plan=plan)
     printed = capsys.readouterr().out
     assert printed.count("dwq: largest relative error") == 4
     (folder,) = toy.iterdir()
@@ -98,12 +98,12 @@ def test_a_part_that_fails_does_not_end_it(
         if command.selection.schedule == "ring":
             raise RankError("out of memory")
 
-    monkeypatch.setattr(recipes, "run", out_of_memory)
-    monkeypatch.setattr(recipes, "calibrate", lambda command, _: save_profile(make_profile(), Path(command.out)))
-    monkeypatch.setattr(recipes, "shipped_of", lambda _: [])
-    monkeypatch.setattr(recipes, "validate", lambda command, _: swept.append(command))
+    monkeypatch.setattr(recipe, "run", out_of_memory)
+    monkeypatch.setattr(recipe, "calibrate", lambda command, _: save_profile(make_profile(), Path(command.out)))
+    monkeypatch.setattr(recipe, "shipped_of", lambda _: [])
+    monkeypatch.setattr(recipe, "validate", lambda command, _: swept.append(command))
     with pytest.raises(RankError, match="2 parts failed: out of memory"):
-        recipes.gpu(open_console())
+        recipe.gpu(open_console())
     assert [command.sweep.one_device for command in swept] == [False, True, False, False]
     assert "failed: out of memory" in capsys.readouterr().out
 
@@ -111,18 +111,18 @@ def test_a_part_that_fails_does_not_end_it(
 def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a GPU that is there for minutes: the profile of one run is what a later one takes."""
     done: list[str] = []
-    monkeypatch.setattr(recipes, "calibrate", lambda command, _: done.append(command.out))
-    monkeypatch.setattr(recipes, "hold_against_shipped", lambda *_: done.append("against"))
-    monkeypatch.setattr(recipes, "validate", lambda command, _: done.append(command.sweep.profile))
-    recipes.gpu(open_console(), "calibrate")
-    recipes.gpu(open_console(), "compare")
+    monkeypatch.setattr(recipe, "calibrate", lambda command, _: done.append(command.out))
+    monkeypatch.setattr(recipe, "hold_against_shipped", lambda *_: done.append("against"))
+    monkeypatch.setattr(recipe, "validate", lambda command, _: done.append(command.sweep.profile))
+    recipe.gpu(open_console(), "calibrate")
+    recipe.gpu(open_console(), "compare")
     (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     profile = done[0]
     assert profile.endswith("-toy/profile.json")
     assert done == [profile, "against", *[profile] * len(SWEEPS)]
     with pytest.raises(InputError, match="test, verify, calibrate, compare"):
-        recipes.gpu(open_console(), "calibrat")
+        recipe.gpu(open_console(), "calibrat")
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="needs a GPU: torch sees none"):
-        recipes.gpu_here()
+        recipe.gpu_here()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     known = {
         "hgx-h200": ("NVIDIA H200", 132, 150.1e9),
@@ -140,7 +140,7 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for cluster, properties in known.items():
         pretend(monkeypatch, *properties)
-        assert recipes.gpu_here()[0] == cluster
+        assert recipe.gpu_here()[0] == cluster
     for properties in (
         ("NVIDIA H100 PCIe", 114, 85.1e9),
         ("NVIDIA A100-SXM4-40GB", 108, 42.4e9),
@@ -149,4 +149,4 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pretend(monkeypatch, *properties)
         with pytest.raises(InputError, match=f"no cluster preset has '{properties[0]}'"):
-            recipes.gpu_here()
+            recipe.gpu_here()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.selection import Selection, choose
+from experiments.verbs.selection import Selection, choose
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import ScheduleError

@@ -68,7 +68,7 @@ def ring(session: Session, seq: int) -> ScheduleRun:
 
 
 def main() -> None:
-    from experiments.cli import guarded
+    from experiments.verbs.cli import guarded
     from runtime.processes.torchrun import under_torchrun
 
     guarded(lambda: under_torchrun(rings))

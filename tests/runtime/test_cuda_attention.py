@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.calibrate import Calibrate
-from experiments.execute import Execution
-from experiments.validate import Validate
+from experiments.verbs.calibrate import Calibrate
+from experiments.verbs.run import Execution
+from experiments.verbs.validate import Validate
 from runtime.execution.attention import AttentionKernel
 from runtime.execution.attention_choice import _KERNELS, cuda_kernel, runs
 from runtime.execution.cuda_attention import (

@@ -22,7 +22,17 @@ from tests.runtime.programs import Programs
 pytestmark = [pytest.mark.gloo, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 LIMIT_S = 120
-RUN = ("-c", "from experiments.cli import main; main()", "run", "--gpus", "2", "--seq", "2048", "--repeats", "1000000")
+RUN = (
+    "-c",
+    "from experiments.verbs.cli import main; main()",
+    "run",
+    "--gpus",
+    "2",
+    "--seq",
+    "2048",
+    "--repeats",
+    "1000000",
+)
 
 
 class Found(NamedTuple):

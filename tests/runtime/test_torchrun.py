@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments.machine import require_processes
+from experiments.evidence.machine import require_processes
 from runtime.execution.verify import BOUNDS
 from runtime.processes.torchrun import Workers, _own_address
 from runtime.processes.worker import World
@@ -26,7 +26,7 @@ from topology.cluster import load_cluster
 pytestmark = pytest.mark.gloo
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LONGSTEP = ("--no-python", sys.executable, "-c", "from experiments.cli import main; main()")
+LONGSTEP = ("--no-python", sys.executable, "-c", "from experiments.verbs.cli import main; main()")
 RINGS = ("--no-python", sys.executable, "-c", "from tests.runtime.ring_under_torchrun import main; main()")
 LIMIT_S = 120
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.selection import Selection, choose
+from experiments.verbs.selection import Selection, choose
 from sim.errors import InputError, LengthError
 from sim.memory import Lifetime, lifetimes, walk
 from sim.mesh import Mesh

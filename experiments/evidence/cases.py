@@ -1,0 +1,250 @@
+"""Case files: what was measured elsewhere, each case a selection as on the command line, and a time.
+
+A case file names a profile and what its cases have in common, then per case the rest of a selection and the measured
+time: of a step, or of what ``measure`` names. Those that ship lie in ``experiments/published``; a team adds its own
+runs as files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from experiments.evidence.units import size
+from experiments.verbs.selection import DATASHEET, Chosen, Selection, choose
+from sim.errors import InputError, unknown
+from sim.presets import load_toml
+from sim.profile import load_profile
+from sim.schedule.ir.ops import HostSync
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import Entry
+from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
+from sim.trace import Trace
+from sim.workload import parse_length
+
+FOLDER = "experiments/published"
+_SCHEDULE = ("schedule", "ulysses_degree", "ring_degree")
+"""What cases may differ in to be compared with each other, beside overrides of the schedule."""
+_KEYS = {"pass": "passes"} | {
+    field.name: field.name for field in dataclasses.fields(Selection) if field.name not in {"passes", "profile"}
+}
+_ALWAYS = ("model", "cluster")
+"""What a case file says even where it is the default."""
+_SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
+_KEYS_ALONE = ("model", "cluster", "nodes", "gpus", "batch", "mask", "window", "dtype", "seed", "jitter", "set")
+"""What says anything of an op alone, beside how large it is."""
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cases that are judged together."""
+
+    name: str
+    cases: list[dict[str, Any]]
+    """Each a selection, and ``measured_s``; where ops were timed, not a step, also ``measure``: of which kind. With a
+    size they were alone."""
+    target: float | None = None
+    """Largest mean error that counts as met."""
+    set: tuple[str, ...] = ()
+
+
+class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Groups that are judged once more, as one."""
+
+    name: str
+    of: list[str]
+    """Names of the groups."""
+    target: float | None = None
+
+
+class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measurements of others, or of one's own cluster."""
+
+    title: str
+    source: str
+    quality: str
+    """How the times were measured, and how far they can be trusted."""
+    profile: str
+    """Of the machine, as ``--profile`` takes it, FILE.json from the folder of the case file; at datasheet rates there
+    are no intervals."""
+    group: list[Group]
+    profile_sha256: str = ""
+    """Of the profile's file when the cases were written, or the beginning of it; where the file is another one since,
+    the evidence says so."""
+    together: list[Together] = []
+    select: dict[str, Any] = {}
+    """What all cases have in common."""
+
+
+class Case(NamedTuple):
+    """One configuration, and how long it took."""
+
+    group: str
+    selection: Selection
+    measured_s: float
+    measure: str = ""
+    """Kind of op that was timed, as traces name it; empty for whole steps."""
+    alone: Size | None = None
+    """How large the op was, if it was timed alone."""
+
+    def chosen(self) -> Chosen:
+        """Return what is simulated; raises InputError as ``choose`` does."""
+        if self.alone is None:
+            return choose(self.selection, here=False)
+        entry = Entry(partial(build, self.measure, self.alone), "", ("ring",), "")
+        return choose(dataclasses.replace(self.selection, schedule=self.measure), here=False, entry=entry)
+
+    def seconds(self, trace: Trace) -> float:
+        """Return what was timed, as a trace has it: the step, or an op's mean time at work over all ranks."""
+        if not self.measure:
+            return trace.step_time_s
+        return statistics.mean(row.busy_s for row in trace.rows if row.kind == self.measure)
+
+    @property
+    def name(self) -> str:
+        """Return what was timed."""
+        schedule = self.selection.schedule
+        return f"{self.measure} in {schedule}" if self.measure and not self.alone else self.measure or schedule
+
+    @property
+    def extent(self) -> str:
+        """Return how long or large it is."""
+        if isinstance(self.alone, Attended):
+            return f"{self.alone.queries} x {self.alone.keys}"
+        return size(self.alone.nbytes) if self.alone else self.selection.seq
+
+    @property
+    def amount(self) -> int:
+        """Return how long or large it is as a number, to sort by."""
+        if isinstance(self.alone, Attended):
+            return self.alone.queries * self.alone.keys
+        return self.alone.nbytes if self.alone else parse_length(self.selection.seq, "--seq")
+
+    @property
+    def mask(self) -> str:
+        """Return the mask, if what was timed has one."""
+        return "" if isinstance(self.alone, Sent) else self.selection.mask
+
+    @property
+    def passes(self) -> str:
+        """Return the pass, if it is not the op that says it."""
+        return "" if self.alone else self.selection.passes
+
+    @property
+    def options(self) -> str:
+        """Return degrees and options of the schedule, as far as they are named."""
+        selection = self.selection
+        degrees = {"U": selection.ulysses_degree, "R": selection.ring_degree}
+        named = [f"{name} {degree}" for name, degree in degrees.items() if degree]
+        overrides = (key for key in selection.set if key.startswith("schedule."))
+        return ", ".join([*named, *(key.removeprefix("schedule.") for key in overrides)])
+
+    @property
+    def rivals(self) -> tuple[object, ...]:
+        """Return what is the same in cases of different schedules that can be compared."""
+        fields = dataclasses.asdict(self.selection)
+        overrides = tuple(key for key in fields.pop("set") if not key.startswith("schedule."))
+        return (self.measure, self.alone, *(fields[key] for key in fields if key not in _SCHEDULE), overrides)
+
+
+def case_fields(selection: Selection) -> dict[str, Any]:
+    """Return what a case file says of a selection: model, cluster, and what is not at its default."""
+    default, found = Selection(), {}
+    for key, name in _KEYS.items():
+        value = getattr(selection, name)
+        if name in _ALWAYS or value != getattr(default, name):
+            found[key] = list(value) if name == "set" else value
+    return found
+
+
+def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
+    """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
+    file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
+    if not file.group or not all(group.cases for group in file.group):
+        raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
+    names = [*(group.name for group in file.group), *(together.name for together in file.together)]
+    if len(set(names)) < len(names):
+        raise InputError(f"case file {name!r}: two groups have one name: {', '.join(names)}; give each its own")
+    for together in file.together:
+        if not together.of:
+            raise InputError(f"case file {name!r}, {together.name!r}: of names no group; name some of {names}")
+        for group in together.of:
+            if group not in {one.name for one in file.group}:
+                raise unknown(
+                    "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
+                )
+    file = _with_profile(file, name)
+    cases = [_case(file, group, case) for group in file.group for case in group.cases]
+    for case in cases:
+        try:
+            chosen = case.chosen()
+            schedule = chosen.built()
+            if case.measure:
+                _check_measure(case.measure, chosen.checked().schedule if chosen.one_device else schedule)
+        except InputError as error:
+            raise InputError(
+                f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
+            ) from error
+    return file, cases
+
+
+def _with_profile(file: CaseFile, name: str) -> CaseFile:
+    """Return a case file with the path of its profile; raises InputError where that cannot be loaded."""
+    if file.profile == DATASHEET:
+        return file
+    beside = file.profile.endswith(".json")
+    profile = str(Path(name).parent / file.profile) if beside else file.profile
+    try:
+        load_profile(profile)
+    except InputError as error:
+        raise InputError(f"case file {name!r}, profile = {file.profile!r}: {error}") from error
+    return msgspec.structs.replace(file, profile=profile)
+
+
+def _check_measure(measure: str, schedule: Schedule) -> None:
+    """Raise InputError where a schedule has no op of a kind. All that a host sync does is wait."""
+    ops = (op for program in schedule.programs for op in program.ops)
+    kinds = sorted({type(op).__name__ for op in ops if not isinstance(op, HostSync)})
+    if measure not in kinds:
+        sizes = ", ".join(_SIZES)
+        raise unknown("kind of op", measure, kinds, f"measure, or give the size of an op alone ({sizes})")
+
+
+def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
+    where = f"case file {file.title!r}, group {group.name!r}"
+    fields = file.select | case
+    measured_s = fields.pop("measured_s", None)
+    if type(measured_s) not in {int, float} or not 0 < measured_s < math.inf:
+        raise InputError(f"{where}: {case} has no measured_s above 0")
+    sizes = {key: fields.pop(key) for key in _SIZES if key in fields}
+    given = (file.select.get("set", []), case.get("set", []))
+    if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
+        raise InputError(f'{where}: set is a list such as ["model.num_heads=8"]')
+    overrides = (*given[0], *group.set, *given[1])
+    try:
+        measure = msgspec.convert(fields.pop("measure", ""), str)
+        what, allowed = ("key of an op alone", _KEYS_ALONE) if sizes else ("key", tuple(_KEYS))
+        for key in fields:
+            if key not in allowed:
+                raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
+        chosen = {_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile}
+        selection = msgspec.convert(chosen, Selection)
+        alone = _alone(measure, sizes, where) if sizes else None
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {case}: {error}") from error
+    return Case(group.name, selection, float(measured_s), measure, alone)
+
+
+def _alone(measure: str, sizes: dict[str, Any], where: str) -> Size:
+    """Return how large an op alone is; raises InputError where that kind of op has no such size."""
+    if measure not in ALONE:
+        raise unknown("measure of an op alone", measure, ALONE, where)
+    takes = ALONE[measure]
+    if set(sizes) != set(takes.__struct_fields__):
+        raise InputError(f"{where}: {measure} alone takes {' and '.join(takes.__struct_fields__)}, not {sizes}")
+    return msgspec.convert(sizes, takes)

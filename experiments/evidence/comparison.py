@@ -1,0 +1,168 @@
+"""Simulated and executed steps of one schedule, laid side by side: the data, and how a terminal shows them."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from experiments.evidence.diagnosis import diagnosis
+from experiments.evidence.units import percent, seconds, size
+from experiments.verbs.run import median_step
+from experiments.verbs.terminal import evidence_lines
+from sim.engine.report import Report
+from sim.memory import walk
+from sim.schedule.proof.check import Checked
+from sim.trace import Trace
+
+if TYPE_CHECKING:
+    from runtime.run import Step
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated time beside executed ones."""
+
+    simulated_s: float
+    median_s: float
+    low_s: float
+    """Least of the executed times."""
+    high_s: float
+    """Largest of the executed times."""
+    error: float
+    """simulated / median - 1."""
+
+
+class KindRow(msgspec.Struct, frozen=True, kw_only=True):
+    """All ops of one kind, in seconds at work, averaged over the ranks."""
+
+    kind: str
+    part: str
+    count: int
+    times: Measured
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """Largest sum of the buffers of a rank, over all ranks, in bytes: no workspace of kernels."""
+
+    simulated: int
+    executed: int
+    simulated_hbm: int
+    """With what kernels hold beside their buffers."""
+    allocated: int
+    """Most that a GPU's allocator had given; 0 on a CPU."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule, simulated and executed."""
+
+    schedule_hash: str
+    step: Measured
+    step_times_s: list[float]
+    kinds: list[KindRow]
+    peak_bytes: Peak
+    diagnosis: list[str]
+    """Where the error comes from, in sentences."""
+    drift: list[float]
+    """Before and after: how much longer kernels take now than when the machine was calibrated."""
+    report: Report
+
+
+def laid_side_by_side(
+    checked: Checked, simulated: Trace, report: Report, steps: list[Step], drift: list[float]
+) -> Comparison:
+    """Return what a simulated and some executed steps of one schedule say of each other."""
+    traces = [step.trace for step in steps]
+    times = [trace.step_time_s for trace in traces]
+    kinds = _kinds(simulated, traces)
+    errors = {f"{row.kind} {row.part}": row.times.simulated_s - row.times.median_s for row in kinds}
+    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    median = median_step(steps)
+    return Comparison(
+        schedule_hash=checked.schedule.hash,
+        step=measured(report.step_time_s, times),
+        step_times_s=times,
+        kinds=kinds,
+        peak_bytes=Peak(
+            simulated=max(found.buffer_peak_bytes for found in walks),
+            executed=max(median.peak_bytes),
+            simulated_hbm=max(found.peak_bytes for found in walks),
+            allocated=max(median.allocated_bytes),
+        ),
+        diagnosis=diagnosis(errors, drift, simulated, median.trace),
+        drift=drift,
+        report=report,
+    )
+
+
+def measured(simulated: float, executed: list[float]) -> Measured:
+    """Return a simulated time beside executed ones."""
+    median = statistics.median(executed)
+    return Measured(
+        simulated_s=simulated,
+        median_s=median,
+        low_s=min(executed),
+        high_s=max(executed),
+        error=simulated / median - 1 if median else 0.0,
+    )
+
+
+def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
+    """Return the time at work by op kind and pass, averaged over ranks."""
+    keys = sorted({(row.part, row.kind) for row in simulated.rows}, key=lambda key: (key[0] == "backward", key))
+
+    def total(trace: Trace, key: tuple[str, str]) -> float:
+        return sum(row.busy_s for row in trace.rows if (row.part, row.kind) == key) / trace.num_ranks
+
+    return [
+        KindRow(
+            kind=kind,
+            part=part,
+            count=sum((row.part, row.kind) == (part, kind) for row in simulated.rows),
+            times=measured(total(simulated, (part, kind)), [total(trace, (part, kind)) for trace in executed]),
+        )
+        for part, kind in keys
+    ]
+
+
+def comparison_table(name: str, found: Comparison) -> Table:
+    """Return simulated against measured, per op kind and for the step."""
+    table = Table("op kind", "ops", "simulated", "measured", "least", "most", "error", title=name, title_justify="left")
+    for row in found.kinds:
+        table.add_row(f"{row.kind} {row.part}", str(row.count), *_cells(row.times))
+    table.add_section()
+    table.add_row("step", "", *_cells(found.step))
+    return table
+
+
+def _cells(times: Measured) -> list[str]:
+    shown = [seconds(value) for value in (times.simulated_s, times.median_s, times.low_s, times.high_s)]
+    return [*shown, percent(times.error)]
+
+
+def drift_line(drift: list[float]) -> str:
+    """Return what some kernels say of the machine's speed since its calibration."""
+    before, after = (percent(value) for value in drift)
+    return f"machine: beside its calibration, kernels take {before} before these steps and {after} after them"
+
+
+def _allocated_line(peak: Peak) -> list[str]:
+    """Return what a GPU's allocator says, where there is one."""
+    if not peak.allocated:
+        return []
+    error = percent(peak.simulated_hbm / peak.allocated - 1)
+    shown = f"simulated {size(peak.simulated_hbm)}, allocated {size(peak.allocated)}"
+    return [f"peak with what kernels hold meanwhile: {shown} ({error})"]
+
+
+def comparison_lines(found: Comparison) -> list[str]:
+    """Return what a comparison says beside its table: memory, the machine, where the error lies, and the evidence."""
+    peak = found.peak_bytes
+    return [
+        f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}",
+        *_allocated_line(peak),
+        drift_line(found.drift),
+        *(f"diagnosis: {sentence}" for sentence in found.diagnosis),
+        *evidence_lines(found.report.evidence),
+    ]

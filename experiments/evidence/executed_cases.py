@@ -1,0 +1,127 @@
+"""A record of ``longstep validate`` as a case file: executed steps that later versions can be held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.evidence.cases import case_fields
+from experiments.evidence.cells import Cell, Sweep
+from experiments.evidence.published import profile_sha256
+from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
+from sim.errors import InputError
+from sim.profile import Profile, load_profile, save_profile, write_whole
+
+_OF_CASES = ("schedule", "seq")
+"""What every case says for itself, also where it is the same in all."""
+
+Fields = dict[str, Any]
+
+
+def common_fields(sweep: Sweep) -> Fields:
+    """Return what a case file says of all cells of a sweep."""
+    return {key: value for key, value in case_fields(sweep).items() if key not in Cell._fields}
+
+
+def save_cases(record: Record, path: str) -> None:
+    """Write a record as a case file, with its profile next to it; raises InputError where what its cells have in common
+    lies in files of the user's.
+    """
+    require_portable(record.select, [cell for cell, _ in record.comparisons])
+    profile = _profile_beside(record.profile, Path(path))
+    write_whole(Path(path), case_file(record, profile, profile_sha256(str(Path(path).with_name(profile)))).encode())
+
+
+def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
+    """Raise InputError where a model, a cluster or a schedule is a file: a case file, which others read elsewhere and
+    later, does not hold it.
+    """
+    named = [(f"--{key}", select[key]) for key in ("model", "cluster") if key in select]
+    named += [("--schedules", schedule) for schedule in dict.fromkeys(cell.schedule for cell in cells)]
+    for option, value in named:
+        if value.endswith((".toml", ".json")) or "/" in value or ":" in value:
+            kind = "a schedule that ships" if option == "--schedules" else "a preset, with --set for what differs"
+            raise InputError(
+                f"--cases-out: {option} {value} is a file of yours, which a case file does not hold: take {kind}, or "
+                f"leave --cases-out away and keep the record (--out)"
+            )
+
+
+def _profile_beside(profile: Profile, path: Path) -> str:
+    """Return the name of a file with the profile next to a case file: profile.json, written if there is none, or one of
+    its own where another profile has that name.
+    """
+    shared, own = path.with_name("profile.json"), path.with_name(f"{path.stem}-profile.json")
+    if not shared.exists():
+        save_profile(profile, shared)
+    if _holds(shared, profile):
+        return shared.name
+    save_profile(profile, own)
+    return own.name
+
+
+def _holds(path: Path, profile: Profile) -> bool:
+    try:
+        return load_profile(str(path)) == profile
+    except InputError:
+        return False
+
+
+def case_file(record: Record, profile: str, sha256: str) -> str:
+    """Return a record as the TOML of a case file, a group for every scope, number of ranks and target."""
+    cells = judged(record)
+    described = [_fields(record, one.cell) for one in cells]
+    common = _common(described)
+    head = {"title": record.title, "source": "; ".join(provenance(record)), "quality": _quality(record, cells)}
+    lines = [*_lines(head | {"profile": profile, "profile_sha256": sha256}), "", "[select]", *_lines(common)]
+    groups: dict[tuple[str, float], list[str]] = {}
+    for one, fields in zip(cells, described, strict=True):
+        rest = {key: value for key, value in fields.items() if key not in common}
+        case = ", ".join(_lines(rest | {"measured_s": float(f"{one.times.median_s:.6g}")}))
+        groups.setdefault(_group(one.cell), []).append(f"  {{ {case} }},")
+    for (name, target), cases in groups.items():
+        lines += ["", "[[group]]", *_lines({"name": name, "target": target}), "cases = [", *cases, "]"]
+    return "\n".join(lines) + "\n"
+
+
+def _group(cell: Cell) -> tuple[str, float]:
+    """Return the name of the group that a cell is judged in, and its target."""
+    return f"{cell.what}, P {cell.gpus}, within {100 * cell.target:g} %", cell.target
+
+
+def _common(described: list[Fields]) -> Fields:
+    """Return what all cases say alike."""
+    first, *others = described
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in _OF_CASES and all(key in other and other[key] == value for other in others)
+    }
+
+
+def _fields(record: Record, cell: Cell) -> Fields:
+    """Return what a case file says of one cell, without its time."""
+    layers = {"layers": cell.layers} if cell.layers > 1 else {}
+    named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
+    return record.select | named
+
+
+def _quality(record: Record, cells: list[Judged]) -> str:
+    """Return how the times were measured, and how far the machine was from its calibration."""
+    repeats = _counts([len(one.errors) for one in cells])
+    steps = _counts([len(found.step_times_s) for _, some in record.comparisons for found in some])
+    return (
+        f"executed: median of {repeats} repeats, of each the median of {steps} steps, from the common start to the end "
+        f"of the last rank; {steadiness(record)}"
+    )
+
+
+def _counts(numbers: list[int]) -> str:
+    return "/".join(map(str, sorted(set(numbers))))
+
+
+def _lines(fields: Fields) -> list[str]:
+    """Return lines of TOML, whose strings, numbers and lists of strings are written as JSON's are."""
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]

@@ -1,0 +1,195 @@
+"""Predictions held against published measurements: case files in, one judged table out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from experiments.evidence.cases import FOLDER, Case, CaseFile, read_cases
+from experiments.evidence.units import percent
+from experiments.verbs.selection import DATASHEET
+from sim.engine.interval import bounds
+from sim.engine.report import report
+from sim.presets import preset_names
+from sim.profile import profile_bytes
+
+_APART = 0.02
+"""Measured times that differ by no more are in no order."""
+
+
+class Prediction(NamedTuple):
+    """What is predicted of a case."""
+
+    case: Case
+    predicted_s: float
+    low_s: float
+    high_s: float
+    """Where nine of ten measurements should lie."""
+    bound_by: str
+    """What most of the step goes to; empty for a part of one."""
+    ranks: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted_s / self.case.measured_s - 1
+
+    @property
+    def bounded(self) -> bool:
+        """Whether anything is known of how far it may be off."""
+        return self.low_s < self.high_s
+
+    @property
+    def covered(self) -> bool:
+        """Whether the measured time lies in the interval."""
+        return self.low_s <= self.case.measured_s <= self.high_s
+
+    @property
+    def what(self) -> str:
+        """Return one line that names the case, and what bounds it."""
+        case = self.case
+        how = " ".join(filter(None, (case.mask, case.passes)))
+        named = ", ".join(filter(None, (case.name, case.options, f"{self.ranks} GPUs", case.extent, how)))
+        return f"{named}: {self.bound_by}" if self.bound_by else named
+
+
+class Evidence(NamedTuple):
+    """A case file, and what is predicted of it."""
+
+    file: CaseFile
+    found: list[Prediction]
+
+
+def predicted(cases: Sequence[Case], console: Console) -> Iterator[Prediction]:
+    """Yield what is predicted of each case, on all cores."""
+    pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    with pool, Progress(console=type(console)(stderr=True), transient=True) as progress:
+        yield from progress.track(pool.map(_predicted, cases), len(cases), description="predicting")
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when its parent does, which a signal may end before it can say so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _predicted(case: Case) -> Prediction:
+    chosen = case.chosen()
+    checked = chosen.checked()
+    simulation, ranks = chosen.simulated(checked), checked.schedule.num_ranks
+    if not case.measure:
+        found = report(simulation, with_interval=True)
+        step_s = found.step_time_s
+        return Prediction(case, step_s, *(found.interval_s or (step_s, step_s)), found.bound_by, ranks)
+    traces = bounds(simulation) or (simulation.trace, simulation.trace)
+    op_s, low_s, high_s = map(case.seconds, (simulation.trace, *traces))
+    return Prediction(case, op_s, low_s, high_s, "", ranks)
+
+
+def profile_sha256(name: str) -> str:
+    """Return the SHA-256 of a profile's file."""
+    return hashlib.sha256(profile_bytes(name)).hexdigest()
+
+
+def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
+    """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
+    given = (own for name in names for own in (preset_names(FOLDER) if name == "all" else [name]))
+    read = [read_cases(name) for name in dict.fromkeys(given)]
+    shown = []
+    for file, cases in read:
+        shown.append(Evidence(file, list(predicted(cases, console))))
+        for line in provenance(file):
+            console.print(line, markup=False)
+        table = Table(*HEADS)
+        for row in judged(shown[-1]):
+            table.add_row(*row)
+        console.print(table)
+    return shown
+
+
+def provenance(file: CaseFile) -> list[str]:
+    """Return what cases are of, where they come from, and what predictions of them rest on."""
+    head = [file.title, f"  {file.source}; {file.quality}"]
+    if file.profile == DATASHEET:
+        return [*head, "  rates of datasheets"]
+    sha256 = profile_sha256(file.profile)
+    head.append(f"  profile {Path(file.profile).name!r}, sha256 {sha256[:16]}")
+    if not sha256.startswith(file.profile_sha256):
+        head.append(f"  not the profile that the cases were written with: that was sha256 {file.profile_sha256[:16]}")
+    return head
+
+
+HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 90 %", "target", "worst is")
+"""Of the table of all groups of a file."""
+
+
+def judged(evidence: Evidence) -> list[list[str]]:
+    """Return the rows of a file's table: every group, groups together, and all together."""
+    file, found = evidence
+    judged = [(group.name, {group.name}, group.target) for group in file.group]
+    judged += [(together.name, set(together.of), together.target) for together in file.together]
+    rows = [[name, *_judged([one for one in found if one.case.group in of], target)] for name, of, target in judged]
+    return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
+
+
+def _judged(found: Sequence[Prediction], target: float | None) -> list[str]:
+    """Return what a table says of some predictions."""
+    errors = [one.error for one in found]
+    mean = statistics.mean(map(abs, errors))
+    worst = max(found, key=lambda one: abs(one.error))
+    right, pairs = order(found)
+    met = "" if target is None else f"{100 * target:g} %" + (": missed" if mean > target else "")
+    return [
+        str(len(found)),
+        f"{100 * mean:.1f} %",
+        percent(worst.error),
+        percent(statistics.mean(errors)),
+        f"{r_squared(found):.3f}" if len(found) > 1 else "",
+        f"{right} of {pairs}",
+        f"{100 * statistics.mean(one.covered for one in found):.0f} %" if any(one.bounded for one in found) else "",
+        met,
+        worst.what,
+    ]
+
+
+def order(found: Sequence[Prediction]) -> tuple[int, int]:
+    """Return how often the faster of two schedules was predicted right, and of how many whose times are apart."""
+    by_rivals: dict[tuple[object, ...], list[Prediction]] = {}
+    for one in found:
+        by_rivals.setdefault(one.case.rivals, []).append(one)
+    pairs = [
+        (one, other)
+        for rivals in by_rivals.values()
+        for one, other in itertools.combinations(rivals, 2)
+        if abs(math.log(one.case.measured_s / other.case.measured_s)) > _APART
+    ]
+    right = sum((a.predicted_s < b.predicted_s) == (a.case.measured_s < b.case.measured_s) for a, b in pairs)
+    return right, len(pairs)
+
+
+def r_squared(found: Sequence[Prediction]) -> float:
+    """Return the share of the variance of log time that predictions explain."""
+    logs = [math.log(one.case.measured_s) for one in found]
+    missed = sum(math.log1p(one.error) ** 2 for one in found)
+    mean = statistics.mean(logs)
+    total = sum((value - mean) ** 2 for value in logs)
+    return 1 - missed / total if total else math.nan

@@ -1,0 +1,32 @@
+"""How figures are written for people: times, sizes, lengths and shares with their units."""
+
+from __future__ import annotations
+
+
+def seconds(value: float) -> str:
+    """Return a time with a fitting unit: 1.234 s, 12.34 ms, 56.7 us."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-6:.4g} us"
+
+
+def size(nbytes: float) -> str:
+    """Return a size in GiB = 2^30 B, MiB or KiB."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 2**power:
+            return f"{nbytes / 2**power:.4g} {unit}"
+    return f"{nbytes:g} B"
+
+
+def length(tokens: int) -> str:
+    """Return a length as the field writes it: 8K = 8 x 1024, 1M = 1024^2; other lengths in digits."""
+    for factor, unit in ((1024**2, "M"), (1024, "K")):
+        if tokens % factor == 0:
+            return f"{tokens // factor}{unit}"
+    return str(tokens)
+
+
+def percent(value: float) -> str:
+    """Return a signed percentage."""
+    return f"{100 * value:+.1f} %"

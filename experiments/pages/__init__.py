@@ -1,0 +1,1 @@
+"""HTML pages and SVG figures of what ``experiments.evidence`` found."""

@@ -1,0 +1,31 @@
+"""Fills the templates of pages and figures. What they show is escaped; what they lack is an error."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jinja2
+
+from experiments.evidence.units import percent, seconds
+from experiments.pages.plots import HUES, THEMES
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of ``experiments/pages/templates``, filled."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("experiments.pages"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"seconds": seconds, "percent": percent}
+    environment.globals |= {"hues": list(HUES.values()), "themes": THEMES}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment

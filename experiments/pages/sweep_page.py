@@ -1,0 +1,229 @@
+"""A sweep as one HTML page and as one figure: simulated against measured times, and the error over length.
+
+Intervals are those of the repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from experiments.evidence.diagnosis import DRIFT
+from experiments.evidence.record import Judged, Record, judged, provenance, quiet_repeats, summary
+from experiments.evidence.units import length, percent
+from experiments.pages import plots
+from experiments.pages.legend import BANDS, Kind, Looks
+from experiments.pages.render import render
+from sim.workload import parse_length
+
+_MAIN, _PANEL = (560, 520), (250, 246)
+"""Width and height of the parity plot and (at least) of each plot of the error on the page, in pixels."""
+_CROWD, _WIDEST = 11, 800
+"""Width that a mark of a plot of the error needs, and that the plot may take."""
+_FIGURE_MAIN, _FIGURE_PANEL, _FIGURE_LEAST = 440, (226, 182), 400
+"""Of a figure: width of the parity plot, (at least) size of the others, and least height of the parity plot."""
+_FIGURE_RIGHT, _HEAD = 500, 82
+"""Of a figure: width for plots of the error that stand side by side, and height of the titles."""
+_GAP, _EDGE = 22, 20
+_LEFT, _RIGHT = 56, 6
+"""Margins of a plot of the error."""
+_DODGE = 15
+"""Pixels between schedules at one length, where there is room."""
+
+
+class Panel(NamedTuple):
+    """Cells that share a plot of the error over length, in the order in which these stand."""
+
+    scope: str
+    layers: int
+    gpus: int
+
+
+class Axes(NamedTuple):
+    """What all plots of the error over length share."""
+
+    frame: plots.Frame
+    across: plots.Axis
+    up: plots.Axis
+    slot: float
+    """Pixels that each length has for itself."""
+
+
+def page(record: Record) -> str:
+    """Return the page of a sweep."""
+    cells = judged(record)
+    looks = _looks(cells)
+    return render(
+        "parity.html.j2",
+        title=f"Simulated against measured: {record.title}",
+        summary=summary(record),
+        provenance=provenance(record),
+        drift=DRIFT,
+        cells=cells,
+        tokens=[parse_length(one.cell.seq, "--seq") for one in cells],
+        key=looks.key(_MAIN[0]),
+        parity=_parity(cells, looks, _MAIN),
+        unplotted=[one.cell.name for one in cells if not plots.plottable(one.times)],
+        panels=_panels(cells, looks, _roomy(cells, looks, _PANEL)),
+    )
+
+
+def figure(record: Record) -> str:
+    """Return both plots of a sweep as one SVG, light or dark as its reader prefers."""
+    cells = judged(record)
+    looks = _looks(cells)
+    wide, high = _roomy(cells, looks, _FIGURE_PANEL)
+    panels = _panels(cells, looks, (wide, high))
+    key = looks.key(_FIGURE_MAIN)
+    columns = min(len(panels), max(1, _FIGURE_RIGHT // (wide + _GAP)))
+    below = -(-len(panels) // columns) * high
+    main = max(_FIGURE_LEAST, min(below - key.height - _GAP, _FIGURE_MAIN + 60))
+    left = _EDGE + _FIGURE_MAIN + _GAP
+    return render(
+        "parity.svg.j2",
+        width=left + columns * (wide + _GAP) - _GAP + _EDGE,
+        height=_HEAD + max(below, main + _GAP + key.height) + _EDGE,
+        edge=_EDGE,
+        head=_HEAD,
+        title=f"Simulated against measured step times: {record.title}",
+        subtitles=_subtitles(record, cells),
+        key=key,
+        key_at=_HEAD + main + _GAP,
+        parity=_parity(cells, looks, (_FIGURE_MAIN, main)),
+        panels=[
+            (left + n % columns * (wide + _GAP), _HEAD + n // columns * high, panel) for n, panel in enumerate(panels)
+        ],
+    )
+
+
+def _looks(cells: Sequence[Judged]) -> Looks:
+    return Looks([Kind(one.cell.schedule, one.cell.gpus, one.cell.scope) for one in cells])
+
+
+def _subtitles(record: Record, cells: Sequence[Judged]) -> tuple[str, str]:
+    """Return what a figure says of its machine, and of what it shows."""
+    machine = f"{record.profile.machine.gpu}; calibrated {record.profile.created[:10]}"
+    repeats = "/".join(sorted({str(len(one.errors)) for one in cells}))
+    return (
+        f"{machine}; {quiet_repeats(cells)} repeats on a quiet machine",
+        f"Bars: least to greatest of {repeats} repeats. Right: error of the step over its length; shaded: target",
+    )
+
+
+def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> plots.Plot:
+    points = [
+        plots.Point(
+            times=one.times,
+            shape=looks.shape(one.cell.gpus),
+            look=looks.look(one.cell.schedule, one.cell.scope),
+            row=number,
+            tip=_tip(one),
+        )
+        for number, one in enumerate(cells)
+    ]
+    about = "Simulated against measured step time of every cell, on logarithmic axes"
+    return plots.parity_plot(points, BANDS, *size, about)
+
+
+def _tip(one: Judged) -> str:
+    quiet = f"of the quiet ones in {one.met_when_quiet}" if one.met_when_quiet.of else "none was quiet"
+    return (
+        f"{one.cell.name}\n{plots.times_in_words(one.times)}\n"
+        f"error {percent(one.times.error)} [{percent(one.low)} to {percent(one.high)}]\n"
+        f"target {100 * one.cell.target:g} %: met in {one.met} repeats, {quiet}"
+    )
+
+
+def _roomy(cells: Sequence[Judged], looks: Looks, least: tuple[int, int]) -> tuple[int, int]:
+    """Return the size of a plot of the error that has room for all schedules at all lengths."""
+    lengths = {parse_length(one.cell.seq, "--seq") for one in cells}
+    needed = _LEFT + _RIGHT + _CROWD * len(lengths) * len(looks.schedules)
+    return max(least[0], min(needed, _WIDEST)), least[1]
+
+
+def _panels(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> list[plots.Plot]:
+    """Return the error over length, a plot for every scope and number of ranks; all have the same axes."""
+    members: dict[Panel, list[tuple[int, Judged]]] = {}
+    for number, one in enumerate(cells):
+        members.setdefault(Panel(one.cell.scope, one.cell.layers, one.cell.gpus), []).append((number, one))
+    frame = plots.Frame(_LEFT, 26, size[0] - _RIGHT, size[1] - 26)
+    lengths = sorted({parse_length(one.cell.seq, "--seq") for one in cells})
+    across, slot = _lengths(lengths, frame)
+    axes = Axes(frame, across, _errors(cells, frame), slot)
+    return [_panel(members[panel], looks, axes, size) for panel in sorted(members)]
+
+
+def _lengths(lengths: Sequence[int], frame: plots.Frame) -> tuple[plots.Axis, float]:
+    """Return the axis of all lengths, and the pixels that each has for itself."""
+    apart = min((other / one for one, other in pairwise(lengths)), default=2.0) ** 0.5
+    axis = plots.Axis(low=lengths[0] / apart, high=lengths[-1] * apart, begin=frame.left, end=frame.right)
+    return axis, 2 * (axis.at(lengths[0]) - frame.left)
+
+
+def _errors(cells: Sequence[Judged], frame: plots.Frame) -> plots.Axis:
+    """Return the axis of all errors and targets."""
+    low = min(min(one.low, -one.cell.target) for one in cells)
+    high = max(max(one.high, one.cell.target) for one in cells)
+    pad = 0.06 * (high - low)
+    return plots.Axis(low=low - pad, high=high + pad, begin=frame.bottom, end=frame.top, logarithmic=False)
+
+
+def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size: tuple[float, float]) -> plots.Plot:
+    """Return the error over length of one panel: schedules stand side by side at each length."""
+    frame, across, up, slot = axes
+    schedules = [name for name in looks.schedules if any(one.cell.schedule == name for _, one in members)]
+    dodge = min(_DODGE, 0.8 * slot / len(schedules))
+    targets: dict[int, float] = {}
+    marks: dict[str, list[plots.Mark]] = {name: [] for name in schedules}
+    for number, one in sorted(members, key=lambda member: parse_length(member[1].cell.seq, "--seq")):
+        tokens, name = parse_length(one.cell.seq, "--seq"), one.cell.schedule
+        targets[tokens] = max(targets.get(tokens, 0.0), one.cell.target)
+        x = round(across.at(tokens) + dodge * (schedules.index(name) - (len(schedules) - 1) / 2), 2)
+        marks[name].append(_error_mark(number, one, x, up, looks))
+    title = f"{members[0][1].cell.what}, P = {members[0][1].cell.gpus}"
+    return plots.Plot(
+        about=f"Error of the step over length: {title}",
+        title=title,
+        width=size[0],
+        height=size[1],
+        frame=frame,
+        x_ticks=_length_ticks(across, sorted(targets)),
+        y_ticks=plots.share_ticks(up),
+        areas=[plots.Area("band-1", _target(across.at(tokens), slot, share, up)) for tokens, share in targets.items()],
+        trends=[
+            plots.Trend("equal", [(frame.left, up.at(0.0)), (frame.right, up.at(0.0))]),
+            *(plots.Trend(looks.look(name), [(mark.x, mark.y) for mark in found]) for name, found in marks.items()),
+        ],
+        marks=[mark for found in marks.values() for mark in found],
+    )
+
+
+def _length_ticks(axis: plots.Axis, lengths: Sequence[int], apart: float = 30) -> list[plots.Tick]:
+    """Return the lengths that have room for their names."""
+    ticks: list[plots.Tick] = []
+    for tokens in lengths:
+        at = axis.at(tokens)
+        if not ticks or at - ticks[-1].at >= apart:
+            ticks.append(plots.Tick(at, length(tokens)))
+    return ticks
+
+
+def _target(middle: float, slot: float, share: float, up: plots.Axis) -> list[tuple[float, float]]:
+    """Return the area of errors that are met at one length."""
+    left, right = round(middle - slot / 2, 2), round(middle + slot / 2, 2)
+    return [(left, up.at(-share)), (left, up.at(share)), (right, up.at(share)), (right, up.at(-share))]
+
+
+def _error_mark(number: int, one: Judged, x: float, up: plots.Axis, looks: Looks) -> plots.Mark:
+    low, high = up.at(one.low), up.at(one.high)
+    return plots.Mark(
+        x=x,
+        y=up.at(one.times.error),
+        whisker=f"M{x - 4:.2f} {low}h8M{x} {low}V{high}M{x - 4:.2f} {high}h8",
+        ends=(low, high),
+        shape=looks.shape(one.cell.gpus),
+        look=looks.look(one.cell.schedule, one.cell.scope),
+        row=number,
+        tip=_tip(one),
+    )

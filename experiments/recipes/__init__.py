@@ -1,0 +1,1 @@
+"""Complete runs with a name, in Python: ``python -m experiments.recipes NAME``."""

@@ -1,0 +1,306 @@
+"""``longstep calibrate``: measure this machine and write a profile; or say how far one can be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from experiments.evidence.against import show_against
+from experiments.evidence.machine import gpus_here, require_machine
+from experiments.evidence.units import percent, seconds
+from experiments.verbs.selection import DATASHEET, command_line, one_of
+from experiments.verbs.simulate import writable
+from sim.engine.cost import measured_cluster
+from sim.errors import InputError, RankError, unknown
+from sim.presets import read_bytes
+from sim.profile import Profile, load_profile, make_folder, profile_folder, profile_names, save_profile
+from sim.workload import FLOATS, ModelSpec, load_model
+from topology.cluster import load_cluster
+from topology.specs import ClusterSpec
+
+if TYPE_CHECKING:
+    from calibrate.plan import Calibration, Plan, Step
+
+QUICK_S = 105.0
+"""Nothing new is begun after this time where it has to be quick; the largest sizes come last."""
+GPU_S = 450.0
+"""Nor after this on a GPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Time the kernels and links that execute runs on this machine. Ctrl-C keeps what has been measured."""
+
+    quick: bool = False
+    """Fewer sizes and runs: under two minutes."""
+    check: bool = False
+    """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
+    against: str | None = None
+    """Measure nothing: compare the profile's points with what this one (NAME or FILE.json) predicts of them."""
+    published: str | None = None
+    """Measure nothing: make the profile of a machine that others have measured, from their tables."""
+    cluster: str = "host"
+    """host, or the NAME or FILE.toml of a cluster that this machine's GPU is one of."""
+    model: str | None = None
+    """The model whose heads and shapes are timed; by default tiny on a host, llama3-8b on a GPU."""
+    dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Data type to time, as often as wanted; by default the model's."""
+    attention: str = ""
+    """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
+    first of them that is installed and runs the data type."""
+    name: str | None = None
+    """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
+    out: str | None = None
+    """Write to this file instead of the user's folder of profiles."""
+
+
+def calibrate(command: Calibrate, console: Console) -> None:
+    """Measure, and write a profile; exits with 130 if it was interrupted, with what there is."""
+    name = command.name or Path(command.cluster).stem
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
+    measures = command.quick or command.dtype or command.model or command.attention
+    if command.check + (command.against is not None) + (command.published is not None) > 1:
+        raise InputError("--check, --against and --published exclude each other: choose one of them")
+    if command.check:
+        if measures:
+            raise InputError(
+                "--check repeats points as they were measured: it goes with --out, --name or --cluster, which name a "
+                "profile"
+            )
+        _check(_own_profile(command, name), console)
+    elif command.against is not None:
+        if measures:
+            raise InputError(
+                "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
+            )
+        show_against(_own_profile(command, name), _profile(command.against, "--against"), console)
+    elif command.published is not None:
+        if measures or command.cluster != "host":
+            raise InputError("--published measures nothing: it goes with --out only")
+        _published(command.published, command.out, console)
+    else:
+        _calibrated(command, name, console)
+
+
+def _own_profile(command: Calibrate, name: str) -> Profile:
+    """Return the profile that a calibration has written; raises InputError if there is none."""
+    if command.out:
+        return _profile(command.out, "--out")
+    if command.name is None and name not in profile_names():
+        cluster = "" if command.cluster == "host" else f" --cluster {command.cluster}"
+        raise InputError(
+            f"there is no profile {name!r} yet: longstep calibrate{cluster} makes one, or name one with --name or --out"
+        )
+    return _profile(name, "--name")
+
+
+def _profile(name: str, option: str) -> Profile:
+    """Return a profile; raises InputError that names the option where there is none."""
+    if name == DATASHEET:
+        raise InputError(f"{option} {name}: a datasheet has no points; name a profile: {', '.join(profile_names())}")
+    if name.endswith(".json") or "/" in name:
+        read_bytes("profile", name, option)
+    elif name not in profile_names():
+        raise unknown("profile", name, [*profile_names(), "FILE.json"], option)
+    return load_profile(name)
+
+
+def _calibrated(command: Calibrate, name: str, console: Console) -> None:
+    """Measure, write what there is, and print it."""
+    from calibrate.plan import Plan
+
+    spec = load_cluster(command.cluster)
+    on_gpu = spec.gpu.kind == "cuda"
+    model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
+    dtypes = [one_of("--dtype", dtype, FLOATS) for dtype in command.dtype or (model.dtype,)]
+    require_machine(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
+    path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
+    if not command.out:
+        make_folder(path.parent)
+    writable(str(path))
+    plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)  # type: ignore[arg-type]
+    limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
+    state, failure = "interrupted", None
+    with _calibration(plan, spec) as calibration:
+        try:
+            state = _measure(calibration.steps(), limit_s, console)
+        except KeyboardInterrupt:
+            pass
+        except RankError as error:
+            failure = error
+        profile = calibration.profile(complete=not state)
+    if profile.points:
+        save_profile(profile, path)
+        _summary(profile, state, path, console)
+        _interference(profile, model, console)
+    if failure:
+        raise failure
+    if not profile.points:
+        raise InputError("interrupted before anything was measured; nothing was written")
+    if state == "interrupted":
+        sys.exit(130)
+
+
+def _calibration(plan: Plan, spec: ClusterSpec) -> Calibration:
+    """Return what measures the machine that a cluster describes."""
+    from calibrate.gpu import GpuCalibration
+    from calibrate.host import HostCalibration
+
+    return HostCalibration(plan) if spec.gpu.kind == "cpu" else GpuCalibration(plan, spec, gpus_here(spec))
+
+
+def _published(name: str, out: str | None, console: Console) -> None:
+    """Make the profile of a machine that others have measured; one of that name ships, so it only goes where asked."""
+    from calibrate.published import published
+
+    profile = published(name)
+    where = "--out FILE writes it"
+    if out:
+        writable(out)
+        save_profile(profile, Path(out))
+        where = f"written to {out}"
+    console.print(f"profile {name!r}: {len(profile.points)} points; {where}", markup=False)
+    _residuals(profile, console)
+
+
+def _residuals(profile: Profile, console: Console) -> None:
+    """Print how well the points of a profile predict each other."""
+    from calibrate.leave_one_out import leave_one_out
+
+    table = Table("each point from the others", "points", "median error", "worst")
+    for kernel, points, median, worst in leave_one_out(profile):
+        table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
+    if table.row_count:
+        console.print(table)
+
+
+def _check(profile: Profile, console: Console) -> None:
+    """Repeat some points of a profile, and print how they compare."""
+    from calibrate.residuals import repeat
+    from runtime.processes.launch import Session
+
+    spec = measured_cluster(profile)
+    require_machine(spec, 1)
+    title = f"profile {profile.name!r} of {profile.created}, repeated"
+    table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
+    with Session(1, device=spec.gpu.kind, attention=profile.machine.software.get("attention", "")) as session:
+        repeated = repeat(profile, session, most=8, budget_s=0.3)
+    if not repeated:
+        raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
+    for point, now_s in repeated:
+        shape = "x".join(map(str, point.shape))
+        drift = percent(now_s / point.median_s - 1)
+        table.add_row(f"{point.kernel} {point.variant}", shape, seconds(point.median_s), seconds(now_s), drift)
+    console.print(table)
+    drifts = [one.drift for one in repeated]
+    spread = f"from {percent(min(drifts))} to {percent(max(drifts))}"
+    console.print(f"drift: median {percent(statistics.median(drifts))}, {spread}")
+
+
+def _measure(steps: Sequence[Step], limit_s: float, console: Console) -> str:
+    """Make the measurements that there is time for; return why some are missing, empty if none is."""
+    begin_s = time.monotonic()
+    with _progress(console) as progress:
+        task = progress.add_task("", total=len(steps))
+        for number, step in enumerate(steps):
+            if time.monotonic() - begin_s > limit_s:
+                return f"the {len(steps) - number} largest left out for lack of time"
+            progress.update(task, description=step.label)
+            step.run()
+            progress.advance(task)
+    return ""
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=not console.is_terminal)
+
+
+def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
+    """Print what was found, in the figures that the simulator uses, and how well the points predict each other."""
+    state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
+    console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)
+    if profile.machine.cores:
+        _host_figures(profile, console)
+    else:
+        _gpu_figures(profile, console)
+    _residuals(profile, console)
+
+
+def _gpu_figures(profile: Profile, console: Console) -> None:
+    """Print what a calibration found of a GPU."""
+    launch_s, rate = profile.cluster["gpu"]["launch_s"], profile.cluster["hbm"]["bytes_per_s"]
+    console.print(
+        f"  {profile.machine.gpu}: {launch_s * 1e6:.3g} us to issue a small kernel; copies get "
+        f"{100 * profile.memory_efficiency:.0f} % of the memory's {rate / 1e12:.3g} TB/s",
+        markup=False,
+    )
+    if profile.replayed_s:
+        console.print(
+            f"  {profile.replayed_s * 1e6:.3g} us from one small kernel to the next in a CUDA graph: "
+            f"--set cluster.gpu.launch_s={profile.replayed_s:.3g} asks what graphs would buy",
+            markup=False,
+        )
+    for kernel, longer in profile.sustained.items():
+        console.print(f"  {kernel} under sustained load takes {longer:.3g} times as long", markup=False)
+    for when, state in profile.machine.state.items():
+        console.print(f"  {when}: {state}", markup=False)
+
+
+def _host_figures(profile: Profile, console: Console) -> None:
+    """Print the host's figures that a calibration found."""
+    host, memory, loopback = (profile.cluster[name] for name in ("host", "hbm", "loopback"))
+    console.print(
+        f"  {profile.machine.gpu}: {host['cores']:.3g} cores at once, memory {memory['bytes_per_s'] / 1e9:.3g} GB/s, "
+        f"loopback {loopback['bytes_per_s'] / 1e9:.3g} GB/s after {loopback['latency_s'] * 1e6:.3g} us; "
+        f"a transfer takes {host['transfer_cores']:.2g} cores per rank",
+        markup=False,
+    )
+
+
+def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:
+    """Print how much kernels and transfers slow each other, and what the simulator makes of it."""
+    from calibrate.residuals import explained
+
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for one, simulated in explained(profile, model):
+        beside = f"{one.ranks} ranks" if one.beside == "ranks" else one.beside
+        pair = (one.slowed, f"{one.kernel} {one.variant} {one.dtype}".replace("  ", " "))
+        cells.setdefault(pair, {})[beside] = f"{one.median:.2f} ({one.low:.2f}, {one.high:.2f}) / {simulated:.2f}"
+    heads = list(dict.fromkeys(beside for row in cells.values() for beside in row))
+    for slowed, title in (
+        ("kernel", "interference: how many times as long a kernel takes, measured (quartiles) / simulated"),
+        ("transfer", "and the transfer beside it"),
+    ):
+        used = [beside for beside in heads if any(beside in row for key, row in cells.items() if key[0] == slowed)]
+        table = Table("kernel", *(f"beside {beside}" for beside in used), title=title, title_justify="left")
+        for (what, kernel), row in cells.items():
+            if what == slowed:
+                table.add_row(kernel, *(row.get(beside, "") for beside in used))
+        if used:
+            console.print(table)
+    if profile.jitter:
+        jitter = profile.jitter
+        console.print(
+            f"jitter of kernels while all ranks are busy: --jitter {jitter.share:.2g}, correlation between ranks "
+            f"{jitter.correlation:.2g}, {jitter.runs} runs"
+        )

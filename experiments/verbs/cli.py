@@ -1,0 +1,144 @@
+"""The command ``longstep``: list, show, simulate, run, compare, validate, calibrate.
+
+Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
+they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command; the others
+serve it if its verb is one that executes over them, and end at once if not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, assert_never
+
+import tyro
+from rich.console import Console
+from rich.logging import RichHandler
+
+from experiments.verbs.calibrate import Calibrate, calibrate
+from experiments.verbs.compare import Compare, compare
+from experiments.verbs.run import Run, run
+from experiments.verbs.show import List, Show, list_names, show
+from experiments.verbs.simulate import Simulate, simulate
+from experiments.verbs.validate import Validate, validate
+from sim.errors import InputError, LongstepError, RankError
+
+if TYPE_CHECKING:
+    from runtime.processes.torchrun import Workers
+
+Command = (
+    Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Validate, tyro.conf.subcommand("validate")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
+)
+
+_ABOUT = "Predict, execute and compare schedules of long-context training."
+_WIDTH = 140
+"""Columns of tables that go to a file or a pipe."""
+_TORCHRUN = (
+    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+)  # fmt: skip
+"""What every process that torchrun starts has in its environment."""
+_OVER_WORKERS = ("run", "compare", "validate")
+"""Verbs that execute over the processes that torchrun has started."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command; exits with 0, with 2 after a mistake of the user's, with 1 after a failed run."""
+    started = all(name in os.environ for name in _TORCHRUN)
+    guarded(functools.partial(_as_started if started else command, arguments))
+
+
+def _as_started(arguments: list[str] | None) -> None:
+    """Run one command in a process that torchrun has started, of which only rank 0's prints."""
+    verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    if verb in _OVER_WORKERS:
+        from runtime.processes.torchrun import under_torchrun
+
+        under_torchrun(functools.partial(command, arguments))
+    elif os.environ["RANK"] == "0":
+        if verb == "calibrate":
+            raise InputError("calibrate runs without torchrun: it starts the processes that it needs, on this host")
+        command(arguments)
+
+
+def command(arguments: list[str] | None, workers: Workers | None = None) -> None:
+    """Parse and run one command; what it executes, it executes on the workers that torchrun has started, if it has."""
+    parsed = parse(arguments)
+    console = open_console()
+    if isinstance(parsed, List):
+        list_names(parsed, console)
+    elif isinstance(parsed, Show):
+        show(parsed, console)
+    elif isinstance(parsed, Simulate):
+        simulate(parsed, console)
+    elif isinstance(parsed, Run):
+        run(parsed, console, workers)
+    elif isinstance(parsed, Compare):
+        compare(parsed, console, workers)
+    elif isinstance(parsed, Validate):
+        validate(parsed, console, workers)
+    elif isinstance(parsed, Calibrate):
+        calibrate(parsed, console)
+    else:
+        assert_never(parsed)
+
+
+def guarded(action: Callable[[], None]) -> None:
+    """Do what a program is for; turn what can go wrong into one line on stderr and an exit code."""
+    gc.set_threshold(50_000, 20, 50)  # schedules are many small objects without cycles
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    try:
+        action()
+    except LongstepError as error:
+        _complain(str(error))
+        sys.exit(1 if isinstance(error, RankError) else 2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _complain("executing on real hardware needs torch: pip install 'longstep[runtime]'")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def open_console() -> Console:
+    """Return the console that results are printed on."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Validate | Calibrate:
+    """Return the command that was typed; what tyro says about a mistake is put into one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Command, prog="longstep", description=_ABOUT, args=arguments)
+    except SystemExit as stop:
+        if stop.code:
+            _complain(_one_line(said.getvalue()))
+        raise
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"longstep: {message}\n")
+
+
+def _one_line(box: str) -> str:
+    """Return the text inside the box that tyro draws around an error."""
+    lines = (re.sub(r"[╭╮╰╯│─]+|-{4,}", " ", line).strip() for line in box.splitlines())
+    return re.sub(r"\s+", " ", " ".join(line for line in lines if line))

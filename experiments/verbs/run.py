@@ -1,0 +1,164 @@
+"""``longstep run``: execute a schedule on this machine, or where torchrun has put workers, and see that it computes the
+right thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.evidence.machine import require_machine, require_processes
+from experiments.evidence.units import seconds, size
+from experiments.verbs.selection import Chosen, Selection, choose
+from experiments.verbs.simulate import title, writable, write_trace
+from experiments.verbs.terminal import parts_line
+from sim.breakdown import breakdown, critical_rank
+from sim.errors import InputError, RankError
+from sim.schedule.proof.check import Checked
+
+if TYPE_CHECKING:
+    from runtime.processes.launch import Session
+    from runtime.processes.torchrun import Workers
+    from runtime.run import Step
+
+_LONGEST_S = 1e6
+WARM_UP = 3
+"""Steps before those that count: by then every rank has the memory that it needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How to execute."""
+
+    repeats: int = 5
+    """Steps to measure."""
+    timeout: float = 120.0
+    """Seconds that a rank may stand still before the run is ended."""
+    attention: str = ""
+    """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
+    the profile was calibrated with, else the first of them that is installed and runs the data type."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Execute a schedule for real, one process per rank."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
+    verify: bool = False
+    """Compare outputs and gradients with a one-process reference in fp64."""
+    trace: str | None = None
+    """Write a Chrome trace (Perfetto opens it) to this file."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def run(command: Run, console: Console, workers: Workers | None = None) -> None:
+    """Execute some steps, and print what happened."""
+    from runtime.execution.verify import BOUNDS, verifiable
+    from runtime.run import ScheduleRun
+
+    chosen = choose(command.selection)
+    if command.trace:
+        writable(command.trace)
+    checked = chosen.checked()
+    if command.verify or not chosen.workload.forward:  # one pass alone gets its out and lse from the reference
+        verifiable(chosen.workload)
+    with open_session(chosen, checked, command.execution, workers) as session:
+        schedule_run = ScheduleRun(session, checked)
+        steps = measured_steps(schedule_run.step, command.execution.repeats)
+        errors = schedule_run.errors() if command.verify else {}
+    median = median_step(steps)
+    if command.trace:
+        write_trace(command.trace, checked, [median.trace])
+    rank = critical_rank(median.trace)
+    times = [step.trace.step_time_s for step in steps]
+    result: dict[str, Any] = {
+        "step_time_s": statistics.median(times),
+        "step_times_s": times,
+        "peak_bytes": max(median.peak_bytes),
+        "breakdown": breakdown(median.trace, rank),
+        "critical_rank": rank,
+        "schedule_hash": median.trace.schedule_hash,
+        "errors": errors,
+    }
+    if command.json:
+        console.print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), markup=False)
+    else:
+        console.print(_table(title(chosen, checked), result))
+    bound = BOUNDS[chosen.workload.dtype]
+    wrong = [name for name, error in errors.items() if not error <= bound]
+    if wrong:
+        raise RankError(f"executed tensors differ from the reference by more than {bound:g}: {', '.join(wrong)}")
+
+
+def _table(name: str, result: dict[str, Any]) -> Table:
+    """Return the figures of a run."""
+    times, rank = result["step_times_s"], result["critical_rank"]
+    table = Table("figure", "value", title=name, title_justify="left")
+    table.add_row("step time, median", seconds(result["step_time_s"]))
+    table.add_row("  of", ", ".join(seconds(value) for value in times))
+    table.add_row("peak memory of its buffers", size(result["peak_bytes"]))
+    table.add_row(f"rank {rank}, the least waiting", parts_line(result["breakdown"]))
+    table.add_row("schedule", result["schedule_hash"])
+    for tensor, error in result["errors"].items():
+        table.add_row(f"{tensor}: largest relative error", f"{error:.2g}")
+    return table
+
+
+@contextmanager
+def open_session(
+    chosen: Chosen, checked: Checked, execution: Execution, workers: Workers | None = None
+) -> Iterator[Session]:
+    """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
+    machine cannot, or torchrun has not started ``workers`` enough.
+    """
+    from runtime.processes.launch import Session
+
+    if execution.repeats < 1:
+        raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
+    if not 0 < execution.timeout < _LONGEST_S:
+        raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
+    ranks = checked.schedule.num_ranks
+    if workers:
+        require_processes(chosen.spec, ranks, workers.world)
+    attention = execution.attention or timed_attention(chosen)
+    gpus = min(ranks, workers.world.local_size) if workers else ranks
+    require_machine(chosen.spec, gpus, [chosen.workload.dtype], attention)
+    with Session(
+        ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
+    ) as session:
+        yield session
+
+
+def timed_attention(chosen: Chosen) -> str:
+    """Return the name of the attention kernel that a profile was calibrated with, since what is timed is what is run;
+    empty where there is none, or none for the data type.
+    """
+    timed = chosen.profile.machine.software.get("attention", "") if chosen.profile else ""
+    if chosen.spec.gpu.kind == "cpu":
+        return ""
+    from runtime.execution.attention_choice import runs
+    from runtime.execution.tensors import TORCH_DTYPE
+
+    return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""
+
+
+def measured_steps(step: Any, repeats: int) -> list[Step]:
+    """Return ``repeats`` steps after the warm-up."""
+    for _ in range(WARM_UP):
+        step()
+    return [step() for _ in range(repeats)]
+
+
+def median_step(steps: list[Step]) -> Step:
+    """Return the step whose time is the (lower) median."""
+    return sorted(steps, key=lambda step: step.trace.step_time_s)[(len(steps) - 1) // 2]

@@ -1,0 +1,136 @@
+"""``longstep list`` and ``longstep show``: what there is, and what a schedule does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.verbs.selection import Selection, choose, one_of
+from experiments.verbs.simulate import title, writable
+from sim.errors import InputError, ScheduleError
+from sim.presets import preset_names
+from sim.profile import load_profile, profile_names, write_whole
+from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.workload import load_model
+from topology.cluster import load_cluster
+
+KINDS = ("models", "clusters", "schedules", "profiles")
+FORMATS = ("grid", "json", "dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class List:
+    """List what there is: models, clusters, schedules or profiles; all of them if none is named."""
+
+    kind: Annotated[str, tyro.conf.Positional] = "all"
+    """models, clusters, schedules or profiles."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Show:
+    """Show a schedule: its grid of logical time x rank, its JSON, or its graph."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    format: str = "grid"
+    """grid, json or dot."""
+    ranks: str | None = None
+    """Ranks to show in the grid or graph, such as 0,1,7; by default the first eight."""
+    out: str | None = None
+    """Write to this file instead of the terminal."""
+
+
+def list_names(command: List, console: Console) -> None:
+    """Print what there is."""
+    kinds = KINDS if command.kind == "all" else (one_of("list", command.kind, KINDS),)
+    tables = {"models": _models, "clusters": _clusters, "schedules": _schedules, "profiles": _profiles}
+    for kind in kinds:
+        console.print(tables[kind]())
+
+
+def show(command: Show, console: Console) -> None:
+    """Print a schedule in one of its forms."""
+    one_of("--format", command.format, FORMATS)
+    if command.out:
+        writable(command.out)
+    chosen = choose(command.selection)
+    try:
+        checked = chosen.checked()
+    except ScheduleError as error:
+        if error.grid:
+            console.print(error.grid, markup=False)
+        raise
+    schedule, matching = checked.schedule, checked.matching
+    ranks = _ranks(command.ranks, schedule.num_ranks)
+    waits = [found.waits for found in checked.dependencies]
+    if command.format == "json":
+        text = schedule.to_json().decode()
+    elif command.format == "dot":
+        text = dot(schedule, matching, waits, ranks)
+    else:
+        cells = grid(schedule, logical_times(schedule, matching, waits), ranks)
+        widths = [max(len(row[column]) for row in cells) for column in range(len(ranks))]
+        head = "time  " + "  ".join(f"rank {rank}".ljust(width) for rank, width in zip(ranks, widths, strict=True))
+        body = [
+            f"{time:4}  " + "  ".join(cell.ljust(max(width, 6)) for cell, width in zip(row, widths, strict=True))
+            for time, row in enumerate(cells)
+        ]
+        text = "\n".join([title(chosen, checked), head, *(line.rstrip() for line in body), LEGEND])
+    if command.out:
+        write_whole(Path(command.out), text.encode())
+    else:
+        console.print(text, markup=False)
+
+
+def _ranks(text: str | None, count: int) -> list[int]:
+    if text is None:
+        return list(range(min(count, 8)))
+    ranks = [int(part) if part.strip().isdigit() else -1 for part in text.split(",")]
+    for rank, part in zip(ranks, text.split(","), strict=True):
+        if not 0 <= rank < count:
+            raise InputError(f"--ranks {part.strip()!r}: expected ranks from 0 to {count - 1}, separated by commas")
+    return ranks
+
+
+def _models() -> Table:
+    table = Table(
+        "model", "layers", "E", "H", "H_kv", "D", "F", "V", "dtype", "source", title="models", title_justify="left"
+    )
+    for name in preset_names("sim/models"):
+        m = load_model(name)
+        values = (m.num_layers, m.embed_dim, m.num_heads, m.num_kv_heads, m.head_dim, m.ffn_dim, m.vocab_size)
+        table.add_row(name, *map(str, values), m.dtype, m.source)
+    return table
+
+
+def _clusters() -> Table:
+    table = Table("cluster", "GPU", "per node", "GB/s per direction", title="clusters", title_justify="left")
+    for name in preset_names("topology/hardware"):
+        spec = load_cluster(name)
+        links = {"nvlink": spec.nvlink, "pcie": spec.pcie, "nic": spec.nic, "loopback": spec.loopback}
+        rates = ", ".join(f"{link} {found.bytes_per_s / 1e9:g}" for link, found in links.items() if found)
+        table.add_row(name, spec.gpu.name, str(spec.gpus_per_node), rates)
+    return table
+
+
+def _schedules() -> Table:
+    table = Table("schedule", "paper", "bytes sent per rank, forward", title="schedules", title_justify="left")
+    for name, entry in SCHEDULES.items():
+        table.add_row(name, entry.paper, entry.communication)
+    table.add_row("my_module.py:build", "yours", "")
+    return table
+
+
+def _profiles() -> Table:
+    table = Table("profile", "measured on", "when", "points", title="profiles", title_justify="left")
+    for name in profile_names():
+        profile = load_profile(name)
+        state = "" if profile.complete else " (not complete)"
+        table.add_row(name, profile.machine.gpu, profile.created + state, str(len(profile.points)))
+    table.add_row("datasheet", "any cluster, at the rates of its datasheet", "", "")
+    return table

@@ -1,0 +1,256 @@
+"""A sweep: which cells it has, what their repeats say, its record, its page and its figure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from tests.experiments.test_comparison_page import make_comparison
+
+from experiments.evidence.cells import Cell, Sweep, cells_of, playable
+from experiments.evidence.comparison import Comparison, measured
+from experiments.evidence.record import Record, joined, judged, provenance, read_record, save_record, summary
+from experiments.pages.sweep_page import figure, page
+from experiments.verbs import validate as verb
+from experiments.verbs.cli import main
+from sim.errors import InputError, RankError
+from sim.profile import Machine, Profile
+from sim.schedule.methods.catalog import SCHEDULES
+from tests.experiments.reading import HOSTILE, Read, loads_nothing
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "2026-11-21-epyc-2-cores"
+RING = Cell(2, "attention", 1, "2K", "ring", 0.10)
+ULYSSES = RING._replace(schedule="ulysses")
+
+
+def make_profile(**changes: Any) -> Profile:
+    machine = Machine(gpu="a CPU", cores=2, threads_per_rank=1, software={"torch": "2"})
+    profile = Profile(
+        name="host", created="2026-01-01", command="calibrated", complete=True, machine=machine, cluster={}, points=()
+    )
+    return msgspec.structs.replace(profile, **changes)
+
+
+def make_found(simulated_s: float, repeats: Sequence[tuple[float, float]]) -> list[Comparison]:
+    """Comparisons by their measured medians, and how far the machine had drifted."""
+    found, _, _ = make_comparison()
+    return [
+        msgspec.structs.replace(
+            found, step=measured(simulated_s, [0.99 * median, median, 1.01 * median]), drift=[0.0, drift]
+        )
+        for median, drift in repeats
+    ]
+
+
+def make_record(found: dict[Cell, list[Comparison]], **changes: Any) -> Record:
+    record = Record(
+        profile=make_profile(), title="toy", begun="", command="", software={}, select={},
+        comparisons=list(found.items()),
+    )  # fmt: skip
+    return msgspec.structs.replace(record, **changes)
+
+
+def make_sweep(schedules: Sequence[str] = ("ring", "ulysses")) -> Record:
+    """Several scopes, ranks and lengths."""
+    cells = [
+        Cell(gpus, scope, 1, seq, schedule, 0.1)
+        for gpus in (2, 4)
+        for scope in ("attention", "layer")
+        for seq in ("1K", "1000", "4K")
+        for schedule in schedules
+    ]
+    return make_record(
+        {
+            cell: make_found(0.1 * (n + 1), [(0.1 * (n + 1.2), 0.0), (0.1 * (n + 0.9), 0.2)])
+            for n, cell in enumerate(cells)
+        }
+    )
+
+
+def test_a_cell_is_judged_by_its_repeats() -> None:
+    """1 s simulated: errors of 0, -20 %, +25 % and -5 %, the last but one on a machine that was not quiet."""
+    found = make_found(1.0, [(1.0, 0.0), (1.25, -0.04), (0.8, 0.06), (1 / 0.95, 0.05)])
+    (cell,) = judged(make_record({RING: found, ULYSSES: []}))
+    assert cell.errors == pytest.approx([0.0, -0.2, 0.25, -0.05])
+    assert (cell.low, cell.high) == pytest.approx((-0.2, 0.25))
+    assert cell.quiet == [True, True, False, True]
+    assert cell.met == (2, 4)
+    assert cell.met.missed
+    assert cell.met_when_quiet == (2, 3)
+    assert cell.times.median_s == pytest.approx((1.0 + 1 / 0.95) / 2)
+    assert (cell.times.low_s, cell.times.high_s) == pytest.approx((0.8, 1.25))
+
+
+def test_a_sweep_is_summed_up() -> None:
+    """Ulysses is predicted to be faster: right, then wrong, then the steps overlap; ring has a repeat more."""
+    ring = make_found(1.0, [(1.0, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 0.0)])
+    ulysses = make_found(0.9, [(0.9, 0.0), (1.1, 0.0), (1.0, -0.1)])
+    met, drift, order = summary(make_record({RING: ring, ULYSSES: ulysses}))
+    assert met.startswith("1 of 2 cells met their target")
+    assert "kernels took -10.0 % to +30.0 %" in drift
+    assert "5 of 7 repeats were quiet" in drift
+    assert "right in 1 of 2 clear cases" in order
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    record = make_sweep()
+    save_record(record, str(tmp_path / "record.json"))
+    assert read_record(str(tmp_path / "record.json")) == record
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for text, message in (("{", "truncated"), ("{}", "profile"), (None, "No such file")):
+        if text:
+            path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            read_record(str(path if text else tmp_path / "none.json"))
+    save_record(make_record({RING: []}), str(path))
+    with pytest.raises(InputError, match="holds no comparison"):
+        read_record(str(path))
+
+
+def test_records_are_joined() -> None:
+    one, two = make_found(1.0, [(1.0, 0.0)]), make_found(1.0, [(1.1, 0.0), (1.2, 0.0)])
+    first, second = make_record({RING: one}, command="a"), make_record({ULYSSES: one, RING: two}, command="b")
+    both = joined([first, second])
+    assert both.comparisons == [(RING, one + two), (ULYSSES, one)]
+    assert both.command == "a; b"
+    assert joined([first]) == first
+    for other in (
+        make_record({ULYSSES: one}, title="x"),
+        make_record({ULYSSES: one}, profile=make_profile(name="x")),
+        make_record({ULYSSES: one}, select={"set": ["schedule.activations=host"]}),
+    ):
+        with pytest.raises(InputError, match="different profiles or workloads"):
+            joined([first, other])
+    with pytest.raises(InputError, match="ring, attention, S 2K, P 2 differently"):
+        joined([first, make_record({RING: make_found(2.0, [(1.0, 0.0)])})])
+
+
+def test_the_page_shows_every_cell_once() -> None:
+    record = make_sweep()
+    text = page(record)
+    read = Read(text)
+    rows = list(range(len(record.comparisons)))
+    assert read.rows("tr") == rows
+    assert sorted(read.rows("g")) == sorted(rows * 2), "in the parity plot, and in one of the error"
+    for cell in judged(record):
+        assert text.count(f'aria-label="{cell.cell.name}\n') == 2
+    said = re.sub(r"\s+", " ", " ".join(read.texts))
+    for line in [*summary(record), *provenance(record)]:
+        assert line in said
+    assert {"attention, P = 2", "attention, P = 4", "1 layer, P = 2", "1 layer, P = 4"} <= set(read.texts)
+
+
+def test_the_page_loads_nothing() -> None:
+    loads_nothing(page(make_sweep()))
+
+
+def test_no_schedule_breaks_out() -> None:
+    evil, plain = make_sweep(("ring", HOSTILE)), make_sweep(("ring", "plain"))
+    read = Read(page(evil))
+    assert [tag for tag, _ in read.tags] == [tag for tag, _ in Read(page(plain)).tags]
+    assert HOSTILE in read.texts
+    ElementTree.fromstring(figure(evil))
+
+
+def test_schedules_have_colours_of_their_own() -> None:
+    """Whichever they are: by the order of the catalog, the user's own last."""
+    read = Read(page(make_sweep(("my.py:build", "ulysses", "another", "ring"))))
+    looks = {
+        str(of["aria-label"]).partition(",")[0]: str(of["class"]).split()[0]
+        for _, of in read.tags
+        if of.keys() >= {"class", "data-row", "aria-label"}
+    }
+    assert looks == {"ring": "hue-0", "ulysses": "hue-1", "my.py:build": "hue-2", "another": "hue-3"}
+
+
+def test_a_sweep_of_one_cell() -> None:
+    record = make_record({RING: make_found(1.0, [(1.0, 0.0)])})
+    assert Read(page(record)).rows("tr") == [0]
+    ElementTree.fromstring(figure(record))
+
+
+def test_the_figure_stands_alone() -> None:
+    record = make_sweep()
+    text = figure(record)
+    root = ElementTree.fromstring(text)
+    marks = [int(group.attrib["data-row"]) for group in root.iter() if "data-row" in group.attrib]
+    assert sorted(marks) == sorted(list(range(len(record.comparisons))) * 2)
+    assert text.count("://") == 1, "the namespace"
+    assert "var(" not in text, "converters know no variables"
+
+
+def test_the_figure_of_the_readme_shows_its_records() -> None:
+    """longstep validate wrote the records; after a change of the plots, --figure writes the figure anew."""
+    record = read_record(str(RESULTS / "cells.json"))
+    assert len(judged(record)) == 28
+    assert figure(record) == (RESULTS / "parity.svg").read_text()
+
+
+def test_what_a_sweep_asks_for() -> None:
+    unnamed = cells_of(Sweep())
+    assert {cell.seq for cell in unnamed} == {"2K", "4K", "8K"}
+    assert {(cell.scope, cell.target) for cell in unnamed} == {("attention", 0.1), ("layer", 0.1)}
+    assert {cell.scope for cell in cells_of(Sweep(scope="layer"))} == {"layer"}
+    cells = cells_of(Sweep(seq="1K,2K", ranks="2, 4", schedule="ring,mine.py:build", scope="attention", target=0.2))
+    assert len(cells) == len(set(cells)) == 8
+    assert cells[0] == Cell(2, "attention", 1, "1K", "ring", 0.2)
+    assert {cell.layers for cell in cells_of(Sweep(seq="1K", layers=3)) if cell.scope == "layer"} == {3}
+    spread = {cell.schedule for cell in cells_of(Sweep(seq="1K"))}
+    assert spread == {name for name, entry in SCHEDULES.items() if entry.degrees}
+
+
+def test_cells_that_cannot_be_played_are_left_out() -> None:
+    sweep = Sweep(seq="1K", ranks="2,3,6", schedule="ring,ulysses", scope="attention")
+    with pytest.raises(InputError, match="the nearest are 1023 or 1026"):
+        playable(cells_of(sweep), sweep)
+    sweep = Sweep(seq="1K,1026", ranks="2,3", schedule="ring,ulysses", scope="attention")
+    kept, refused = playable(cells_of(sweep), sweep)
+    assert {cell[:1] + cell[3:5] for cell in kept} == {(2, "1K", "ring"), (2, "1K", "ulysses")} | {
+        (2, "1026", "ring"), (2, "1026", "ulysses"), (3, "1026", "ring")
+    }  # fmt: skip
+    assert len(refused) == 3
+    with pytest.raises(InputError, match="did you mean 'ring'"):
+        playable(cells_of(Sweep(schedule="ring,rign")), Sweep(schedule="ring,rign"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankError("rank 1 stands still")])
+def test_what_was_found_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException
+) -> None:
+    """A sweep that stops after three of four comparisons."""
+    found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0), (1.2, 0.0)])
+
+    def compared(cells: list[Cell], command: object, console: object, keep: Any, workers: object) -> None:
+        for cell, result in zip((RING, ULYSSES, RING), found, strict=True):
+            keep(cell, result)
+        raise error
+
+    monkeypatch.setattr(verb, "compared", compared)
+    monkeypatch.setattr(verb, "_begun", lambda *_: make_record({}))
+    monkeypatch.setattr(verb, "profile_names", lambda: ["host"])
+    out, html = tmp_path / "record.json", tmp_path / "page.html"
+    with pytest.raises(SystemExit) as stop:
+        main([
+            "validate", "--seq", "2K", "--ranks", "2", "--scope", "attention", "--out", str(out), "--html", str(html)
+        ])  # fmt: skip
+    assert stop.value.code == (1 if isinstance(error, RankError) else 130)
+    assert read_record(str(out)).comparisons == [(RING, [found[0], found[2]]), (ULYSSES, [found[1]])]
+    assert "1 of 1" in capsys.readouterr().out
+    assert Read(html.read_text()).rows("tr") == [0, 1]
+
+
+def test_a_record_is_shown_without_measuring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record, drawn = tmp_path / "record.json", tmp_path / "figure.svg"
+    save_record(make_sweep(), str(record))
+    main(["validate", "--record", str(record), "--figure", str(drawn), "--out", str(tmp_path / "copy.json")])
+    assert capsys.readouterr().out.count("ulysses") == 12
+    assert drawn.read_text() == figure(make_sweep())
+    assert read_record(str(tmp_path / "copy.json")) == make_sweep()
