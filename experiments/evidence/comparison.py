@@ -1,24 +1,31 @@
-"""Simulated and executed steps of one schedule, laid side by side: the data, and how a terminal shows them."""
+"""Simulated and executed steps of one schedule, laid side by side, and what they say of each other."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
 
 from experiments.evidence.diagnosis import diagnosis
-from experiments.evidence.units import percent, seconds, size
-from experiments.verbs.run import median_step
-from experiments.verbs.terminal import evidence_lines
-from sim.engine.report import Report
+from experiments.evidence.execution import measured_steps, median_step
+from experiments.evidence.provenance import evidence_lines
+from experiments.evidence.units import percent, size
+from experiments.verbs.selection import Chosen
+from sim.engine.report import Report, report
+from sim.errors import InputError
 from sim.memory import walk
+from sim.profile import Profile
 from sim.schedule.proof.check import Checked
 from sim.trace import Trace
 
 if TYPE_CHECKING:
+    from runtime.processes.launch import Session
     from runtime.run import Step
+
+_PROBES, _PROBE_S = 6, 0.1
+"""Kernels that are timed again to see whether the machine has drifted, and for how long each."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +76,53 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     report: Report
 
 
+def calibrated(chosen: Chosen) -> Profile:
+    """Return the profile that a comparison rests on; raises InputError if there is none."""
+    if chosen.profile is None:
+        raise InputError(
+            "comparing needs a profile of this machine: run longstep calibrate --quick, then set --profile"
+        )
+    return chosen.profile
+
+
+def comparison(
+    chosen: Chosen, checked: Checked, session: Session, repeats: int, advance: Callable[[], None] = lambda: None
+) -> tuple[Comparison, list[Trace]]:
+    """Return the comparison, and the simulated and the (median) executed trace."""
+    from runtime.run import ScheduleRun
+
+    profile = calibrated(chosen)
+    drift = [_drift(session, profile)]
+    run = ScheduleRun(session, checked)
+    simulation = chosen.simulated(checked)
+    predicted = report(simulation, with_interval=True)
+
+    def advancing() -> Step:
+        step = run.step()
+        advance()
+        return step
+
+    steps = measured_steps(advancing, repeats)
+    run.close()
+    drift.append(_drift(session, profile))
+    if chosen.spec.gpu.kind == "cpu" and not session.one_host:
+        predicted.evidence.notes.append(
+            "executed on several hosts, predicted as on one: a host's profile knows no other"
+        )
+    found = laid_side_by_side(checked, simulation.trace, predicted, steps, drift)
+    return found, [simulation.trace, median_step(steps).trace]
+
+
+def _drift(session: Session, profile: Profile) -> float:
+    """Return how much longer kernels of the profile take now: the median over a few, since each point has its noise."""
+    from calibrate.residuals import repeat
+
+    repeated = repeat(profile, session, most=_PROBES, budget_s=_PROBE_S)
+    return statistics.median(one.drift for one in repeated) if repeated else 0.0
+
+
 def laid_side_by_side(
-    checked: Checked, simulated: Trace, report: Report, steps: list[Step], drift: list[float]
+    checked: Checked, simulated: Trace, predicted: Report, steps: list[Step], drift: list[float]
 ) -> Comparison:
     """Return what a simulated and some executed steps of one schedule say of each other."""
     traces = [step.trace for step in steps]
@@ -81,7 +133,7 @@ def laid_side_by_side(
     median = median_step(steps)
     return Comparison(
         schedule_hash=checked.schedule.hash,
-        step=measured(report.step_time_s, times),
+        step=measured(predicted.step_time_s, times),
         step_times_s=times,
         kinds=kinds,
         peak_bytes=Peak(
@@ -92,7 +144,7 @@ def laid_side_by_side(
         ),
         diagnosis=diagnosis(errors, drift, simulated, median.trace),
         drift=drift,
-        report=report,
+        report=predicted,
     )
 
 
@@ -124,21 +176,6 @@ def _kinds(simulated: Trace, executed: list[Trace]) -> list[KindRow]:
         )
         for part, kind in keys
     ]
-
-
-def comparison_table(name: str, found: Comparison) -> Table:
-    """Return simulated against measured, per op kind and for the step."""
-    table = Table("op kind", "ops", "simulated", "measured", "least", "most", "error", title=name, title_justify="left")
-    for row in found.kinds:
-        table.add_row(f"{row.kind} {row.part}", str(row.count), *_cells(row.times))
-    table.add_section()
-    table.add_row("step", "", *_cells(found.step))
-    return table
-
-
-def _cells(times: Measured) -> list[str]:
-    shown = [seconds(value) for value in (times.simulated_s, times.median_s, times.low_s, times.high_s)]
-    return [*shown, percent(times.error)]
 
 
 def drift_line(drift: list[float]) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.evidence.cases import case_fields
-from experiments.evidence.cells import Cell, Sweep
+from experiments.evidence.cells import Cell
 from experiments.evidence.published import profile_sha256
 from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
+from experiments.verbs.selection import Selection
 from sim.errors import InputError
 from sim.profile import Profile, load_profile, save_profile, write_whole
 
@@ -20,9 +21,9 @@ _OF_CASES = ("schedule", "seq")
 Fields = dict[str, Any]
 
 
-def common_fields(sweep: Sweep) -> Fields:
-    """Return what a case file says of all cells of a sweep."""
-    return {key: value for key, value in case_fields(sweep).items() if key not in Cell._fields}
+def common_fields(base: Selection) -> Fields:
+    """Return what a case file says of all cells that share a selection."""
+    return {key: value for key, value in case_fields(base).items() if key not in Cell._fields}
 
 
 def save_cases(record: Record, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Predictions held against published measurements: case files in, one judged table out."""
+"""Predictions held against published measurements: case files in, rows of judged groups out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, read_cases
 from experiments.evidence.units import percent
@@ -73,11 +69,10 @@ class Evidence(NamedTuple):
     found: list[Prediction]
 
 
-def predicted(cases: Sequence[Case], console: Console) -> Iterator[Prediction]:
+def predicted(cases: Sequence[Case]) -> Iterator[Prediction]:
     """Yield what is predicted of each case, on all cores."""
-    pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-    with pool, Progress(console=type(console)(stderr=True), transient=True) as progress:
-        yield from progress.track(pool.map(_predicted, cases), len(cases), description="predicting")
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
+        yield from pool.map(_predicted, cases)
 
 
 def _end_with_parent() -> None:
@@ -110,20 +105,10 @@ def profile_sha256(name: str) -> str:
     return hashlib.sha256(profile_bytes(name)).hexdigest()
 
 
-def show_evidence(names: Sequence[str], console: Console) -> list[Evidence]:
-    """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
+def read_all(names: Sequence[str]) -> list[tuple[CaseFile, list[Case]]]:
+    """Return the case files that are named, each once, and their cases; all: those that ship."""
     given = (own for name in names for own in (preset_names(FOLDER) if name == "all" else [name]))
-    read = [read_cases(name) for name in dict.fromkeys(given)]
-    shown = []
-    for file, cases in read:
-        shown.append(Evidence(file, list(predicted(cases, console))))
-        for line in provenance(file):
-            console.print(line, markup=False)
-        table = Table(*HEADS)
-        for row in judged(shown[-1]):
-            table.add_row(*row)
-        console.print(table)
-    return shown
+    return [read_cases(name) for name in dict.fromkeys(given)]
 
 
 def provenance(file: CaseFile) -> list[str]:
@@ -142,12 +127,12 @@ HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 9
 """Of the table of all groups of a file."""
 
 
-def judged(evidence: Evidence) -> list[list[str]]:
+def judged_groups(evidence: Evidence) -> list[list[str]]:
     """Return the rows of a file's table: every group, groups together, and all together."""
     file, found = evidence
-    judged = [(group.name, {group.name}, group.target) for group in file.group]
-    judged += [(together.name, set(together.of), together.target) for together in file.together]
-    rows = [[name, *_judged([one for one in found if one.case.group in of], target)] for name, of, target in judged]
+    groups = [(group.name, {group.name}, group.target) for group in file.group]
+    groups += [(together.name, set(together.of), together.target) for together in file.together]
+    rows = [[name, *_judged([one for one in found if one.case.group in of], target)] for name, of, target in groups]
     return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from experiments.evidence.cells import Cell
-from experiments.evidence.comparison import Comparison, Measured, measured
+from experiments.evidence.comparison import Comparison, Measured, calibrated, measured
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.units import percent
-from experiments.verbs.selection import Chosen
+from experiments.verbs.selection import Chosen, command_line
 from sim.errors import InputError
 from sim.presets import read_bytes
 from sim.profile import Profile, write_whole
@@ -39,7 +40,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     comparisons: list[tuple[Cell, list[Comparison]]]
 
 
-def sweep_title(chosen: Chosen) -> str:
+def begun(chosen: Chosen, select: dict[str, Any]) -> Record:
+    """Return the record of a sweep that has found nothing yet."""
+    from calibrate.plan import software
+
+    return Record(
+        profile=calibrated(chosen),
+        title=_title(chosen),
+        begun=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(),
+        software=software(),
+        select=select,
+        comparisons=[],
+    )
+
+
+def _title(chosen: Chosen) -> str:
     """Return what all cells of a sweep have in common, in words."""
     w = chosen.workload
     passes = "forward and backward" if w.passes == "both" else w.passes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.evidence.comparison import Measured
-from experiments.evidence.published import HEADS, Evidence, Prediction, judged, provenance
+from experiments.evidence.published import HEADS, Evidence, Prediction, judged_groups, provenance
 from experiments.evidence.units import percent, seconds
 from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.plots import Plot, Point, parity_plot
@@ -23,7 +23,7 @@ def page(evidence: Sequence[Evidence]) -> str:
         sections.append(
             {
                 "provenance": provenance(one.file),
-                "groups": judged(one),
+                "groups": judged_groups(one),
                 "key": looks.key(_SIZE[0]),
                 "parity": _parity(one.found, looks, first),
                 "cases": one.found,

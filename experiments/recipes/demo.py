@@ -7,14 +7,14 @@ import dataclasses
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.comparison import Comparison, comparison_table, drift_line
+from experiments.evidence.comparison import Comparison, comparison, drift_line
+from experiments.evidence.execution import Execution, open_session
+from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, seconds, size
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.compare import comparison
-from experiments.verbs.run import Execution, open_session
 from experiments.verbs.selection import DATASHEET, Selection, choose
 from experiments.verbs.simulate import title, write_trace
-from experiments.verbs.terminal import evidence_lines, parts_line
+from experiments.verbs.terminal import comparison_table, parts_line
 from sim.engine.report import report
 
 TRACE_FILE = "demo-trace.json"

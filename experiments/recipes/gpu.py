@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from experiments.evidence.against import shipped_of, write_against
-from experiments.evidence.cells import Sweep
+from calibrate.profile_diff import shipped_of
+from experiments.evidence.execution import Execution
 from experiments.evidence.machine import gpus_here, is_of
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.run import Execution, Run, run
+from experiments.verbs.profile_diff import write_profile_diffs
+from experiments.verbs.run import Run, run
 from experiments.verbs.selection import DATASHEET, Selection
+from experiments.verbs.sweep import Sweep
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.presets import preset_names
@@ -163,7 +165,7 @@ def hold_against_shipped(profile: str, path: Path, console: Console) -> None:
     measured = load_profile(profile)
     shipped = shipped_of(measured.machine.gpu)
     if shipped:
-        write_against(measured, shipped, path, console)
+        write_profile_diffs(measured, shipped, path, console)
 
 
 def gpu_here() -> tuple[str, str]:

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.evidence.against import show_against
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.units import percent, seconds
+from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.selection import DATASHEET, command_line, one_of
 from experiments.verbs.simulate import writable
 from sim.engine.cost import measured_cluster
@@ -86,7 +86,7 @@ def calibrate(command: Calibrate, console: Console) -> None:
             raise InputError(
                 "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
             )
-        show_against(_own_profile(command, name), _profile(command.against, "--against"), console)
+        show_profile_diff(_own_profile(command, name), _profile(command.against, "--against"), console)
     elif command.published is not None:
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")

@@ -11,8 +11,9 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.selection import PLACEMENTS, Chosen, Selection, choose
-from experiments.verbs.terminal import evidence_lines, report_table
+from experiments.verbs.terminal import report_table
 from sim.engine.report import report
 from sim.errors import InputError
 from sim.memory import walk

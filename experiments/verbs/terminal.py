@@ -1,4 +1,4 @@
-"""How results look in a terminal: units for people, and the tables that several verbs print."""
+"""How results look in a terminal: the tables that several verbs print."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from experiments.evidence.units import seconds, size
+from experiments.evidence.comparison import Comparison, Measured
+from experiments.evidence.units import percent, seconds, size
 from sim.breakdown import PartName
-from sim.engine.report import Evidence, Report
+from sim.engine.report import Report
 
 
 def report_table(title: str, report: Report) -> Table:
@@ -38,10 +39,16 @@ def parts_line(parts: Mapping[PartName, float]) -> str:
     return ", ".join(shown)
 
 
-def evidence_lines(evidence: Evidence) -> list[str]:
-    """Return what a prediction rests on."""
-    if evidence.profile == "datasheet":
-        return [f"evidence: {note}" for note in evidence.notes]
-    state = "" if evidence.complete else ", not complete"
-    head = f"evidence: profile {evidence.profile!r} of {evidence.measured_on}, measured {evidence.created}{state}"
-    return [head, *(f"evidence: {note}" for note in evidence.notes)]
+def comparison_table(name: str, found: Comparison) -> Table:
+    """Return simulated against measured, per op kind and for the step."""
+    table = Table("op kind", "ops", "simulated", "measured", "least", "most", "error", title=name, title_justify="left")
+    for row in found.kinds:
+        table.add_row(f"{row.kind} {row.part}", str(row.count), *_cells(row.times))
+    table.add_section()
+    table.add_row("step", "", *_cells(found.step))
+    return table
+
+
+def _cells(times: Measured) -> list[str]:
+    shown = [seconds(value) for value in (times.simulated_s, times.median_s, times.low_s, times.high_s)]
+    return [*shown, percent(times.error)]

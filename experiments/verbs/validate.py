@@ -8,10 +8,9 @@ simulated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import tyro
@@ -19,29 +18,29 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from experiments.evidence.cells import Cell, Sweep, cells_of, playable
+from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
 from experiments.evidence.executed_cases import common_fields, require_portable, save_cases
-from experiments.evidence.published import show_evidence
+from experiments.evidence.execution import Execution
+from experiments.evidence.published import HEADS, Evidence, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
     Judged,
     Record,
     Tally,
+    begun,
     joined,
     judged,
     read_record,
     save_record,
     summary,
-    sweep_title,
 )
 from experiments.evidence.units import percent, seconds
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.compare import calibrated, comparison
-from experiments.verbs.run import WARM_UP, Execution, open_session
-from experiments.verbs.selection import Chosen, choose, command_line
+from experiments.verbs.selection import choose
 from experiments.verbs.simulate import writable
+from experiments.verbs.sweep import Sweep, cells_of, playable
 from sim.errors import InputError, LongstepError
 from sim.profile import profile_names, write_whole
 
@@ -77,7 +76,7 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
     _require_outputs(command)
     if command.cases:
-        found = show_evidence(command.cases, console)
+        found = show_cases(command.cases, console)
         if command.html:
             write_whole(Path(command.html), evidence_page(found).encode())
         return
@@ -118,9 +117,29 @@ def _require_outputs(command: Validate) -> None:
         raise InputError("--cases goes with --html only: what is predicted stands in the files")
 
 
+def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
+    """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
+    shown = []
+    for file, cases in read_all(names):
+        with _progress(console) as progress:
+            found = list(progress.track(predicted(cases), len(cases), description="predicting"))
+        shown.append(Evidence(file, found))
+        for line in provenance(file):
+            console.print(line, markup=False)
+        table = Table(*HEADS)
+        for row in judged_groups(shown[-1]):
+            table.add_row(*row)
+        console.print(table)
+    return shown
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(console=type(console)(stderr=True), transient=True)
+
+
 def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
-    record = _begun(choose(cells[0].selection(command.sweep)), common_fields(command.sweep))
+    record = begun(choose(cells[0].selection(command.sweep)), common_fields(command.sweep))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
 
     def keep(cell: Cell, result: Comparison) -> None:
@@ -131,54 +150,17 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
             save_record(record, command.out)
 
     stopped: BaseException | None = None
+    sweep = Repeated(cells, command.sweep, command.repeats, Execution(attention=command.attention))
     try:
-        compared(cells, command, console, keep, workers)
+        with _progress(console) as progress:
+            task = progress.add_task("comparing", total=sweep.num_steps)
+            compared(sweep, keep, lambda: progress.advance(task), workers)
     except (KeyboardInterrupt, LongstepError) as error:
         stopped = error
     if record.comparisons:
         show(record, command, console)
     if stopped:
         raise stopped
-
-
-def _begun(chosen: Chosen, select: dict[str, Any]) -> Record:
-    """Return the record of a sweep that has found nothing yet."""
-    from calibrate.plan import software
-
-    return Record(
-        profile=calibrated(chosen),
-        title=sweep_title(chosen),
-        begun=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command_line(),
-        software=software(),
-        select=select,
-        comparisons=[],
-    )
-
-
-def compared(
-    cells: list[Cell],
-    command: Validate,
-    console: Console,
-    keep: Callable[[Cell, Comparison], None],
-    workers: Workers | None = None,
-) -> None:
-    """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone."""
-    execution = Execution(attention=command.attention)
-    with Progress(console=type(console)(stderr=True), transient=True) as progress:
-        task = progress.add_task("comparing", total=command.repeats * len(cells) * (execution.repeats + WARM_UP))
-        for _ in range(command.repeats):
-            for gpus in sorted({cell.gpus for cell in cells}):
-                together = [cell for cell in cells if cell.gpus == gpus]
-                first = choose(together[0].selection(command.sweep))
-                with open_session(first, first.checked(), execution, workers) as session:
-                    for cell in together:
-                        chosen = choose(cell.selection(command.sweep))
-                        checked = chosen.checked()
-                        keep(
-                            cell,
-                            comparison(chosen, checked, session, execution.repeats, lambda: progress.advance(task))[0],
-                        )
 
 
 def show(record: Record, command: Validate, console: Console) -> None:

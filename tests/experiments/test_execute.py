@@ -8,17 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from calibrate.cases import KernelCase, Sizes, kernel_cases
 from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
 from calibrate.plan import Plan
 from experiments.evidence.cases import read_cases
+from experiments.evidence.execution import timed_attention
 from experiments.evidence.published import predicted
 from experiments.evidence.record import judged, read_record
 from experiments.verbs.cli import main
-from experiments.verbs.run import timed_attention
 from experiments.verbs.selection import Selection, choose
 from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
@@ -104,7 +103,7 @@ def test_validate_compares_all_cells_in_turn(
     assert record.title == "tiny, forward and backward, fp32, causal"
     assert record.software.keys() == record.profile.machine.software.keys()
     assert "by: longstep" in html.read_text()
-    found = list(predicted(read_cases(str(cases))[1], Console()))
+    found = list(predicted(read_cases(str(cases))[1]))
     assert [one.error for one in found] == pytest.approx([one.times.error for one in judged(record)], abs=1e-5)
 
 

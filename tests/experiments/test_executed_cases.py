@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from experiments.evidence.cases import read_cases
-from experiments.evidence.cells import Cell, Sweep
+from experiments.evidence.cells import Cell
 from experiments.evidence.executed_cases import common_fields, save_cases
 from experiments.evidence.published import predicted, provenance
 from experiments.evidence.record import Record, judged, read_record, save_record
 from experiments.verbs.cli import main
 from experiments.verbs.selection import Selection
+from experiments.verbs.sweep import Sweep
 from sim.errors import InputError
 from sim.profile import load_profile, save_profile
 from tests.experiments.test_sweep_page import RING, make_found, make_record
@@ -43,7 +43,7 @@ def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
     assert {group.target for group in file.group} == {one.cell.target for one in cells}
     assert {
         f"{one.case.selection.schedule}, {what}, S {one.case.selection.seq}, P {one.ranks}": one.error
-        for one in predicted(cases, Console())
+        for one in predicted(cases)
         for what in [one.case.group.partition(",")[0]]
     } == pytest.approx({one.cell.name: one.times.error for one in cells}, abs=1e-5)
     assert record.begun in file.source

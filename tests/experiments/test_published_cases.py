@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from experiments.evidence.cases import Case, read_cases
 from experiments.evidence.published import (
     Evidence,
     Prediction,
-    judged,
+    judged_groups,
     order,
     predicted,
     profile_sha256,
@@ -91,7 +90,7 @@ def test_groups_are_judged_once_more_together(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(text)
     file, cases = read_cases(str(path))
-    rows = judged(Evidence(file, [prediction(0.011, one.measured_s)._replace(case=one) for one in cases]))
+    rows = judged_groups(Evidence(file, [prediction(0.011, one.measured_s)._replace(case=one) for one in cases]))
     assert [(row[0], row[1], row[8]) for row in rows] == [
         ("two schedules", "2", "50 %: missed"), ("again", "2", "50 %: missed"), ("both", "4", "1 %: missed"),
         ("all", "4", ""),
@@ -110,10 +109,10 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(OWN.format(more="").replace("a800-ultraattn", DATASHEET))
     file, cases = read_cases(str(path))
-    found = list(predicted(cases, Console()))
+    found = list(predicted(cases))
     assert not any(one.bounded or one.covered for one in found)
     assert provenance(file)[-1].strip() == "rates of datasheets"
-    assert judged(Evidence(file, found))[0][7] == ""
+    assert judged_groups(Evidence(file, found))[0][7] == ""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     ],
 )
 def test_ops_take_what_their_profile_has_measured(tmp_path: Path, fields: str, seconds: float) -> None:
-    (found,) = predicted([one_case(tmp_path, f"{fields}, measured_s = {2 * seconds}")], Console())
+    (found,) = predicted([one_case(tmp_path, f"{fields}, measured_s = {2 * seconds}")])
     assert found.predicted_s == pytest.approx(seconds, rel=1e-6)
     assert found.error == pytest.approx(-0.5, abs=1e-6)
     assert found.low_s < found.predicted_s < found.high_s
@@ -189,7 +188,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
         raise AssertionError("forked")
 
     monkeypatch.setattr(os, "fork", fork)
-    (found,) = predicted([Case("group", Selection(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)], Console())
+    (found,) = predicted([Case("group", Selection(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)])
     assert found.predicted_s > 0
 
 

@@ -10,18 +10,19 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from tests.experiments.test_comparison_page import make_comparison
 
-from experiments.evidence.cells import Cell, Sweep, cells_of, playable
+from experiments.evidence.cells import Cell
 from experiments.evidence.comparison import Comparison, measured
 from experiments.evidence.record import Record, joined, judged, provenance, read_record, save_record, summary
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
 from experiments.verbs.cli import main
+from experiments.verbs.sweep import Sweep, cells_of, playable
 from sim.errors import InputError, RankError
 from sim.profile import Machine, Profile
 from sim.schedule.methods.catalog import SCHEDULES
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
+from tests.experiments.test_comparison_page import make_comparison
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "2026-11-21-epyc-2-cores"
 RING = Cell(2, "attention", 1, "2K", "ring", 0.10)
@@ -228,13 +229,13 @@ def test_what_was_found_is_kept(
     """A sweep that stops after three of four comparisons."""
     found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0), (1.2, 0.0)])
 
-    def compared(cells: list[Cell], command: object, console: object, keep: Any, workers: object) -> None:
+    def compared(sweep: object, keep: Any, advance: object, workers: object) -> None:
         for cell, result in zip((RING, ULYSSES, RING), found, strict=True):
             keep(cell, result)
         raise error
 
     monkeypatch.setattr(verb, "compared", compared)
-    monkeypatch.setattr(verb, "_begun", lambda *_: make_record({}))
+    monkeypatch.setattr(verb, "begun", lambda *_: make_record({}))
     monkeypatch.setattr(verb, "profile_names", lambda: ["host"])
     out, html = tmp_path / "record.json", tmp_path / "page.html"
     with pytest.raises(SystemExit) as stop:

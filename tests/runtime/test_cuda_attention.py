@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.evidence.execution import Execution
 from experiments.verbs.calibrate import Calibrate
-from experiments.verbs.run import Execution
 from experiments.verbs.validate import Validate
 from runtime.execution.attention import AttentionKernel
 from runtime.execution.attention_choice import _KERNELS, cuda_kernel, runs

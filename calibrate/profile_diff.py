@@ -12,11 +12,12 @@ import numpy as np
 from calibrate.points import Predictor, measured_s
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError
-from sim.profile import Point, Profile
+from sim.presets import preset_names
+from sim.profile import Point, Profile, load_profile
 from topology.specs import ClusterSpec
 
 
-class Predicted(NamedTuple):
+class PointDiff(NamedTuple):
     """A measured point, and what the other profile says of it."""
 
     point: Point
@@ -24,10 +25,10 @@ class Predicted(NamedTuple):
     """Predicted over measured time."""
 
 
-class Row(NamedTuple):
+class KernelDiff(NamedTuple):
     """All points of one kernel, variant and data type."""
 
-    points: list[Predicted]
+    points: list[PointDiff]
 
     @property
     def name(self) -> str:
@@ -42,22 +43,22 @@ class Row(NamedTuple):
         return float(low), float(median), float(high)
 
     @property
-    def worst(self) -> Predicted:
+    def worst(self) -> PointDiff:
         """The point that is off by the largest factor."""
         return max(self.points, key=lambda one: abs(math.log(one.ratio)))
 
 
-class Against(NamedTuple):
+class ProfileDiff(NamedTuple):
     """What one profile says of another's points."""
 
-    rows: list[Row]
+    rows: list[KernelDiff]
     left_out: dict[str, int]
     """Points that it says nothing of, by kernel."""
     same_machine: bool
     """Whether both are of one kind of GPU or host; else efficiencies of the one are taken on the other's machine."""
 
 
-def against(profile: Profile, other: Profile) -> Against:
+def profile_diff(profile: Profile, other: Profile) -> ProfileDiff:
     """Return what ``other`` says of the idle points of ``profile``.
 
     It says what it would of its own machine where both are of the same GPU; of another one its efficiencies are taken,
@@ -65,7 +66,7 @@ def against(profile: Profile, other: Profile) -> Against:
     """
     same = profile.machine.gpu == other.machine.gpu
     predictor = Predictor(other, None if same else _in_place_of(measured_cluster(other), measured_cluster(profile)))
-    found: dict[tuple[str, str, str], list[Predicted]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[PointDiff]] = defaultdict(list)
     left_out: Counter[str] = Counter()
     for point in profile.points:
         if point.condition != "idle":
@@ -75,8 +76,8 @@ def against(profile: Profile, other: Profile) -> Against:
             left_out[point.kernel] += 1
         else:
             ratio = seconds / measured_s(point)
-            found[point.kernel, point.variant, point.dtype].append(Predicted(point, ratio))
-    return Against([Row(points) for _, points in sorted(found.items())], dict(left_out), same)
+            found[point.kernel, point.variant, point.dtype].append(PointDiff(point, ratio))
+    return ProfileDiff([KernelDiff(points) for _, points in sorted(found.items())], dict(left_out), same)
 
 
 def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
@@ -91,3 +92,9 @@ def _seconds(predictor: Predictor, point: Point) -> float | None:
         return predictor.seconds(point)
     except InputError:  # the machine has no such link, or no peak for the data type
         return None
+
+
+def shipped_of(gpu: str) -> list[Profile]:
+    """Return the profiles of a GPU that ship."""
+    shipped = map(load_profile, preset_names("sim/profiles", ".json"))
+    return [profile for profile in shipped if profile.machine.gpu == gpu]

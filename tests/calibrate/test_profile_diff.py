@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.against import Against, Row, against
+from calibrate.profile_diff import KernelDiff, ProfileDiff, profile_diff
 from calibrate.published.reading import kernel_point, transfer_point
 from sim.profile import Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse
@@ -36,21 +36,21 @@ def profile(points: list[Point], gpu: str = "toy GPU", peak: float = 1e12, **cha
     return msgspec.structs.replace(found, **changes)
 
 
-def row(found: Against) -> Row:
+def row(found: ProfileDiff) -> KernelDiff:
     (only,) = found.rows
     return only
 
 
 def test_a_profile_against_itself() -> None:
     mine = profile(gemms(10 * US, 4 * US))
-    found = row(against(mine, mine))
+    found = row(profile_diff(mine, mine))
     assert found.spread == pytest.approx((1, 1, 1))
     assert (found.name, len(found.points)) == ("gemm bf16", len(TOKENS))
 
 
 def test_a_longer_launch_is_worst_for_the_shortest() -> None:
     """3 us more: 17 for 14 us of one token, 21 for 18 of two, ... 8205 for 8202 of the most."""
-    found = row(against(profile(gemms(10 * US, 4 * US)), profile(gemms(13 * US, 4 * US))))
+    found = row(profile_diff(profile(gemms(10 * US, 4 * US)), profile(gemms(13 * US, 4 * US))))
     ratios = [(13 + 4 * tokens) / (10 + 4 * tokens) for tokens in TOKENS]
     assert [one.ratio for one in found.points] == pytest.approx(ratios)
     assert (found.worst.ratio, found.worst.point.shape) == (pytest.approx(17 / 14), (1, 1000, 1000))
@@ -63,13 +63,13 @@ def test_a_longer_launch_is_worst_for_the_shortest() -> None:
 def test_half_the_time_is_as_far_off_as_twice() -> None:
     mine = profile(gemms(0, 4 * US, (1, 2, 4)))
     other = profile([gemm(tokens, 4 * US * tokens * factor) for tokens, factor in ((1, 1.9), (2, 1.0), (4, 0.5))])
-    assert row(against(mine, other)).worst.ratio == pytest.approx(0.5)
+    assert row(profile_diff(mine, other)).worst.ratio == pytest.approx(0.5)
 
 
 def test_kernels_variants_and_data_types_stand_apart() -> None:
     copy = kernel_point(KernelUse("copy", "", "bf16", (1000,), 0, 1000), US)
     mine = profile([*gemms(0, 4 * US, (64, 2048)), gemm(64, 64 * 4 * US, variant="nt"), copy])
-    found = against(mine, profile(gemms(0, 4 * US, (32, 64, 256))))
+    found = profile_diff(mine, profile(gemms(0, 4 * US, (32, 64, 256))))
     assert [(one.name, len(one.points)) for one in found.rows] == [
         ("copy bf16", 1),
         ("gemm bf16", 2),
@@ -80,10 +80,10 @@ def test_kernels_variants_and_data_types_stand_apart() -> None:
 def test_another_machine_lends_its_efficiencies() -> None:
     """A GPU of twice the peak takes half as long: held against it at the same share of the peak, nothing differs."""
     mine, faster = profile(gemms(0, 4 * US)), profile(gemms(0, 2 * US), gpu="toy GPU 2", peak=2e12)
-    found = against(mine, faster)
+    found = profile_diff(mine, faster)
     assert not found.same_machine
     assert row(found).spread == pytest.approx((1, 1, 1))
-    same = against(mine, msgspec.structs.replace(faster, machine=mine.machine, cluster=mine.cluster))
+    same = profile_diff(mine, msgspec.structs.replace(faster, machine=mine.machine, cluster=mine.cluster))
     assert same.same_machine
     assert row(same).spread == pytest.approx((0.5, 0.5, 0.5))
 
@@ -92,6 +92,6 @@ def test_transfers_without_points() -> None:
     """Links of 1 GB/s: of 1 MB a hop takes 1 ms, for the 2 ms that it took; of collectives nothing is said."""
     moved = [transfer_point(kind, "nvlink", 2, 10**6, 2e-3) for kind in ("exchange", "all_to_all")]
     host = transfer_point("offload", "dram", 1, 10**6, 1e-3)
-    found = against(profile([*moved, host]), profile(gemms(0, 4 * US)))
+    found = profile_diff(profile([*moved, host]), profile(gemms(0, 4 * US)))
     assert row(found).spread == pytest.approx((0.5, 0.5, 0.5))
     assert found.left_out == {"all_to_all": 1, "offload": 1}

@@ -9,19 +9,18 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.units import seconds
-from sim.presets import preset_names
-from sim.profile import Profile, load_profile, write_whole
+from sim.profile import Profile, write_whole
 
 _WIDTH = 200
 """Columns of the tables in a file."""
 
 
-def show_against(profile: Profile, other: Profile, console: Console) -> None:
+def show_profile_diff(profile: Profile, other: Profile, console: Console) -> None:
     """Print how the points of ``profile`` compare with what ``other`` predicts of them."""
-    from calibrate.against import against
     from calibrate.points import measured_s
+    from calibrate.profile_diff import profile_diff
 
-    found = against(profile, other)
+    found = profile_diff(profile, other)
     console.print(f"points of {_named(profile)}, predicted by {_named(other)}: predicted / measured time", markup=False)
     if not found.same_machine:
         console.print(
@@ -43,19 +42,13 @@ def show_against(profile: Profile, other: Profile, console: Console) -> None:
         console.print(f"{other.name!r} has no points of: {what}", markup=False)
 
 
-def write_against(profile: Profile, others: list[Profile], path: Path, console: Console) -> None:
+def write_profile_diffs(profile: Profile, others: list[Profile], path: Path, console: Console) -> None:
     """Print what each of some profiles says of another one's points, and write it to a text file, too."""
     text = io.StringIO()
     for to in (console, Console(file=text, width=_WIDTH, highlight=False, soft_wrap=True, force_terminal=False)):
         for other in others:
-            show_against(profile, other, to)
+            show_profile_diff(profile, other, to)
     write_whole(path, text.getvalue().encode())
-
-
-def shipped_of(gpu: str) -> list[Profile]:
-    """Return the profiles of a GPU that ship."""
-    shipped = map(load_profile, preset_names("sim/profiles", ".json"))
-    return [profile for profile in shipped if profile.machine.gpu == gpu]
 
 
 def _named(profile: Profile) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence.against import shipped_of, write_against
+from calibrate.profile_diff import shipped_of
 from experiments.verbs.cli import main, open_console
+from experiments.verbs.profile_diff import write_profile_diffs
 from sim.profile import load_profile, save_profile
 
 WIDE = 300
@@ -39,7 +40,7 @@ def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
     shipped = shipped_of("A100-SXM-80GB")
     assert [profile.name for profile in shipped] == ["a100-sxm", "a100-sxm-eager"]
-    write_against(load_profile("a100-sxm"), shipped, tmp_path / "against.txt", open_console())
+    write_profile_diffs(load_profile("a100-sxm"), shipped, tmp_path / "against.txt", open_console())
     printed, kept = capsys.readouterr().out, (tmp_path / "against.txt").read_text()
     for text in (printed, kept):
         assert "different machines" not in text

@@ -1,0 +1,109 @@
+"""What ``longstep validate`` compares, from what the user typed: all combinations of lengths, ranks and schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from experiments.evidence.cells import Cell
+from experiments.verbs.selection import SCOPES, Selection, choose, one_of
+from sim.errors import InputError
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.workload import parse_length
+from topology.host import host_facts
+
+LENGTHS = "2K,4K,8K"
+"""Of a sweep that names none."""
+_BOTH = "both"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep(Selection):
+    """What to compare: all combinations of the lengths, ranks and schedules."""
+
+    seq: str = ""
+    """Global sequence lengths, such as 1K,2K,4K; by default 2K,4K,8K."""
+    gpus: Annotated[int | None, tyro.conf.Suppress] = None
+    ranks: str = ""
+    """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
+    schedule: Annotated[str, tyro.conf.arg(name="schedules")] = ""
+    """NAMEs, such as ring,ulysses, or my_module.py:build for schedules of your own; by default all that share work."""
+    scope: str = _BOTH
+    """What is played: attention of one layer, whole layers, or both."""
+    target: float = 0.10
+    """Largest error that counts as met, as a share."""
+
+    @property
+    def named(self) -> bool:
+        """Whether the user named what to combine."""
+        return bool(self.seq or self.ranks or self.schedule)
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """Return what a sweep asks for; raises InputError for a value that cannot be read."""
+    one_of("--scope", sweep.scope, (*SCOPES, _BOTH))
+    scopes = SCOPES if sweep.scope == _BOTH else (sweep.scope,)
+    if not 0 < sweep.target < 1:
+        raise InputError(f"--target {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
+    lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
+    return [
+        Cell(gpus, scope, 1 if scope == "attention" else sweep.layers, seq, schedule, sweep.target)
+        for gpus in ranks
+        for scope in scopes
+        for seq in lengths
+        for schedule in schedules
+    ]
+
+
+def _lengths(sweep: Sweep) -> list[str]:
+    lengths = _split(sweep.seq or LENGTHS, "--seq", LENGTHS)
+    for length in lengths:
+        parse_length(length, "--seq")
+    return lengths
+
+
+def _ranks(sweep: Sweep) -> list[int]:
+    if not sweep.ranks:
+        cores = host_facts().cores
+        return [2**power for power in range(1, max(1, cores.bit_length() - 1) + 1)]
+    ranks = _split(sweep.ranks, "--ranks", "2,4")
+    for count in ranks:
+        if not count.isdecimal() or int(count) < 1:
+            raise InputError(f"--ranks {count}: expected numbers of processes from 1, such as 2,4")
+    return [int(count) for count in ranks]
+
+
+def _schedules(sweep: Sweep) -> list[str]:
+    if not sweep.schedule:
+        return [name for name, entry in SCHEDULES.items() if entry.degrees]
+    return _split(sweep.schedule, "--schedules", ",".join(SCHEDULES))
+
+
+def _split(text: str, option: str, example: str) -> list[str]:
+    """Return the values of a list with commas, each once."""
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
+        raise InputError(f"{option} {text}: expected values separated by commas, such as {example}")
+    return list(dict.fromkeys(values))
+
+
+def playable(cells: Sequence[Cell], sweep: Sweep) -> tuple[list[Cell], dict[Cell, str]]:
+    """Return the cells that can be played, and why others cannot: four heads do not split over eight ranks.
+
+    Raises InputError for a value that the user named, none of whose cells can be played.
+    """
+    refused: dict[Cell, str] = {}
+    for cell in cells:
+        try:
+            choose(cell.selection(sweep)).checked()
+        except InputError as error:
+            refused[cell] = str(error)
+    named = [of for of, text in (("schedule", sweep.schedule), ("gpus", sweep.ranks), ("seq", sweep.seq)) if text]
+    values = {(of, getattr(cell, of)) for cell in cells for of in named}
+    for group in (cells, *([cell for cell in cells if getattr(cell, of) == value] for of, value in sorted(values))):
+        if all(cell in refused for cell in group):
+            raise InputError(refused[group[0]])
+    return [cell for cell in cells if cell not in refused], refused
