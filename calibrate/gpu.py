@@ -123,7 +123,7 @@ class GpuCalibration:
                 software=software() | self._implementations(),
                 state={"before": self._before, "after": _state()},
             ),
-            cluster=msgspec.to_builtins(spec, str_keys=True),
+            cluster=spec.figures(),
             points=(*points, *copied, *self._between),
             interference=tuple(self._beside),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),

@@ -106,7 +106,7 @@ class HostCalibration:
             command=self._plan.command,
             complete=complete,
             machine=Machine(gpu=spec.gpu.name, cores=facts.cores, threads_per_rank=spec.gpu.sms, software=software()),
-            cluster=msgspec.to_builtins(spec, str_keys=True),
+            cluster=spec.figures(),
             points=tuple(self._kernels + [link.point for link in self._links]),
             interference=tuple(interference),
             traffic=traffic_of(together, spec.hbm.bytes_per_s),

@@ -6,13 +6,15 @@
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
-A message is one line: the bad value, what is allowed, and where to change it. Broken invariants of
-Longstep itself are ``assert``; a model that does not fit into memory is a result, not an error.
+A message is one line: the bad value, what is allowed, and where to change it. The field to change stands in
+backquotes, as the library names it (``set `ring_degree` ``); the command line writes its flag there. Broken invariants
+of Longstep itself are ``assert``; a model that does not fit into memory is a result, not an error.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -23,6 +25,11 @@ class LongstepError(Exception):
 class InputError(LongstepError, ValueError):
     """A value that the user gave cannot be used."""
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of ``Setup``, or arguments, that the message names: the one with the bad value is among them."""
+        return tuple(dict.fromkeys(re.findall(r"`([a-z_]+)`", str(self))))
+
 
 class LengthError(InputError):
     """A sequence length that a layout does not divide; ``above`` is the next longer one that it does."""
@@ -31,8 +38,8 @@ class LengthError(InputError):
         below, self.above = seq // multiple * multiple, -(-seq // multiple) * multiple
         nearest = f"{below} or {self.above}" if below else f"{self.above}"
         super().__init__(
-            f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set --seq, or (under a "
-            f"causal mask) --pad to fill up with tokens that nobody sees"
+            f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set `seq`, or (under a "
+            f"causal mask) `pad` to fill up with tokens that no other token sees"
         )
         self._given = seq, multiple
 

@@ -18,6 +18,8 @@ from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Kernel
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, Category
+from sim.schedule.proof.check import Checked
+from sim.trace import Counter, Trace
 
 
 class Lifetime(NamedTuple):
@@ -114,3 +116,9 @@ def _held(alive: list[tuple[Buffer, Lifetime]], count: int) -> list[int]:
         change[span.first] += buffer.nbytes
         change[span.end] -= buffer.nbytes
     return list(accumulate(change[:-1]))
+
+
+def counters(checked: Checked, trace: Trace) -> list[Counter]:
+    """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds."""
+    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    return [Counter(row.rank, row.begin_s, walks[row.rank].in_use[row.op]) for row in trace.rows]

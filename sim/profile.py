@@ -217,12 +217,12 @@ def profile_bytes(name: str) -> bytes:
     """Return the file of a profile, found as ``load_profile`` finds it."""
     own = profile_folder() / f"{name}.json"
     if name.endswith(".json") or "/" in name:
-        return read_bytes("profile", name, "--profile")
+        return read_bytes("profile", name, "`profile`")
     if own.is_file():
         return own.read_bytes()
     if name in preset_names("sim/profiles", ".json"):
         return resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
-    where = "--profile (longstep calibrate makes one)"
+    where = "`profile` (longstep calibrate makes one)"
     raise unknown("profile", name, [*profile_names(), "datasheet", "FILE.json"], where)
 
 

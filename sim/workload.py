@@ -60,7 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             allowed = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise InputError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: allowed are "
-                f"{', '.join(map(str, allowed))}; set it with --set model.num_kv_heads=N"
+                f"{', '.join(map(str, allowed))}; set it with `set` model.num_kv_heads=N"
             )
 
 
@@ -87,16 +87,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         """Raise InputError for what no schedule can play."""
         if self.dtype not in FLOATS:
-            raise unknown("data type", self.dtype, FLOATS, "--dtype")
+            raise unknown("data type", self.dtype, FLOATS, "`dtype`")
         if self.scope == "attention" and self.layers != 1:
-            raise InputError(f"{self.layers} layers: the scope attention plays one; set --layers 1, or --scope layer")
+            raise InputError(f"{self.layers} layers: the scope attention plays one; set `layers` 1, or `scope` layer")
         if self.padding >= self.seq or (self.padding and self.mask != "causal"):
             raise InputError(
                 f"{self.padding} tokens of padding in {self.seq} under mask {self.mask}: under a causal mask the last "
-                f"tokens may be padding, since no other sees them; set --mask causal, or a --seq that divides"
+                f"tokens may be padding, since no other sees them; set `mask` causal, or a `seq` that divides"
             )
         if self.scope == "layer" and self.passes == "backward":
-            raise InputError("pass backward: layers need their forward pass; set --pass both, or --scope attention")
+            raise InputError("pass backward: layers need their forward pass; set `passes` both, or `scope` attention")
 
     @property
     def real_seq(self) -> int:
@@ -131,8 +131,8 @@ def parse_length(text: str, where: str) -> int:
 def load_model(name: str) -> ModelSpec:
     """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it."""
     if name.endswith(".json"):
-        return _from_hugging_face(name, read_bytes("model", name, "--model"))
-    return load_toml("model", name, ModelSpec, "sim/models", "--model")
+        return _from_hugging_face(name, read_bytes("model", name, "`model`"))
+    return load_toml("model", name, ModelSpec, "sim/models", "`model`")
 
 
 def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
@@ -162,9 +162,9 @@ def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
         }
         return msgspec.convert(fields, ModelSpec)
     except KeyError as error:
-        raise InputError(f"model {path!r} lacks the key {error}; --model takes a Hugging Face config.json") from error
+        raise InputError(f"model {path!r} lacks the key {error}; `model` takes a Hugging Face config.json") from error
     except (TypeError, ZeroDivisionError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
-        raise InputError(f"model {path!r}: {error}; --model takes a Hugging Face config.json") from error
+        raise InputError(f"model {path!r}: {error}; `model` takes a Hugging Face config.json") from error
 
 
 def _rope_theta(config: dict[str, Any]) -> float:

@@ -97,7 +97,7 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
 }
 """What only layers have: activations in the host's memory."""
 
-REFUSED = ("allowed are", "the nearest are", "set --pass both")
+REFUSED = ("allowed are", "the nearest are", "set `passes` both")
 """What a refusal says: the values that are allowed."""
 
 

@@ -103,7 +103,7 @@ class Cluster:
         if dtype not in peaks:
             raise InputError(
                 f"{self.spec.gpu.name} has no peak for {dtype}: its data types are {', '.join(peaks)}; "
-                f"set --dtype, or cluster.gpu.peak_flops_per_s.{dtype} in a cluster file"
+                f"set `dtype`, or cluster.gpu.peak_flops_per_s.{dtype} in a cluster file"
             )
         return peaks[dtype] * self.devices[device].speed
 
@@ -157,5 +157,5 @@ class Cluster:
 
 def load_cluster(name: str) -> ClusterSpec:
     """Return the spec of a preset or of a TOML file; ``host`` is this machine. Raises InputError with the names."""
-    spec = load_toml("cluster", name, ClusterSpec, "topology/hardware", "--cluster")
+    spec = load_toml("cluster", name, ClusterSpec, "topology/hardware", "`cluster`")
     return with_facts(spec, host_facts()) if name == "host" else spec

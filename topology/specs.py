@@ -6,7 +6,7 @@ source of every figure in its table ``[sources]``.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -129,6 +129,8 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     per_gpu: dict[int, PerGpu] = {}
     sources: dict[str, str] = {}
     """Where each figure comes from, by dotted path."""
+    profile: str = ""
+    """Name of the profile that predictions take unless another one is named; empty: none, so rates of datasheets."""
 
     def __post_init__(self) -> None:
         """Raise InputError where parts do not fit together."""
@@ -156,3 +158,9 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
                 f'cluster {self.name!r}: pcie.peers = "switch" sends data through host memory, and there is no table '
                 f"[socket]"
             )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure."""
+        found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        del found["profile"]
+        return found

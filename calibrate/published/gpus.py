@@ -95,7 +95,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         command=f"longstep calibrate --published {name}",
         complete=True,
         machine=Machine(gpu=spec.gpu.name, software={}),
-        cluster=msgspec.to_builtins(spec, str_keys=True),
+        cluster=spec.figures(),
         points=tuple(points),
         traffic=EAGER_TRAFFIC | (EAGER_LAYER_TRAFFIC if gpu.eager else {}),
         memory_efficiency=gpu.memory_efficiency,

@@ -57,7 +57,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         command=f"longstep calibrate --published {name}",
         complete=True,
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
-        cluster=msgspec.to_builtins(spec, str_keys=True),
+        cluster=spec.figures(),
         points=(*kernels(gpu), *_transfers(gpu)),
         traffic=EAGER_TRAFFIC,
         memory_efficiency=memory_efficiency,

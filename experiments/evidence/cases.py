@@ -17,22 +17,23 @@ from typing import Any, NamedTuple
 import msgspec
 
 from experiments.evidence.units import size
-from experiments.verbs.selection import DATASHEET, Chosen, Selection, choose
 from sim.errors import InputError, unknown
 from sim.presets import load_toml
 from sim.profile import load_profile
 from sim.schedule.ir.ops import HostSync
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods.catalog import Entry
+from sim.schedule.methods.catalog import SCHEDULES, Entry
 from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
+from sim.setup import names
+from sim.setup.names import DATASHEET
+from sim.setup.setup import Setup
 from sim.trace import Trace
-from sim.workload import parse_length
 
 FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree")
 """What cases may differ in to be compared with each other, beside overrides of the schedule."""
 _KEYS = {"pass": "passes"} | {
-    field.name: field.name for field in dataclasses.fields(Selection) if field.name not in {"passes", "profile"}
+    field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile"}
 }
 _ALWAYS = ("model", "cluster")
 """What a case file says even where it is the default."""
@@ -85,19 +86,19 @@ class Case(NamedTuple):
     """One configuration, and how long it took."""
 
     group: str
-    selection: Selection
+    setup: Setup
     measured_s: float
     measure: str = ""
     """Kind of op that was timed, as traces name it; empty for whole steps."""
     alone: Size | None = None
     """How large the op was, if it was timed alone."""
 
-    def chosen(self) -> Chosen:
-        """Return what is simulated; raises InputError as ``choose`` does."""
+    @property
+    def played(self) -> Setup:
+        """Return what is simulated: the step, or the op alone."""
         if self.alone is None:
-            return choose(self.selection, here=False)
-        entry = Entry(partial(build, self.measure, self.alone), "", ("ring",), "")
-        return choose(dataclasses.replace(self.selection, schedule=self.measure), here=False, entry=entry)
+            return self.setup
+        return self.setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
 
     def seconds(self, trace: Trace) -> float:
         """Return what was timed, as a trace has it: the step, or an op's mean time at work over all ranks."""
@@ -108,7 +109,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """Return what was timed."""
-        schedule = self.selection.schedule
+        schedule = names.schedule_name(self.setup.schedule)
         return f"{self.measure} in {schedule}" if self.measure and not self.alone else self.measure or schedule
 
     @property
@@ -116,55 +117,56 @@ class Case(NamedTuple):
         """Return how long or large it is."""
         if isinstance(self.alone, Attended):
             return f"{self.alone.queries} x {self.alone.keys}"
-        return size(self.alone.nbytes) if self.alone else self.selection.seq
+        return size(self.alone.nbytes) if self.alone else str(self.setup.seq)
 
     @property
     def amount(self) -> int:
         """Return how long or large it is as a number, to sort by."""
         if isinstance(self.alone, Attended):
             return self.alone.queries * self.alone.keys
-        return self.alone.nbytes if self.alone else parse_length(self.selection.seq, "--seq")
+        return self.alone.nbytes if self.alone else names.tokens("seq", self.setup.seq)
 
     @property
     def mask(self) -> str:
         """Return the mask, if what was timed has one."""
-        return "" if isinstance(self.alone, Sent) else self.selection.mask
+        return "" if isinstance(self.alone, Sent) else self.setup.mask
 
     @property
     def passes(self) -> str:
         """Return the pass, if it is not the op that says it."""
-        return "" if self.alone else self.selection.passes
+        return "" if self.alone else self.setup.passes
 
     @property
     def options(self) -> str:
         """Return degrees and options of the schedule, as far as they are named."""
-        selection = self.selection
-        degrees = {"U": selection.ulysses_degree, "R": selection.ring_degree}
+        setup = self.setup
+        degrees = {"U": setup.ulysses_degree, "R": setup.ring_degree}
         named = [f"{name} {degree}" for name, degree in degrees.items() if degree]
-        overrides = (key for key in selection.set if key.startswith("schedule."))
+        overrides = (key for key in names.texts(setup.set) if key.startswith("schedule."))
         return ", ".join([*named, *(key.removeprefix("schedule.") for key in overrides)])
 
     @property
     def rivals(self) -> tuple[object, ...]:
         """Return what is the same in cases of different schedules that can be compared."""
-        fields = dataclasses.asdict(self.selection)
-        overrides = tuple(key for key in fields.pop("set") if not key.startswith("schedule."))
-        return (self.measure, self.alone, *(fields[key] for key in fields if key not in _SCHEDULE), overrides)
+        fields = vars(self.setup)
+        overrides = tuple(key for key in names.texts(self.setup.set) if not key.startswith("schedule."))
+        same = (fields[key] for key in fields if key not in _SCHEDULE and key != "set")
+        return (self.measure, self.alone, *same, overrides)
 
 
-def case_fields(selection: Selection) -> dict[str, Any]:
-    """Return what a case file says of a selection: model, cluster, and what is not at its default."""
-    default, found = Selection(), {}
+def case_fields(setup: Setup) -> dict[str, Any]:
+    """Return what a case file says of a setup: model, cluster, and what is not at its default."""
+    default, found = Setup(), {}
     for key, name in _KEYS.items():
-        value = getattr(selection, name)
+        value = getattr(setup, name)
         if name in _ALWAYS or value != getattr(default, name):
-            found[key] = list(value) if name == "set" else value
+            found[key] = list(names.texts(value)) if name == "set" else value
     return found
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
-    file = load_toml("case file", name, CaseFile, FOLDER, "--cases")
+    file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
     if not file.group or not all(group.cases for group in file.group):
         raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
     names = [*(group.name for group in file.group), *(together.name for together in file.together)]
@@ -182,10 +184,12 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
         try:
-            chosen = case.chosen()
-            schedule = chosen.built()
+            if case.setup.schedule not in list(SCHEDULES):  # a file of data runs no Python file
+                raise unknown("schedule", case.setup.schedule, SCHEDULES, "schedule (case files take no Python file)")
+            found = case.played.resolved()
+            schedule = found.built()
             if case.measure:
-                _check_measure(case.measure, chosen.checked().schedule if chosen.one_device else schedule)
+                _check_measure(case.measure, found.checked().schedule if found.one_device else schedule)
         except InputError as error:
             raise InputError(
                 f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
@@ -233,11 +237,11 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
             if key not in allowed:
                 raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
         chosen = {_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile}
-        selection = msgspec.convert(chosen, Selection)
+        setup = Setup(**chosen)
         alone = _alone(measure, sizes, where) if sizes else None
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {case}: {error}") from error
-    return Case(group.name, selection, float(measured_s), measure, alone)
+    return Case(group.name, setup, float(measured_s), measure, alone)
 
 
 def _alone(measure: str, sizes: dict[str, Any], where: str) -> Size:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.evidence.comparison import Comparison, comparison
 from experiments.evidence.execution import WARM_UP, Execution, open_session
-from experiments.verbs.selection import Selection, choose
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Setup
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
@@ -24,8 +25,8 @@ class Cell(NamedTuple):
     schedule: str
     target: float
 
-    def selection(self, base: Selection) -> Selection:
-        """Return it as the command line would, with everything else as in ``base``."""
+    def setup(self, base: Setup) -> Setup:
+        """Return it, with everything else as in ``base``."""
         fields = {name: getattr(self, name) for name in ("gpus", "scope", "layers", "seq", "schedule")}
         return dataclasses.replace(base, **fields)
 
@@ -49,7 +50,7 @@ class Repeated(NamedTuple):
     """A sweep to be executed."""
 
     cells: Sequence[Cell]
-    base: Selection
+    base: Setup
     """What all cells have in common."""
     repeats: int
     """Comparisons of every cell."""
@@ -68,12 +69,14 @@ def compared(
 
     ``advance`` is called after every step.
     """
+    predictions: dict[Cell, Prediction] = {}
     for _ in range(sweep.repeats):
         for gpus in sorted({cell.gpus for cell in sweep.cells}):
             together = [cell for cell in sweep.cells if cell.gpus == gpus]
-            first = choose(together[0].selection(sweep.base))
-            with open_session(first, first.checked(), sweep.execution, workers) as session:
+            predictions |= {cell: cell.setup(sweep.base).predicted() for cell in together if cell not in predictions}
+            first = predictions[together[0]]
+            spec, profile = first.cluster.spec, first.profile
+            with open_session(first.checked, spec, profile, sweep.execution, workers) as session:
                 for cell in together:
-                    chosen = choose(cell.selection(sweep.base))
-                    found, _ = comparison(chosen, chosen.checked(), session, sweep.execution.repeats, advance)
+                    found, _ = comparison(predictions[cell], session, sweep.execution.repeats, advance)
                     keep(cell, found)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from experiments.evidence.diagnosis import diagnosis
-from experiments.evidence.execution import measured_steps, median_step
+from experiments.evidence.execution import Execution, measured_steps, median_step, open_session
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, size
-from experiments.verbs.selection import Chosen
-from sim.engine.report import Report, report
+from sim.engine.report import Report
 from sim.errors import InputError
 from sim.memory import walk
 from sim.profile import Profile
 from sim.schedule.proof.check import Checked
+from sim.setup.prediction import Prediction
 from sim.trace import Trace
 
 if TYPE_CHECKING:
@@ -76,26 +76,43 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     report: Report
 
 
-def calibrated(chosen: Chosen) -> Profile:
+def calibrated(profile: Profile | None) -> Profile:
     """Return the profile that a comparison rests on; raises InputError if there is none."""
-    if chosen.profile is None:
+    if profile is None:
         raise InputError(
-            "comparing needs a profile of this machine: run longstep calibrate --quick, then set --profile"
+            "comparing needs a profile of this machine: run longstep calibrate --quick, which the cluster host then "
+            "takes by default, and leave out `profile` datasheet"
         )
-    return chosen.profile
+    return profile
+
+
+def compare(prediction: Prediction, repeats: int = 5, *, timeout: float = 120.0, attention: str = "") -> Comparison:
+    """Return a predicted step beside executed ones: the schedule runs on this machine, one process per rank.
+
+    It needs torch and a profile of this machine, which ``longstep calibrate --quick`` makes in two minutes. Raises
+    InputError without one.
+
+    >>> from longstep import predict
+    >>> compare(predict("ring", seq="1K", gpus=2, profile="datasheet"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    sim.errors.InputError: comparing needs a profile of this machine: run longstep calibrate --quick, ...
+    """
+    calibrated(prediction.profile)
+    execution = Execution(repeats=repeats, timeout=timeout, attention=attention)
+    with open_session(prediction.checked, prediction.cluster.spec, prediction.profile, execution) as session:
+        return comparison(prediction, session, repeats)[0]
 
 
 def comparison(
-    chosen: Chosen, checked: Checked, session: Session, repeats: int, advance: Callable[[], None] = lambda: None
+    prediction: Prediction, session: Session, repeats: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[Comparison, list[Trace]]:
     """Return the comparison, and the simulated and the (median) executed trace."""
     from runtime.run import ScheduleRun
 
-    profile = calibrated(chosen)
+    profile, checked = calibrated(prediction.profile), prediction.checked
     drift = [_drift(session, profile)]
     run = ScheduleRun(session, checked)
-    simulation = chosen.simulated(checked)
-    predicted = report(simulation, with_interval=True)
 
     def advancing() -> Step:
         step = run.step()
@@ -105,12 +122,13 @@ def comparison(
     steps = measured_steps(advancing, repeats)
     run.close()
     drift.append(_drift(session, profile))
-    if chosen.spec.gpu.kind == "cpu" and not session.one_host:
-        predicted.evidence.notes.append(
-            "executed on several hosts, predicted as on one: a host's profile knows no other"
-        )
-    found = laid_side_by_side(checked, simulation.trace, predicted, steps, drift)
-    return found, [simulation.trace, median_step(steps).trace]
+    predicted = prediction.report
+    if prediction.cluster.spec.gpu.kind == "cpu" and not session.one_host:
+        elsewhere = "executed on several hosts, predicted as on one: a host's profile knows no other"
+        evidence = msgspec.structs.replace(predicted.evidence, notes=[*predicted.evidence.notes, elsewhere])
+        predicted = msgspec.structs.replace(predicted, evidence=evidence)
+    found = laid_side_by_side(checked, prediction.trace, predicted, steps, drift)
+    return found, [prediction.trace, median_step(steps).trace]
 
 
 def _drift(session: Session, profile: Profile) -> float:

@@ -11,9 +11,9 @@ from experiments.evidence.cases import case_fields
 from experiments.evidence.cells import Cell
 from experiments.evidence.published import profile_sha256
 from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
-from experiments.verbs.selection import Selection
 from sim.errors import InputError
 from sim.profile import Profile, load_profile, save_profile, write_whole
+from sim.setup.setup import Setup
 
 _OF_CASES = ("schedule", "seq")
 """What every case says for itself, also where it is the same in all."""
@@ -21,8 +21,8 @@ _OF_CASES = ("schedule", "seq")
 Fields = dict[str, Any]
 
 
-def common_fields(base: Selection) -> Fields:
-    """Return what a case file says of all cells that share a selection."""
+def common_fields(base: Setup) -> Fields:
+    """Return what a case file says of all cells that share a setup."""
     return {key: value for key, value in case_fields(base).items() if key not in Cell._fields}
 
 
@@ -39,14 +39,14 @@ def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
     """Raise InputError where a model, a cluster or a schedule is a file: a case file, which others read elsewhere and
     later, does not hold it.
     """
-    named = [(f"--{key}", select[key]) for key in ("model", "cluster") if key in select]
-    named += [("--schedules", schedule) for schedule in dict.fromkeys(cell.schedule for cell in cells)]
-    for option, value in named:
+    named: list[tuple[str, str]] = [(key, select[key]) for key in ("model", "cluster") if key in select]
+    named += [("schedule", schedule) for schedule in dict.fromkeys(cell.schedule for cell in cells)]
+    for field, value in named:
         if value.endswith((".toml", ".json")) or "/" in value or ":" in value:
-            kind = "a schedule that ships" if option == "--schedules" else "a preset, with --set for what differs"
+            kind = "a schedule that ships" if field == "schedule" else "a preset, with `set` for what differs"
             raise InputError(
-                f"--cases-out: {option} {value} is a file of yours, which a case file does not hold: take {kind}, or "
-                f"leave --cases-out away and keep the record (--out)"
+                f"`cases_out`: `{field}` {value} is a file of yours, which a case file does not hold: take {kind}, or "
+                f"leave `cases_out` away and keep the record (`out`)"
             )
 
 

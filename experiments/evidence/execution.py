@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from experiments.evidence.machine import require_machine, require_processes
-from experiments.verbs.selection import Chosen
 from sim.errors import InputError
+from sim.profile import Profile
 from sim.schedule.proof.check import Checked
+from sim.setup.machine import require_same_host
+from sim.setup.prediction import Prediction
+from sim.trace import Trace
+from sim.workload import Dtype
+from topology.cluster import load_cluster
+from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -37,40 +43,47 @@ class Execution:
 
 @contextmanager
 def open_session(
-    chosen: Chosen, checked: Checked, execution: Execution, workers: Workers | None = None
+    checked: Checked,
+    spec: ClusterSpec,
+    profile: Profile | None = None,
+    execution: Execution = Execution(),
+    workers: Workers | None = None,
 ) -> Iterator[Session]:
     """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
-    machine cannot, or torchrun has not started ``workers`` enough.
+    machine is not what ``spec`` describes or ``profile`` was measured on, or torchrun has not started ``workers``
+    enough.
     """
     from runtime.processes.launch import Session
 
     if execution.repeats < 1:
-        raise InputError(f"--repeats {execution.repeats}: expected 1 or more")
+        raise InputError(f"`repeats` {execution.repeats}: expected 1 or more")
     if not 0 < execution.timeout < _LONGEST_S:
-        raise InputError(f"--timeout {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
-    ranks = checked.schedule.num_ranks
+        raise InputError(f"`timeout` {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
+    ranks, dtype = checked.schedule.num_ranks, checked.schedule.header.workload.dtype
+    if profile and spec.gpu.kind == "cpu":
+        require_same_host(profile)
     if workers:
-        require_processes(chosen.spec, ranks, workers.world)
-    attention = execution.attention or timed_attention(chosen)
+        require_processes(spec, ranks, workers.world)
+    attention = execution.attention or timed_attention(profile, dtype)
     gpus = min(ranks, workers.world.local_size) if workers else ranks
-    require_machine(chosen.spec, gpus, [chosen.workload.dtype], attention)
+    require_machine(spec, gpus, [dtype], attention)
     with Session(
-        ranks, device=chosen.spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
+        ranks, device=spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
     ) as session:
         yield session
 
 
-def timed_attention(chosen: Chosen) -> str:
+def timed_attention(profile: Profile | None, dtype: Dtype) -> str:
     """Return the name of the attention kernel that a profile was calibrated with, since what is timed is what is run;
-    empty where there is none, or none for the data type.
+    empty where there is none, as on a host, or none for the data type.
     """
-    timed = chosen.profile.machine.software.get("attention", "") if chosen.profile else ""
-    if chosen.spec.gpu.kind == "cpu":
+    timed = profile.machine.software.get("attention", "") if profile else ""
+    if not timed:
         return ""
     from runtime.execution.attention_choice import runs
     from runtime.execution.tensors import TORCH_DTYPE
 
-    return timed if runs(timed, TORCH_DTYPE[chosen.workload.dtype]) else ""
+    return timed if runs(timed, TORCH_DTYPE[dtype]) else ""
 
 
 def measured_steps(step: Callable[[], Step], repeats: int) -> list[Step]:
@@ -83,3 +96,51 @@ def measured_steps(step: Callable[[], Step], repeats: int) -> list[Step]:
 def median_step(steps: list[Step]) -> Step:
     """Return the step whose time is the (lower) median."""
     return sorted(steps, key=lambda step: step.trace.step_time_s)[(len(steps) - 1) // 2]
+
+
+def execute(
+    played: Prediction | Checked, repeats: int = 5, *, timeout: float = 120.0, attention: str = ""
+) -> list[Trace]:
+    """Return the traces of some steps, executed on this machine with one process per rank: those that count, after a
+    warm-up. It needs torch; a schedule without a cluster runs on the CPU.
+
+    Raises InputError if this machine is not what the prediction is of, RankError if a rank fails.
+
+    >>> from longstep import build, workload
+    >>> (trace,) = execute(build("ring", workload("tiny", "256"), 2), repeats=1)
+    >>> trace.player, trace.num_ranks
+    ('executed', 2)
+    """
+    from runtime.run import ScheduleRun
+
+    checked = _checked(played)
+    spec, profile = (
+        (played.cluster.spec, played.profile) if isinstance(played, Prediction) else (load_cluster("host"), None)
+    )
+    execution = Execution(repeats=repeats, timeout=timeout, attention=attention)
+    with open_session(checked, spec, profile, execution) as session:
+        return [step.trace for step in measured_steps(ScheduleRun(session, checked).step, repeats)]
+
+
+def verify(played: Prediction | Checked, order: int = 0) -> dict[str, float]:
+    """Return the largest relative error of each output and gradient against attention (or layers) computed by one
+    process in fp64. All ranks run in this process, in a random order that ``order`` draws. It needs torch.
+
+    Raises InputError for a sequence that is too long for the reference.
+
+    >>> from longstep import build, workload
+    >>> max(verify(build("zigzag", workload("tiny", "256", dtype="fp64"), 4)).values()) < 1e-12
+    True
+    """
+    import torch
+
+    from runtime.execution.verify import output_errors, verifiable
+    from runtime.execution.virtual import execute_virtual
+
+    checked = _checked(played)
+    verifiable(checked.schedule.header.workload)
+    return output_errors(checked, execute_virtual(checked, torch.device("cpu"), order))
+
+
+def _checked(played: Prediction | Checked) -> Checked:
+    return played.checked if isinstance(played, Prediction) else played

@@ -25,13 +25,13 @@ def require_processes(spec: ClusterSpec, ranks: int, world: World) -> None:
     if ranks > world.size:
         raise InputError(
             f"{ranks} ranks need as many processes, torchrun has started {world.size}: set its --nproc-per-node and "
-            f"--nnodes, or --gpus {world.size}"
+            f"--nnodes, or `gpus` {world.size}"
         )
     if spec.gpu.kind == "cuda" and min(ranks, spec.gpus_per_node) != min(ranks, world.local_size):
         raise InputError(
             f"cluster {spec.name!r} has {spec.gpus_per_node} GPUs a node, torchrun has started {world.local_size} "
             f"processes on each: set its --nproc-per-node {spec.gpus_per_node}, or "
-            f"--set cluster.gpus_per_node={world.local_size}"
+            f"`set` cluster.gpus_per_node={world.local_size}"
         )
 
 
@@ -44,19 +44,19 @@ def require_machine(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), 
     if spec.gpu.kind == "cpu":
         if attention:
             raise InputError(
-                f"--attention {attention}: a CPU has one kernel; leave it out, or set --cluster to a GPU's"
+                f"`attention` {attention}: a CPU has one kernel; leave it out, or set `cluster` to a GPU's"
             )
         return
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     if not found or not all(is_of(spec, device) for device in found[:gpus]):
         has = ", ".join(sorted({f"{device.name} ({device.total_memory / 1e9:.0f} GB)" for device in found})) or "no GPU"
         raise InputError(
-            f"cluster {spec.name!r} is not this machine, which has {has}: executing takes --cluster host, or a cluster "
+            f"cluster {spec.name!r} is not this machine, which has {has}: executing takes `cluster` host, or a cluster "
             f"of this machine's GPUs"
         )
     if len(found) < gpus:
         raise InputError(
-            f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set --gpus, or --one-device to play all "
+            f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set `gpus`, or `one_device` to play all "
             f"ranks on one"
         )
     from runtime.execution.attention_choice import cuda_kernel

@@ -16,17 +16,16 @@ from typing import NamedTuple
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, read_cases
 from experiments.evidence.units import percent
-from experiments.verbs.selection import DATASHEET
 from sim.engine.interval import bounds
-from sim.engine.report import report
 from sim.presets import preset_names
 from sim.profile import profile_bytes
+from sim.setup.names import DATASHEET
 
 _APART = 0.02
 """Measured times that differ by no more are in no order."""
 
 
-class Prediction(NamedTuple):
+class CasePrediction(NamedTuple):
     """What is predicted of a case."""
 
     case: Case
@@ -66,10 +65,10 @@ class Evidence(NamedTuple):
     """A case file, and what is predicted of it."""
 
     file: CaseFile
-    found: list[Prediction]
+    found: list[CasePrediction]
 
 
-def predicted(cases: Sequence[Case]) -> Iterator[Prediction]:
+def predicted(cases: Sequence[Case]) -> Iterator[CasePrediction]:
     """Yield what is predicted of each case, on all cores."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
         yield from pool.map(_predicted, cases)
@@ -87,17 +86,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _predicted(case: Case) -> Prediction:
-    chosen = case.chosen()
-    checked = chosen.checked()
-    simulation, ranks = chosen.simulated(checked), checked.schedule.num_ranks
+def _predicted(case: Case) -> CasePrediction:
+    found = case.played.predicted()
+    step_s, trace, ranks = found.step_time_s, found.trace, found.checked.schedule.num_ranks
     if not case.measure:
-        found = report(simulation, with_interval=True)
-        step_s = found.step_time_s
-        return Prediction(case, step_s, *(found.interval_s or (step_s, step_s)), found.bound_by, ranks)
-    traces = bounds(simulation) or (simulation.trace, simulation.trace)
-    op_s, low_s, high_s = map(case.seconds, (simulation.trace, *traces))
-    return Prediction(case, op_s, low_s, high_s, "", ranks)
+        return CasePrediction(case, step_s, *(found.interval or (step_s, step_s)), found.bound_by, ranks)
+    op_s, low_s, high_s = map(case.seconds, (trace, *(bounds(found.simulation) or (trace, trace))))
+    return CasePrediction(case, op_s, low_s, high_s, "", ranks)
 
 
 def profile_sha256(name: str) -> str:
@@ -136,7 +131,7 @@ def judged_groups(evidence: Evidence) -> list[list[str]]:
     return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
 
 
-def _judged(found: Sequence[Prediction], target: float | None) -> list[str]:
+def _judged(found: Sequence[CasePrediction], target: float | None) -> list[str]:
     """Return what a table says of some predictions."""
     errors = [one.error for one in found]
     mean = statistics.mean(map(abs, errors))
@@ -156,9 +151,9 @@ def _judged(found: Sequence[Prediction], target: float | None) -> list[str]:
     ]
 
 
-def order(found: Sequence[Prediction]) -> tuple[int, int]:
+def order(found: Sequence[CasePrediction]) -> tuple[int, int]:
     """Return how often the faster of two schedules was predicted right, and of how many whose times are apart."""
-    by_rivals: dict[tuple[object, ...], list[Prediction]] = {}
+    by_rivals: dict[tuple[object, ...], list[CasePrediction]] = {}
     for one in found:
         by_rivals.setdefault(one.case.rivals, []).append(one)
     pairs = [
@@ -171,7 +166,7 @@ def order(found: Sequence[Prediction]) -> tuple[int, int]:
     return right, len(pairs)
 
 
-def r_squared(found: Sequence[Prediction]) -> float:
+def r_squared(found: Sequence[CasePrediction]) -> float:
     """Return the share of the variance of log time that predictions explain."""
     logs = [math.log(one.case.measured_s) for one in found]
     missed = sum(math.log1p(one.error) ** 2 for one in found)

@@ -14,11 +14,12 @@ import msgspec
 from experiments.evidence.cells import Cell
 from experiments.evidence.comparison import Comparison, Measured, calibrated, measured
 from experiments.evidence.diagnosis import DRIFT
+from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
-from experiments.verbs.selection import Chosen, command_line
 from sim.errors import InputError
 from sim.presets import read_bytes
 from sim.profile import Profile, write_whole
+from sim.setup.setup import Configuration
 
 ENOUGH = 0.8
 """Share of the repeats that has to meet the target."""
@@ -40,13 +41,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     comparisons: list[tuple[Cell, list[Comparison]]]
 
 
-def begun(chosen: Chosen, select: dict[str, Any]) -> Record:
+def begun(found: Configuration, select: dict[str, Any]) -> Record:
     """Return the record of a sweep that has found nothing yet."""
     from calibrate.plan import software
 
     return Record(
-        profile=calibrated(chosen),
-        title=_title(chosen),
+        profile=calibrated(found.profile),
+        title=_title(found),
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         software=software(),
@@ -55,12 +56,12 @@ def begun(chosen: Chosen, select: dict[str, Any]) -> Record:
     )
 
 
-def _title(chosen: Chosen) -> str:
+def _title(found: Configuration) -> str:
     """Return what all cells of a sweep have in common, in words."""
-    w = chosen.workload
+    w = found.workload
     passes = "forward and backward" if w.passes == "both" else w.passes
     batch = f", B {w.batch}" if w.batch > 1 else ""
-    where = ", all ranks on one device" if chosen.one_device else ""
+    where = ", all ranks on one device" if found.one_device else ""
     return f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}"
 
 
@@ -72,7 +73,7 @@ def save_record(record: Record, path: str) -> None:
 def read_record(path: str) -> Record:
     """Return the record in a file; raises InputError if it is none."""
     try:
-        record = msgspec.json.decode(read_bytes("record", path, "--record"), type=Record)
+        record = msgspec.json.decode(read_bytes("record", path, "`record`"), type=Record)
     except msgspec.DecodeError as error:
         raise InputError(f"record {path!r}: {error}; longstep validate --out writes one") from error
     if not any(found for _, found in record.comparisons):
@@ -88,7 +89,7 @@ def joined(records: Sequence[Record]) -> Record:
     for other in records[1:]:
         if (other.profile, other.title, other.select) != (first.profile, first.title, first.select):
             raise InputError(
-                "--record: these rest on different profiles or workloads, which make no common plot; give each its own"
+                "`record`: these rest on different profiles or workloads, which make no common plot; give each its own"
             )
     found: dict[Cell, list[Comparison]] = {}
     for record in records:
@@ -96,7 +97,7 @@ def joined(records: Sequence[Record]) -> Record:
             found.setdefault(cell, []).extend(comparisons)
     for cell, comparisons in found.items():
         if len({result.step.simulated_s for result in comparisons}) > 1:
-            raise InputError(f"--record: these simulate {cell.name} differently, so they come from different versions")
+            raise InputError(f"`record`: these simulate {cell.name} differently, so they come from different versions")
     commands = "; ".join(dict.fromkeys(record.command for record in records if record.command))
     return msgspec.structs.replace(first, command=commands, comparisons=list(found.items()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.evidence.comparison import Measured
-from experiments.evidence.published import HEADS, Evidence, Prediction, judged_groups, provenance
+from experiments.evidence.published import HEADS, CasePrediction, Evidence, judged_groups, provenance
 from experiments.evidence.units import percent, seconds
 from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.plots import Plot, Point, parity_plot
@@ -34,16 +34,16 @@ def page(evidence: Sequence[Evidence]) -> str:
     return render("evidence.html.j2", title="Predicted against published times", heads=HEADS, sections=sections)
 
 
-def _kind(found: Prediction) -> Kind:
-    return Kind(found.case.name, found.ranks, found.case.selection.scope)
+def _kind(found: CasePrediction) -> Kind:
+    return Kind(found.case.name, found.ranks, found.case.setup.scope)
 
 
-def _parity(found: Sequence[Prediction], looks: Looks, first: int) -> Plot:
+def _parity(found: Sequence[CasePrediction], looks: Looks, first: int) -> Plot:
     points = [
         Point(
             times=_times(one),
             shape=looks.shape(one.ranks),
-            look=looks.look(one.case.name, one.case.selection.scope),
+            look=looks.look(one.case.name, one.case.setup.scope),
             row=first + number,
             tip=_tip(one),
         )
@@ -52,14 +52,14 @@ def _parity(found: Sequence[Prediction], looks: Looks, first: int) -> Plot:
     return parity_plot(points, BANDS, *_SIZE, "Predicted against published time of every case, on logarithmic axes")
 
 
-def _times(one: Prediction) -> Measured:
+def _times(one: CasePrediction) -> Measured:
     measured_s = one.case.measured_s
     return Measured(
         simulated_s=one.predicted_s, median_s=measured_s, low_s=measured_s, high_s=measured_s, error=one.error
     )
 
 
-def _tip(one: Prediction) -> str:
+def _tip(one: CasePrediction) -> str:
     options = f"{one.case.options}\n" if one.case.options else ""
     return (
         f"{one.case.group}\n{one.what}\n{options}"

@@ -61,7 +61,7 @@ def page(record: Record) -> str:
         provenance=provenance(record),
         drift=DRIFT,
         cells=cells,
-        tokens=[parse_length(one.cell.seq, "--seq") for one in cells],
+        tokens=[parse_length(one.cell.seq, "`seq`") for one in cells],
         key=looks.key(_MAIN[0]),
         parity=_parity(cells, looks, _MAIN),
         unplotted=[one.cell.name for one in cells if not plots.plottable(one.times)],
@@ -137,7 +137,7 @@ def _tip(one: Judged) -> str:
 
 def _roomy(cells: Sequence[Judged], looks: Looks, least: tuple[int, int]) -> tuple[int, int]:
     """Return the size of a plot of the error that has room for all schedules at all lengths."""
-    lengths = {parse_length(one.cell.seq, "--seq") for one in cells}
+    lengths = {parse_length(one.cell.seq, "`seq`") for one in cells}
     needed = _LEFT + _RIGHT + _CROWD * len(lengths) * len(looks.schedules)
     return max(least[0], min(needed, _WIDEST)), least[1]
 
@@ -148,7 +148,7 @@ def _panels(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) ->
     for number, one in enumerate(cells):
         members.setdefault(Panel(one.cell.scope, one.cell.layers, one.cell.gpus), []).append((number, one))
     frame = plots.Frame(_LEFT, 26, size[0] - _RIGHT, size[1] - 26)
-    lengths = sorted({parse_length(one.cell.seq, "--seq") for one in cells})
+    lengths = sorted({parse_length(one.cell.seq, "`seq`") for one in cells})
     across, slot = _lengths(lengths, frame)
     axes = Axes(frame, across, _errors(cells, frame), slot)
     return [_panel(members[panel], looks, axes, size) for panel in sorted(members)]
@@ -176,8 +176,8 @@ def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size
     dodge = min(_DODGE, 0.8 * slot / len(schedules))
     targets: dict[int, float] = {}
     marks: dict[str, list[plots.Mark]] = {name: [] for name in schedules}
-    for number, one in sorted(members, key=lambda member: parse_length(member[1].cell.seq, "--seq")):
-        tokens, name = parse_length(one.cell.seq, "--seq"), one.cell.schedule
+    for number, one in sorted(members, key=lambda member: parse_length(member[1].cell.seq, "`seq`")):
+        tokens, name = parse_length(one.cell.seq, "`seq`"), one.cell.schedule
         targets[tokens] = max(targets.get(tokens, 0.0), one.cell.target)
         x = round(across.at(tokens) + dodge * (schedules.index(name) - (len(schedules) - 1) / 2), 2)
         marks[name].append(_error_mark(number, one, x, up, looks))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from rich.console import Console
 from rich.table import Table
 
+import longstep
 from experiments.evidence.comparison import Comparison, comparison, drift_line
 from experiments.evidence.execution import Execution, open_session
 from experiments.evidence.provenance import evidence_lines
-from experiments.evidence.units import percent, seconds, size
+from experiments.evidence.units import percent, seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.selection import DATASHEET, Selection, choose
-from experiments.verbs.simulate import title, write_trace
-from experiments.verbs.terminal import comparison_table, parts_line
-from sim.engine.report import report
+from experiments.verbs.simulate import write_trace
+from experiments.verbs.terminal import comparison_table, schedules_table
 
 TRACE_FILE = "demo-trace.json"
 LENGTHS = ("128K", "256K", "512K", "1M")
@@ -27,7 +24,7 @@ def demo(console: Console) -> None:
     calibrate(Calibrate(quick=True), console)
     console.rule("2. Ring and Ulysses on this machine: the same schedule, simulated and executed")
     compare_here(console)
-    console.rule("3. The same simulator for 8 x H100, at the rates of the datasheet")
+    console.rule("3. The same simulator for 8 x H100, with the profile that ships for it")
     predict_h100(console)
 
 
@@ -36,20 +33,16 @@ def compare_here(console: Console) -> None:
     from runtime.run import ScheduleRun
 
     found: list[tuple[str, str, Comparison]] = []
-    base = Selection(gpus=2)
-    first = choose(base)
-    with open_session(first, first.checked(), Execution()) as session:
+    ring = longstep.predict("ring", gpus=2, seq="2K")
+    with open_session(ring.checked, ring.cluster.spec, ring.profile) as session:
         for seq in ("4K", "8K"):
             for schedule in ("ring", "ulysses"):
-                chosen = choose(dataclasses.replace(base, seq=seq, schedule=schedule))
-                checked = chosen.checked()
-                result, traces = comparison(chosen, checked, session, Execution().repeats)
-                console.print(comparison_table(title(chosen, checked), result))
+                predicted = ring.replace(seq=seq, schedule=schedule)
+                result, traces = comparison(predicted, session, Execution().repeats)
+                console.print(comparison_table(predicted.title, result))
                 found.append((seq, schedule, result))
-        write_trace(TRACE_FILE, checked, traces)
-        small = choose(dataclasses.replace(base, seq="2K"))
-        checked = small.checked()
-        run = ScheduleRun(session, checked)
+        write_trace(TRACE_FILE, predicted.checked, traces)
+        run = ScheduleRun(session, ring.checked)
         run.step()
         errors = ", ".join(f"{tensor} {error:.1e}" for tensor, error in run.errors().items())
     table = Table("S", "schedule", "simulated", "measured", "error", title="step times", title_justify="left")
@@ -63,20 +56,12 @@ def compare_here(console: Console) -> None:
 
 
 def predict_h100(console: Console) -> None:
-    """Predict ring and Ulysses attention of one layer of Llama 3 8B, forward and backward, on 8 x H100."""
-    table = Table(
-        "S", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "critical rank", title="llama3-8b on hgx-h100",
-        title_justify="left"
-    )  # fmt: skip
+    """Predict attention of one layer of Llama 3 8B, forward and backward, on 8 x H100."""
     for seq in LENGTHS:
-        for schedule in ("ring", "ulysses"):
-            selection = Selection(model="llama3-8b", cluster="hgx-h100", seq=seq, schedule=schedule, profile=DATASHEET)
-            chosen = choose(selection)
-            found = report(chosen.simulated(chosen.checked()))
-            mfu = f"{100 * (found.mfu or 0.0):.1f} %"
-            rate = f"{found.tokens_per_s_per_gpu:.4g}"
-            memory, parts = size(found.peak_hbm_bytes), parts_line(found.breakdown)
-            table.add_row(seq, schedule, seconds(found.step_time_s), rate, mfu, memory, parts)
-    console.print(table)
-    for line in evidence_lines(found.evidence):
+        found = [
+            longstep.predict(schedule, model="llama3-8b", cluster="hgx-h100", seq=seq)
+            for schedule in ("ring", "zigzag", "ulysses")
+        ]
+        console.print(schedules_table(found))
+    for line in evidence_lines(found[0].report.evidence):
         console.print(line, markup=False)

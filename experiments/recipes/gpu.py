@@ -19,13 +19,14 @@ from experiments.evidence.machine import gpus_here, is_of
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
-from experiments.verbs.selection import DATASHEET, Selection
+from experiments.verbs.selection import Selection
 from experiments.verbs.sweep import Sweep
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.presets import preset_names
 from sim.profile import load_profile, make_folder
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.names import DATASHEET
 from topology.cluster import load_cluster
 
 _OFFLOADED = "schedule.activations=host"

@@ -18,14 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.evidence.machine import gpus_here, require_machine
+from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent, seconds
 from experiments.verbs.profile_diff import show_profile_diff
-from experiments.verbs.selection import DATASHEET, command_line, one_of
 from experiments.verbs.simulate import writable
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError, RankError, unknown
 from sim.presets import read_bytes
 from sim.profile import Profile, load_profile, make_folder, profile_folder, profile_names, save_profile
+from sim.setup.names import DATASHEET, one_of
 from sim.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
@@ -125,13 +126,13 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     spec = load_cluster(command.cluster)
     on_gpu = spec.gpu.kind == "cuda"
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
-    dtypes = [one_of("--dtype", dtype, FLOATS) for dtype in command.dtype or (model.dtype,)]
-    require_machine(spec, 1, dtypes, command.attention)  # type: ignore[arg-type]
+    dtypes = [one_of("dtype", dtype, FLOATS) for dtype in command.dtype or (model.dtype,)]
+    require_machine(spec, 1, dtypes, command.attention)
     path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
     if not command.out:
         make_folder(path.parent)
     writable(str(path))
-    plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)  # type: ignore[arg-type]
+    plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)
     limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
     state, failure = "interrupted", None
     with _calibration(plan, spec) as calibration:

@@ -8,6 +8,7 @@ serve it if its verb is one that executes over them, and end at once if not.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import io
@@ -15,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, assert_never
 
 import tyro
@@ -102,7 +103,7 @@ def guarded(action: Callable[[], None]) -> None:
     try:
         action()
     except LongstepError as error:
-        _complain(str(error))
+        _complain(with_flags(str(error)))
         sys.exit(1 if isinstance(error, RankError) else 2)
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -136,6 +137,28 @@ def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare
 
 def _complain(message: str) -> None:
     sys.stderr.write(f"longstep: {message}\n")
+
+
+def with_flags(message: str) -> str:
+    """Return a message of the library, whose fields stand in backquotes, with the flags of the command line."""
+    return re.sub(r"`([a-z_]+)`", lambda match: FLAGS.get(match[1], match[0]), message)
+
+
+def _fields(owner: type) -> Iterator[str]:
+    """Yield the names of all options of a command."""
+    for field in dataclasses.fields(owner):
+        if isinstance(field.default_factory, type):
+            yield from _fields(field.default_factory)
+        else:
+            yield field.name
+
+
+FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    for command in (Show, Simulate, Run, Compare, Validate, Calibrate)
+    for name in _fields(command)
+} | {"passes": "--pass"}
+"""The flag of every field that an error may name."""
 
 
 def _one_line(box: str) -> str:

@@ -6,16 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import tyro
 from rich.console import Console
 
 from experiments.evidence.comparison import calibrated, comparison, comparison_lines
 from experiments.evidence.execution import Execution, open_session
 from experiments.pages.comparison_page import page
-from experiments.verbs.selection import Selection, choose
-from experiments.verbs.simulate import title, writable, write_trace
-from experiments.verbs.terminal import comparison_table
+from experiments.verbs.selection import Selection
+from experiments.verbs.simulate import writable, write_trace
+from experiments.verbs.terminal import comparison_table, print_json
 from sim.profile import write_whole
 
 if TYPE_CHECKING:
@@ -38,23 +37,20 @@ class Compare:
 
 def compare(command: Compare, console: Console, workers: Workers | None = None) -> None:
     """Execute and simulate, and print both."""
-    chosen = choose(command.selection)
     for path in (command.trace, command.html):
         if path:
             writable(path)
-    calibrated(chosen)
-    checked = chosen.checked()
-    with open_session(chosen, checked, command.execution, workers) as session:
-        found, traces = comparison(chosen, checked, session, command.execution.repeats)
+    predicted = command.selection.setup().predicted()
+    checked, spec, profile = predicted.checked, predicted.cluster.spec, calibrated(predicted.profile)
+    with open_session(checked, spec, profile, command.execution, workers) as session:
+        found, traces = comparison(predicted, session, command.execution.repeats)
     if command.trace:
         write_trace(command.trace, checked, traces)
     if command.html:
-        simulated, executed = traces
-        text = page(title(chosen, checked), found, simulated, executed)
-        write_whole(Path(command.html), text.encode())
+        write_whole(Path(command.html), page(predicted.title, found, *traces).encode())
     if command.json:
-        console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
+        print_json(found, console)
         return
-    console.print(comparison_table(title(chosen, checked), found))
+    console.print(comparison_table(predicted.title, found))
     for line in comparison_lines(found):
         console.print(line, markup=False)

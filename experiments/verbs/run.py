@@ -8,16 +8,15 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.execution import Execution, measured_steps, median_step, open_session
 from experiments.evidence.units import seconds, size
-from experiments.verbs.selection import Selection, choose
-from experiments.verbs.simulate import title, writable, write_trace
-from experiments.verbs.terminal import parts_line
+from experiments.verbs.selection import Selection
+from experiments.verbs.simulate import writable, write_trace
+from experiments.verbs.terminal import parts_line, print_json
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import RankError
 
@@ -44,13 +43,13 @@ def run(command: Run, console: Console, workers: Workers | None = None) -> None:
     from runtime.execution.verify import BOUNDS, verifiable
     from runtime.run import ScheduleRun
 
-    chosen = choose(command.selection)
+    found = command.selection.setup().resolved()
     if command.trace:
         writable(command.trace)
-    checked = chosen.checked()
-    if command.verify or not chosen.workload.forward:  # one pass alone gets its out and lse from the reference
-        verifiable(chosen.workload)
-    with open_session(chosen, checked, command.execution, workers) as session:
+    checked = found.checked()
+    if command.verify or not found.workload.forward:  # one pass alone gets its out and lse from the reference
+        verifiable(found.workload)
+    with open_session(checked, found.spec, found.profile, command.execution, workers) as session:
         schedule_run = ScheduleRun(session, checked)
         steps = measured_steps(schedule_run.step, command.execution.repeats)
         errors = schedule_run.errors() if command.verify else {}
@@ -69,10 +68,10 @@ def run(command: Run, console: Console, workers: Workers | None = None) -> None:
         "errors": errors,
     }
     if command.json:
-        console.print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), markup=False)
+        print_json(result, console)
     else:
-        console.print(_table(title(chosen, checked), result))
-    bound = BOUNDS[chosen.workload.dtype]
+        console.print(_table(found.title, result))
+    bound = BOUNDS[found.workload.dtype]
     wrong = [name for name, error in errors.items() if not error <= bound]
     if wrong:
         raise RankError(f"executed tensors differ from the reference by more than {bound:g}: {', '.join(wrong)}")
@@ -84,8 +83,8 @@ def _table(name: str, result: dict[str, Any]) -> Table:
     table = Table("figure", "value", title=name, title_justify="left")
     table.add_row("step time, median", seconds(result["step_time_s"]))
     table.add_row("  of", ", ".join(seconds(value) for value in times))
-    table.add_row("peak memory of its buffers", size(result["peak_bytes"]))
-    table.add_row(f"rank {rank}, the least waiting", parts_line(result["breakdown"]))
+    table.add_row("peak HBM, buffers only", size(result["peak_bytes"]))
+    table.add_row(f"critical rank {rank}", parts_line(result["breakdown"]))
     table.add_row("schedule", result["schedule_hash"])
     for tensor, error in result["errors"].items():
         table.add_row(f"{tensor}: largest relative error", f"{error:.2g}")

@@ -10,13 +10,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.verbs.selection import Selection, choose, one_of
-from experiments.verbs.simulate import title, writable
+from experiments.verbs.selection import Selection
+from experiments.verbs.simulate import writable
 from sim.errors import InputError, ScheduleError
 from sim.presets import preset_names
 from sim.profile import load_profile, profile_names, write_whole
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.names import one_of
 from sim.workload import load_model
 from topology.cluster import load_cluster
 
@@ -47,7 +48,7 @@ class Show:
 
 def list_names(command: List, console: Console) -> None:
     """Print what there is."""
-    kinds = KINDS if command.kind == "all" else (one_of("list", command.kind, KINDS),)
+    kinds = KINDS if command.kind == "all" else (one_of("kind", command.kind, KINDS),)
     tables = {"models": _models, "clusters": _clusters, "schedules": _schedules, "profiles": _profiles}
     for kind in kinds:
         console.print(tables[kind]())
@@ -55,12 +56,12 @@ def list_names(command: List, console: Console) -> None:
 
 def show(command: Show, console: Console) -> None:
     """Print a schedule in one of its forms."""
-    one_of("--format", command.format, FORMATS)
+    one_of("format", command.format, FORMATS)
     if command.out:
         writable(command.out)
-    chosen = choose(command.selection)
+    found = command.selection.setup().resolved()
     try:
-        checked = chosen.checked()
+        checked = found.checked()
     except ScheduleError as error:
         if error.grid:
             console.print(error.grid, markup=False)
@@ -80,7 +81,7 @@ def show(command: Show, console: Console) -> None:
             f"{time:4}  " + "  ".join(cell.ljust(max(width, 6)) for cell, width in zip(row, widths, strict=True))
             for time, row in enumerate(cells)
         ]
-        text = "\n".join([title(chosen, checked), head, *(line.rstrip() for line in body), LEGEND])
+        text = "\n".join([found.title, head, *(line.rstrip() for line in body), LEGEND])
     if command.out:
         write_whole(Path(command.out), text.encode())
     else:
@@ -93,7 +94,7 @@ def _ranks(text: str | None, count: int) -> list[int]:
     ranks = [int(part) if part.strip().isdigit() else -1 for part in text.split(",")]
     for rank, part in zip(ranks, text.split(","), strict=True):
         if not 0 <= rank < count:
-            raise InputError(f"--ranks {part.strip()!r}: expected ranks from 0 to {count - 1}, separated by commas")
+            raise InputError(f"`ranks` {part.strip()!r}: expected ranks from 0 to {count - 1}, separated by commas")
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""``longstep simulate``: predict one step."""
+"""``longstep simulate``: predict one step, or the same step by several schedules."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import tyro
 from rich.console import Console
 
+import longstep
 from experiments.evidence.provenance import evidence_lines
-from experiments.verbs.selection import PLACEMENTS, Chosen, Selection, choose
-from experiments.verbs.terminal import report_table
-from sim.engine.report import report
+from experiments.verbs.selection import Selection
+from experiments.verbs.terminal import print_json, report_table, schedules_table
 from sim.errors import InputError
-from sim.memory import walk
-from sim.mesh import AXES
+from sim.memory import counters
 from sim.profile import write_whole
 from sim.schedule.proof.check import Checked
-from sim.trace import Counter, Player, Trace, to_chrome
+from sim.trace import Trace, to_chrome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Predict step time and memory of a schedule on a cluster."""
+    """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     trace: str | None = None
@@ -36,51 +34,39 @@ class Simulate:
 
 def simulate(command: Simulate, console: Console) -> None:
     """Predict one step, and print what came out."""
-    chosen = choose(command.selection)
+    setup = command.selection.setup()
     if command.trace:
         writable(command.trace)
-    checked = chosen.checked()
-    simulation = chosen.simulated(checked)
-    found = report(simulation, with_interval=True)
-    if command.trace:
-        write_trace(command.trace, checked, [simulation.trace])
-    if command.json:
-        console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
+    first, *others = command.selection.schedule.split(",")
+    if others:
+        _several([setup.replace(schedule=name) for name in (first, *others)], command, console)
         return
-    console.print(report_table(title(chosen, checked), found))
-    for line in evidence_lines(found.evidence):
+    predicted = setup.predicted()
+    if command.trace:
+        write_trace(command.trace, predicted.checked, [predicted.trace])
+    if command.json:
+        print_json(predicted.report, console)
+        return
+    lines = evidence_lines(predicted.report.evidence)
+    if predicted.profile is None:  # who reads one line only has to read this one
+        console.print(lines.pop(0), markup=False)
+    console.print(report_table(predicted.title, predicted.report))
+    for line in lines:
         console.print(line, markup=False)
 
 
-def title(chosen: Chosen, checked: Checked) -> str:
-    """Return one line that names what was played."""
-    w, ranks = chosen.workload, f"{checked.schedule.num_ranks} x"
-    if chosen.one_device:
-        ranks = f"{chosen.mesh.size} ranks on one"
-    scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
-    length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
-    mask = w.mask + (f" with a window of {w.window}" if w.window else "")
-    return (
-        f"{_schedule_name(chosen)}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
-        f"{ranks} {chosen.spec.gpu.name} ({chosen.spec.name})"
-    )
-
-
-def _schedule_name(chosen: Chosen) -> str:
-    """Return the schedule with what was chosen of it: degrees where there are two, options that are not the default,
-    and how often key/value heads are replicated.
-    """
-    mesh, kv_heads = chosen.mesh, chosen.workload.model.num_kv_heads
-    said = []
-    if mesh.ulysses > 1 and mesh.ring > 1:
-        said.append(f"U {mesh.ulysses} x R {mesh.ring}")
-    said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
-    for name, value in msgspec.to_builtins(chosen.options or {}).items():
-        if value != getattr(chosen.entry.declared, name):
-            said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
-    if mesh.ulysses > kv_heads:
-        said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
-    return chosen.schedule + (f" ({', '.join(said)})" if said else "")
+def _several(setups: list[longstep.Setup], command: Simulate, console: Console) -> None:
+    """Predict the same step by several schedules, and print a line of each."""
+    if command.trace:
+        raise InputError("`trace` is of one schedule: leave it out, or name one `schedule`")
+    found = [setup.predicted() for setup in setups]
+    if command.json:
+        print_json(longstep.table(found).rows, console)
+        return
+    console.print(schedules_table(found))
+    notes = dict.fromkeys(line for one in found for line in evidence_lines(one.report.evidence))
+    for line in notes:
+        console.print(line, markup=False)
 
 
 def writable(path: str) -> None:
@@ -98,11 +84,4 @@ def writable(path: str) -> None:
 
 def write_trace(path: str, checked: Checked, traces: list[Trace]) -> None:
     """Write traces of one schedule side by side, with the memory that its buffers take."""
-    counters: dict[Player, list[Counter]] = {trace.player: memory_counters(checked, trace) for trace in traces}
-    write_whole(Path(path), to_chrome(traces, counters))
-
-
-def memory_counters(checked: Checked, trace: Trace) -> list[Counter]:
-    """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds."""
-    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
-    return [Counter(row.rank, row.begin_s, walks[row.rank].in_use[row.op]) for row in trace.rows]
+    write_whole(Path(path), to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))

@@ -9,9 +9,10 @@ from typing import Annotated
 import tyro
 
 from experiments.evidence.cells import Cell
-from experiments.verbs.selection import SCOPES, Selection, choose, one_of
+from experiments.verbs.selection import Selection
 from sim.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.names import SCOPES, one_of
 from sim.workload import parse_length
 from topology.host import host_facts
 
@@ -44,10 +45,10 @@ class Sweep(Selection):
 
 def cells_of(sweep: Sweep) -> list[Cell]:
     """Return what a sweep asks for; raises InputError for a value that cannot be read."""
-    one_of("--scope", sweep.scope, (*SCOPES, _BOTH))
+    one_of("scope", sweep.scope, (*SCOPES, _BOTH))
     scopes = SCOPES if sweep.scope == _BOTH else (sweep.scope,)
     if not 0 < sweep.target < 1:
-        raise InputError(f"--target {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
+        raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
     return [
         Cell(gpus, scope, 1 if scope == "attention" else sweep.layers, seq, schedule, sweep.target)
@@ -59,9 +60,9 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 
 
 def _lengths(sweep: Sweep) -> list[str]:
-    lengths = _split(sweep.seq or LENGTHS, "--seq", LENGTHS)
+    lengths = _split(sweep.seq or LENGTHS, "`seq`", LENGTHS)
     for length in lengths:
-        parse_length(length, "--seq")
+        parse_length(length, "`seq`")
     return lengths
 
 
@@ -69,17 +70,17 @@ def _ranks(sweep: Sweep) -> list[int]:
     if not sweep.ranks:
         cores = host_facts().cores
         return [2**power for power in range(1, max(1, cores.bit_length() - 1) + 1)]
-    ranks = _split(sweep.ranks, "--ranks", "2,4")
+    ranks = _split(sweep.ranks, "`ranks`", "2,4")
     for count in ranks:
         if not count.isdecimal() or int(count) < 1:
-            raise InputError(f"--ranks {count}: expected numbers of processes from 1, such as 2,4")
+            raise InputError(f"`ranks` {count}: expected numbers of processes from 1, such as 2,4")
     return [int(count) for count in ranks]
 
 
 def _schedules(sweep: Sweep) -> list[str]:
     if not sweep.schedule:
         return [name for name, entry in SCHEDULES.items() if entry.degrees]
-    return _split(sweep.schedule, "--schedules", ",".join(SCHEDULES))
+    return _split(sweep.schedule, "`schedules`", ",".join(SCHEDULES))
 
 
 def _split(text: str, option: str, example: str) -> list[str]:
@@ -98,7 +99,7 @@ def playable(cells: Sequence[Cell], sweep: Sweep) -> tuple[list[Cell], dict[Cell
     refused: dict[Cell, str] = {}
     for cell in cells:
         try:
-            choose(cell.selection(sweep)).checked()
+            cell.setup(sweep.setup()).resolved().checked()
         except InputError as error:
             refused[cell] = str(error)
     named = [of for of, text in (("schedule", sweep.schedule), ("gpus", sweep.ranks), ("seq", sweep.seq)) if text]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
+from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.comparison import Comparison, Measured
-from experiments.evidence.units import percent, seconds, size
+from experiments.evidence.units import length, percent, seconds, size
+from longstep import Prediction
 from sim.breakdown import PartName
 from sim.engine.report import Report
 
@@ -17,19 +21,53 @@ def report_table(title: str, report: Report) -> Table:
     table = Table("figure", "value", title=title, title_justify="left")
     table.add_row("step time", seconds(report.step_time_s))
     if report.interval_s:
-        table.add_row("  nine of ten in", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")
+        table.add_row("  90 % interval", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")
     table.add_row("tokens per second and GPU", f"{report.tokens_per_s_per_gpu:.4g}")
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")
-    table.add_row("peak memory of its buffers", size(report.peak_hbm_bytes))
-    table.add_row("  of it", ", ".join(f"{name} {size(n)}" for name, n in report.memory.items()))
+    table.add_row("peak HBM, buffers only", size(report.peak_hbm_bytes))
+    table.add_row("  by category", ", ".join(f"{name} {size(n)}" for name, n in report.memory.items()))
     if report.peak_host_bytes:
-        table.add_row("  and of its host's", size(report.peak_host_bytes))
-    table.add_row(f"rank {report.critical_rank}, the least waiting", parts_line(report.breakdown))
+        table.add_row("peak host memory", size(report.peak_host_bytes))
+    table.add_row("fits", fits(report.fits))
+    table.add_row(f"critical rank {report.critical_rank}", parts_line(report.breakdown))
     table.add_row("bound by", report.bound_by)
-    table.add_row("floors", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
+    table.add_row("lower bounds", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
     table.add_row("schedule", report.schedule_hash)
     return table
+
+
+def schedules_table(predictions: Sequence[Prediction]) -> Table:
+    """Return the main figures of several schedules, the fastest first."""
+    first = predictions[0]
+    ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
+    scope = "attention" if work.scope == "attention" else f"{work.layers} layers"
+    title = f"{scope} of {work.model.name}, S {length(work.seq)}, {ranks} x {first.cluster.spec.gpu.name}"
+    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", "peak HBM", "fits", "bound by")
+    table = Table(*heads, title=title, title_justify="left")
+    for one in sorted(predictions, key=lambda one: one.step_time_s):
+        found, within = one.report, one.interval
+        table.add_row(
+            one.schedule,
+            seconds(found.step_time_s),
+            f"{seconds(within.low_s)} to {seconds(within.high_s)}" if within else "not known",
+            f"{found.tokens_per_s_per_gpu:.4g}",
+            "" if found.mfu is None else f"{100 * found.mfu:.3g} %",
+            size(found.peak_hbm_bytes),
+            fits(found.fits),
+            found.bound_by,
+        )
+    return table
+
+
+def fits(found: bool | None) -> str:
+    """Return whether a prediction fits into memory."""
+    return "not known below scope step" if found is None else "no: buffers alone exceed the memory"
+
+
+def print_json(found: Any, console: Console) -> None:
+    """Print data as JSON."""
+    console.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False)
 
 
 def parts_line(parts: Mapping[PartName, float]) -> str:

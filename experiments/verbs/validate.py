@@ -38,7 +38,6 @@ from experiments.evidence.units import percent, seconds
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.selection import choose
 from experiments.verbs.simulate import writable
 from experiments.verbs.sweep import Sweep, cells_of, playable
 from sim.errors import InputError, LongstepError
@@ -84,15 +83,15 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
         show(joined([read_record(path) for path in command.record]), command, console)
         return
     if command.repeats < 1:
-        raise InputError(f"--repeats {command.repeats}: expected 1 or more")
+        raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
     cells = cells_of(command.sweep)
-    if command.sweep.profile is None and "host" not in profile_names():
+    if (command.sweep.cluster, command.sweep.profile) == ("host", None) and "host" not in profile_names():
         if workers:
             raise InputError("this host has no profile: run longstep calibrate first, without torchrun")
         dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
         calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
     if command.cases_out:
-        require_portable(common_fields(command.sweep), cells)
+        require_portable(common_fields(command.sweep.setup()), cells)
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
@@ -139,7 +138,7 @@ def _progress(console: Console) -> Progress:
 
 def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
-    record = begun(choose(cells[0].selection(command.sweep)), common_fields(command.sweep))
+    record = begun(cells[0].setup(command.sweep.setup()).resolved(), common_fields(command.sweep.setup()))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
 
     def keep(cell: Cell, result: Comparison) -> None:
@@ -150,7 +149,7 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
             save_record(record, command.out)
 
     stopped: BaseException | None = None
-    sweep = Repeated(cells, command.sweep, command.repeats, Execution(attention=command.attention))
+    sweep = Repeated(cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention))
     try:
         with _progress(console) as progress:
             task = progress.add_task("comparing", total=sweep.num_steps)

@@ -30,7 +30,7 @@ def verifiable(workload: Workload) -> None:
     """Raise InputError for a sequence that the reference is too slow for."""
     longest = MAX_SEQ[workload.scope]
     if workload.seq > longest:
-        raise InputError(f"--seq {workload.seq} is too long to verify at scope {workload.scope}: at most {longest}")
+        raise InputError(f"`seq` {workload.seq} is too long to verify at scope {workload.scope}: at most {longest}")
 
 
 def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:

@@ -70,7 +70,7 @@ class CostModel:
         if spec.gpu.name != self._cluster.spec.gpu.name:
             raise InputError(
                 f"profile {profile.name!r} is of {spec.gpu.name!r}, but cluster {self._cluster.spec.name!r} has "
-                f"{self._cluster.spec.gpu.name!r}: set --profile to one of that device, or to datasheet"
+                f"{self._cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
             )
 
         def figures(dtype: Dtype) -> Figures:
@@ -78,7 +78,7 @@ class CostModel:
             if dtype not in peaks:
                 raise InputError(
                     f"profile {profile.name!r} is of a machine without a peak for {dtype}: its data types are "
-                    f"{', '.join(peaks)}; set --dtype, or --profile datasheet, or give the profile's cluster a "
+                    f"{', '.join(peaks)}; set `dtype`, or `profile` datasheet, or give the profile's cluster a "
                     f"gpu.peak_flops_per_s.{dtype}"
                 )
             return Figures(peaks[dtype], spec.hbm.bytes_per_s, sms=spec.gpu.sms)

@@ -79,11 +79,11 @@ def simulate(
     if ranks > len(cluster.devices):
         raise InputError(
             f"schedule {checked.schedule.header.name!r} needs {ranks} GPUs, cluster {cluster.spec.name!r} has "
-            f"{len(cluster.devices)}: set --gpus to at most that, or --nodes"
+            f"{len(cluster.devices)}: set `gpus` to at most that, or `nodes`"
         )
     cost = CostModel(cluster, profile)
     if jitter.share:
-        cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}: see --jitter")
+        cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}: see `jitter`")
     rows = _Player(checked, cluster, cost, jitter).play()
     trace = Trace(player="simulated", schedule_hash=checked.schedule.hash, num_ranks=ranks, rows=rows)
     return Simulation(checked, cluster, profile, jitter, cost, trace)

@@ -16,7 +16,6 @@ from calibrate.kernels import Timed
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
 from calibrate.residuals import explained
-from experiments.verbs.selection import Selection, choose
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.options import Place
@@ -25,6 +24,7 @@ from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import HostCopy
 from sim.schedule.write.builder import ProgramBuilder
+from sim.setup.setup import Setup
 from sim.workload import Workload, load_model
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
@@ -211,13 +211,13 @@ def test_what_issuing_took_goes_with_a_profile_that_was_measured(tmp_path: Path)
     preset = resources.files("topology").joinpath("hardware", "hgx-h100.toml").read_text()
     cluster.write_text(re.sub(r"(?m)^launch_s = .*$", "launch_s = 5e-6", preset))
     common = {"model": "llama3-8b", "seq": "64K", "cluster": str(cluster), "gpus": 8}
-    assert choose(Selection(profile="h100-sxm", **common)).spec.gpu.launch_s == 5e-6  # type: ignore[arg-type]
+    assert Setup(profile="h100-sxm", **common).resolved().spec.gpu.launch_s == 5e-6  # type: ignore[arg-type]
     calibration = GpuCalibration(
         Plan("made", load_model("llama3-8b"), ("bf16",), quick=True, command=""), load_cluster("hgx-h100")
     )
     calibration._launch_s = LAUNCH_S
     save_profile(calibration.profile(complete=True), made)
-    chosen = choose(Selection(profile=str(made), **common))  # type: ignore[arg-type]
+    chosen = Setup(profile=str(made), **common).resolved()  # type: ignore[arg-type]
     assert chosen.spec.gpu.launch_s == LAUNCH_S
-    twice = choose(Selection(profile=str(made), set=("cluster.gpu.launch_s=*2",), **common))  # type: ignore[arg-type]
+    twice = Setup(profile=str(made), set=("cluster.gpu.launch_s=*2",), **common).resolved()  # type: ignore[arg-type]
     assert twice.spec.gpu.launch_s == 2 * LAUNCH_S

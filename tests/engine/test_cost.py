@@ -200,7 +200,7 @@ def test_a_cache_resident_kernel_is_no_slower_than_measured() -> None:
 
 def test_a_profile_of_another_device_is_refused() -> None:
     other = make_cluster_spec(4, gpu=msgspec.structs.replace(SPEC.gpu, name="other GPU"))
-    with pytest.raises(InputError, match="is of 'toy GPU', but cluster 'toy' has 'other GPU'.*--profile"):
+    with pytest.raises(InputError, match="is of 'toy GPU', but cluster 'toy' has 'other GPU'.*`profile`"):
         CostModel(Cluster(other), profile(attention_point(1024, 0.5)))
 
 
@@ -249,9 +249,7 @@ def test_a_data_type_that_the_measured_machine_has_no_peak_for_is_refused() -> N
     measured_on = msgspec.structs.replace(SPEC, gpu=gpu)
     for one in (point("gemm", (64, 64, 64), 1e-3, dtype="fp64"), attention_point(1024, 0.5)):
         known = profile(one, spec=measured_on)
-        with pytest.raises(
-            InputError, match="'test' is of a machine without a peak for fp64.* are fp32, bf16; set --d"
-        ):
+        with pytest.raises(InputError, match="'test' is of a machine without a peak for fp64.* are fp32, bf16; set `d"):
             CostModel(Cluster(SPEC), known).kernel_seconds(0, attention(64)._replace(dtype="fp64"))
     CostModel(Cluster(SPEC), profile(attention_point(1024, 0.5), spec=measured_on)).kernel(0, attention(64))
 

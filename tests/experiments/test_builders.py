@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.verbs.selection import Selection, choose
-from experiments.verbs.simulate import title
 from sim.engine.simulate import simulate
 from sim.errors import InputError
+from sim.setup.setup import Setup
 from topology.cluster import Cluster
 
 OWN = """
@@ -57,9 +56,9 @@ def cheapest(workload, mesh, hints):
 """
 
 
-def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Selection:
+def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Setup:
     (tmp_path / "own.py").write_text(OWN)
-    selection = Selection(schedule=f"{tmp_path}/own.py:{function}", cluster="hgx-h100", gpus=4, set=set_)
+    selection = Setup(schedule=f"{tmp_path}/own.py:{function}", cluster="hgx-h100", gpus=4, set=set_)
     return dataclasses.replace(selection, **fields)  # type: ignore[arg-type]
 
 
@@ -69,12 +68,12 @@ def test_options_of_ones_own_are_set_as_those_that_ship(tmp_path: Path) -> None:
         (("schedule.layout=striped", "schedule.overlap=false"), "ring", {"layout": "striped", "overlap": False}),
         (("schedule.heads=apart",), "ulysses", {}),
     ):
-        header = choose(own(tmp_path, "build", *overrides)).checked().schedule.header
+        header = own(tmp_path, "build", *overrides).resolved().checked().schedule.header
         assert header.name == name
         assert options.items() <= header.options.items()
-    assert choose(own(tmp_path, "bare", "schedule.apart=true")).built().header.name == "ulysses"
-    chosen = choose(own(tmp_path, "build", "schedule.layout=striped"))
-    assert ":build (layout striped), attention" in title(chosen, chosen.checked())
+    assert own(tmp_path, "bare", "schedule.apart=true").resolved().built().header.name == "ulysses"
+    chosen = own(tmp_path, "build", "schedule.layout=striped").resolved()
+    assert ":build (layout striped), attention" in chosen.title
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_options_of_ones_own_are_set_as_those_that_ship(tmp_path: Path) -> None:
 )
 def test_options_that_it_has_not_are_refused(tmp_path: Path, function: str, override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        choose(own(tmp_path, function, override))
+        own(tmp_path, function, override).resolved()
 
 
 def test_a_builder_that_plans_by_cost_asks_the_cost_model_of_the_cluster(tmp_path: Path) -> None:
@@ -101,20 +100,20 @@ def test_a_builder_that_plans_by_cost_asks_the_cost_model_of_the_cluster(tmp_pat
     """
     for mask, layout in (("causal", "zigzag"), ("full", "contiguous")):
         selection = own(tmp_path, "cheapest", mask=mask, seq="64K")
-        chosen = choose(selection)
+        chosen = selection.resolved()
         schedule = chosen.built()
         assert schedule.header.options["layout"] == layout
         use = next(use for use in chosen.checked().kernels[3] if use)
-        alone = simulate(chosen.checked(), Cluster(chosen.spec), None).cost.kernel_seconds(0, use)
-        assert chosen.hints().seconds is not None
-        assert chosen.hints().seconds(use) == alone[0] > 0
+        alone = simulate(chosen.checked(), Cluster(chosen.spec), chosen.profile).cost.kernel_seconds(0, use)
+        assert chosen.hints.seconds is not None
+        assert chosen.hints.seconds(use) == alone[0] > 0
 
 
 @pytest.mark.parametrize(("per_node", "width"), [(1, 1), (4, 4), (6, 4), (8, 8), (32, 16)])
 def test_inner_rings_are_those_of_a_node(per_node: int, width: int) -> None:
     """Of 32 ranks: the largest divisor that fits into a node, and leaves two rings."""
     overrides = (f"cluster.gpus_per_node={per_node}",)
-    selection = Selection(schedule="double-ring", cluster="hgx-h100", gpus=32, nodes=32, set=overrides)
-    communicators = {one.name: one.groups for one in choose(selection).built().header.communicators}
+    selection = Setup(schedule="double-ring", cluster="hgx-h100", gpus=32, set=overrides)
+    communicators = {one.name: one.groups for one in selection.resolved().built().header.communicators}
     assert {len(group) for group in communicators["outer kv"]} == {32 // width}
     assert width == 1 or communicators["inner kv"][0] == tuple(range(width))

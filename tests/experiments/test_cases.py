@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments.evidence.cases import FOLDER, read_cases
-from experiments.verbs.selection import DATASHEET
 from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import load_profile
+from sim.setup.names import DATASHEET
 from tests.experiments.case_files import OWN, one_case
 
 
@@ -20,7 +20,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     assert file.source
     assert file.quality
     for case in cases:
-        chosen = case.chosen()
+        chosen = case.played.resolved()
         chosen.built()
         assert chosen.profile == (None if file.profile == DATASHEET else load_profile(file.profile))
 
@@ -31,7 +31,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
         (", gpu = 8", "did you mean 'gpus'"),
         (', set = "a=b"', "set is a list"),
         (', seq_ = "1K"', "did you mean 'seq'"),
-        (", window = true", "Expected `str"),
+        (", window = true", "expected int or str or None"),
     ],
 )
 def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> None:
@@ -76,7 +76,7 @@ def test_the_case_file_of_the_readme(tmp_path: Path) -> None:
     path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
     file, cases = read_cases(str(path))
     assert file.group[0].target == 0.1
-    assert [case.selection.schedule for case in cases] == ["zigzag", "ulysses"]
+    assert [case.setup.schedule for case in cases] == ["zigzag", "ulysses"]
     assert cases[0].rivals == cases[1].rivals
 
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from experiments.evidence.provenance import command_line
 from experiments.verbs.cli import main
-from experiments.verbs.selection import command_line
 from experiments.verbs.validate import Validate, validate
 from sim.engine.report import Report
 from sim.errors import InputError
@@ -83,9 +83,41 @@ def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixtu
     } <= found.keys()  # fmt: skip
     assert found["fits"] is None
     assert found["floors"].keys() == {"compute", "nvlink"}
-    assert found["evidence"]["profile"] == "datasheet"
-    assert "real ones are slower" in found["evidence"]["notes"][0]
+    assert found["evidence"]["profile"] == "h100-sxm"
     assert found["step_time_s"] >= max(found["floors"].values())
+
+
+def test_without_a_profile_the_first_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the cluster names none, and where the user asks for none."""
+    for options in (("--cluster", "l20-pcie"), ("--cluster", "hgx-h100", "--profile", "datasheet")):
+        main(["simulate", *options, "--gpus", "2"])
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "datasheet rates" in first
+        assert "real kernels are 1.4 to 2 times slower" in first
+        notes = simulate(capsys, *options, "--gpus", "2")["evidence"]["notes"]
+        assert "datasheet rates" in notes[0]
+
+
+def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulate", *H100, "--model", "llama3-8b", "--seq", "128K", "--schedule", "ring,zigzag,ulysses"])
+    printed = capsys.readouterr().out
+    assert printed.index("zigzag ") < printed.index("ring ")
+    assert "not known below scope step" in printed
+    rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")
+    assert [row["schedule"] for row in rows] == ["ring", "ulysses"]
+    assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")
+
+
+def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU, and on a host, whose ranks share one memory; what is below it is not known to fit."""
+    options = (*H100, "--model", "llama3-8b", "--schedule", "ulysses", "--set")
+    needed = simulate(capsys, *options, "cluster.nodes=1")["peak_hbm_bytes"]
+    assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed}")["fits"] is None
+    assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed - 1}")["fits"] is False
+    needed = simulate(capsys, "--gpus", "2")["peak_hbm_bytes"]
+    assert simulate(capsys, "--gpus", "2", "--set", f"cluster.hbm.capacity_bytes={needed}")["fits"] is False
+    main(["simulate", *H100, "--model", "llama3-8b", "--seq", "16M", "--schedule", "ulysses"])
+    assert "no: buffers alone exceed the memory" in capsys.readouterr().out
 
 
 def test_simulating_is_the_same_in_every_process() -> None:
@@ -153,16 +185,17 @@ def test_a_faster_nic_is_never_slower(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_batch_mask_pass_and_dtype_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    base = simulate(capsys, *H100, "--schedule", "ulysses")
+    ideal = (*H100, "--profile", "datasheet", "--schedule", "ulysses")
+    base = simulate(capsys, *ideal)
     for options, factor in (
         (("--batch", "2"), 2),
         (("--mask", "full"), 2),
         (("--pass", "forward"), 1 / 3.5),
         (("--pass", "backward"), 2.5 / 3.5),
     ):
-        found = simulate(capsys, *H100, "--schedule", "ulysses", *options)
+        found = simulate(capsys, *ideal, *options)
         assert found["step_time_s"] == pytest.approx(factor * base["step_time_s"], rel=0.05)
-    assert simulate(capsys, *H100, "--dtype", "fp32")["step_time_s"] > 5 * base["step_time_s"]
+    assert simulate(capsys, *ideal, "--dtype", "fp32")["step_time_s"] > 5 * base["step_time_s"]
 
 
 def test_titles_say_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,7 +424,9 @@ def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_pa
         points=(),
     )
     save_profile(foreign, tmp_path / "foreign.json")
-    message = fails(capsys, "simulate", "--profile", str(tmp_path / "foreign.json"))
+    there = simulate(capsys, "--profile", str(tmp_path / "foreign.json"))  # named, it is what is simulated
+    assert there["evidence"]["measured_on"] == machine.gpu
+    message = fails(capsys, "run", "--gpus", "1", "--profile", str(tmp_path / "foreign.json"))
     assert "is of another machine: 'a CPU of another make" in message
     assert "longstep calibrate" in message
     message = fails(capsys, "simulate", *H100, "--profile", str(tmp_path / "foreign.json"))

@@ -94,7 +94,7 @@ def test_the_page_says_what_was_found() -> None:
     assert "ring of two" in text
     assert "error -20.0 %" in text.replace("  ", " ")
     assert "kernels take +1.0 % before these steps and -2.0 % after them" in text
-    assert "evidence: every kernel and link at the datasheet rates of 'toy'" in text
+    assert "every kernel and link runs at the datasheet rates of 'toy'" in text
     assert found.schedule_hash in text
     assert read.rows("tr") == list(range(len(found.kinds)))
     assert sorted(read.rows("g")) == list(range(len(found.kinds) + 1)), "all kinds and the step are plotted"

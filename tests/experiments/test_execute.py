@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from experiments.evidence.execution import timed_attention
 from experiments.evidence.published import predicted
 from experiments.evidence.record import judged, read_record
 from experiments.verbs.cli import main
-from experiments.verbs.selection import Selection, choose
 from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
+from sim.setup.setup import Setup
 from sim.workload import Dtype, ModelSpec, load_model
 from tests.helpers import traces_in
 from topology.specs import ClusterSpec
@@ -129,16 +128,16 @@ def test_the_attention_of_a_profile_is_what_runs() -> None:
     """Where it is for the data type."""
 
     def timed(kernel: str, dtype: str) -> str:
-        chosen = choose(Selection(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype))
+        chosen = Setup(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype).resolved()
         assert chosen.profile
         machine = msgspec.structs.replace(chosen.profile.machine, software={"attention": kernel})
         profile = msgspec.structs.replace(chosen.profile, machine=machine)
-        return timed_attention(dataclasses.replace(chosen, profile=profile))
+        return timed_attention(profile, dtype)
 
     assert timed("flash-attn-3", "bf16") == "flash-attn-3"
     assert timed("flash-attn-3", "fp32") == ""
     assert timed("aten flash for cpu", "bf16") == ""
-    assert timed_attention(choose(Selection())) == ""
+    assert timed_attention(None, "fp32") == ""
 
 
 def test_a_calibration_of_a_gpu_from_the_command_line(

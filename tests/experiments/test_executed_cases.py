@@ -15,11 +15,11 @@ from experiments.evidence.cells import Cell
 from experiments.evidence.executed_cases import common_fields, save_cases
 from experiments.evidence.published import predicted, provenance
 from experiments.evidence.record import Record, judged, read_record, save_record
-from experiments.verbs.cli import main
-from experiments.verbs.selection import Selection
+from experiments.verbs.cli import main, with_flags
 from experiments.verbs.sweep import Sweep
 from sim.errors import InputError
 from sim.profile import load_profile, save_profile
+from sim.setup.setup import Setup
 from tests.experiments.test_sweep_page import RING, make_found, make_record
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
@@ -42,7 +42,7 @@ def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
     cells = judged(record)
     assert {group.target for group in file.group} == {one.cell.target for one in cells}
     assert {
-        f"{one.case.selection.schedule}, {what}, S {one.case.selection.seq}, P {one.ranks}": one.error
+        f"{one.case.setup.schedule}, {what}, S {one.case.setup.seq}, P {one.ranks}": one.error
         for one in predicted(cases)
         for what in [one.case.group.partition(",")[0]]
     } == pytest.approx({one.cell.name: one.times.error for one in cells}, abs=1e-5)
@@ -58,7 +58,7 @@ def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
         {"one_device": True, "dtype": "fp16", "passes": "forward", "seed": 3, "jitter": 0.05},
         {"set": ("schedule.activations=host", "model.num_kv_heads=4"), "layers": 3, "batch": 2, "model": "llama3-8b"},
         {"window": "100", "pad": True, "ulysses_degree": 1},
-        {"mask": "full", "nodes": 2, "set": ('cluster.name="a \\ b"',)},
+        {"mask": "full", "nodes": 1, "set": ('cluster.name="a \\ b"',)},
     ],
 )
 def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> None:
@@ -69,10 +69,10 @@ def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> 
     save_record(record, str(tmp_path / "record.json"))
     save_cases(read_record(str(tmp_path / "record.json")), str(tmp_path / "cases.toml"))
     _, cases = read_cases(str(tmp_path / "cases.toml"))
-    names = [field.name for field in dataclasses.fields(Selection) if field.name != "profile"]
+    names = [field.name for field in dataclasses.fields(Setup) if field.name != "profile"]
     for case, cell in zip(cases, cells, strict=True):
-        wanted = cell.selection(sweep)
-        assert [getattr(case.selection, name) for name in names] == [getattr(wanted, name) for name in names]
+        wanted = cell.setup(sweep.setup())
+        assert [getattr(case.setup, name) for name in names] == [getattr(wanted, name) for name in names]
     assert [case.measured_s for case in cases] == [1, 2]
 
 
@@ -101,10 +101,10 @@ def test_what_is_no_profile_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "schedule", "message"),
     [
-        ({"model": "models/ours.toml"}, "ring", "--model models/ours.toml is a file of yours.*a preset, with --set"),
-        ({"model": "config.json"}, "ring", "--model config.json is"),
-        ({"cluster": "ours.toml"}, "ring", "--cluster ours.toml is"),
-        ({}, "mine.py:build", "--schedules mine.py:build is a file of yours.*a schedule that ships"),
+        ({"model": "models/ours.toml"}, "ring", "`model` models/ours.toml is a file of yours.*a preset, with `set`"),
+        ({"model": "config.json"}, "ring", "`model` config.json is"),
+        ({"cluster": "ours.toml"}, "ring", "`cluster` ours.toml is"),
+        ({}, "mine.py:build", "`schedule` mine.py:build is a file of yours.*a schedule that ships"),
     ],
 )
 def test_files_of_the_user_are_in_no_case_file(
@@ -119,7 +119,7 @@ def test_files_of_the_user_are_in_no_case_file(
     with pytest.raises(SystemExit):
         main(["validate", *typed, "--seq", "1K", "--ranks", "2", "--schedules", schedule, "--profile", "datasheet",
               "--cases-out", path])  # fmt: skip
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(with_flags(message), capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from experiments.evidence.cases import Case, read_cases
 from experiments.evidence.published import (
+    CasePrediction,
     Evidence,
-    Prediction,
     judged_groups,
     order,
     predicted,
@@ -26,17 +26,18 @@ from experiments.evidence.published import (
     r_squared,
 )
 from experiments.verbs.cli import main
-from experiments.verbs.selection import DATASHEET, Selection
 from sim.errors import InputError, LengthError
 from sim.schedule.methods.single_op import Attended, Sent
+from sim.setup.names import DATASHEET
+from sim.setup.setup import Setup
 from sim.trace import Row, Trace
 from tests.experiments.case_files import OPS, OWN, one_case
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 
 
-def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> Prediction:
-    case = Case("group", Selection(schedule=schedule, **fields), measured_s)  # type: ignore[arg-type]
-    return Prediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
+def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> CasePrediction:
+    case = Case("group", Setup(schedule=schedule, **fields), measured_s)  # type: ignore[arg-type]
+    return CasePrediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
 
 
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +150,7 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
         Row(1, 1, "link", "Exchange", "forward", "", posted_s=0.0, begin_s=0.0, end_s=7.0),
     ]
     trace = Trace(player="simulated", schedule_hash="", num_ranks=2, rows=rows)
-    case = Case("group", Selection(), 1.0)
+    case = Case("group", Setup(), 1.0)
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
 
 
@@ -188,7 +189,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
         raise AssertionError("forked")
 
     monkeypatch.setattr(os, "fork", fork)
-    (found,) = predicted([Case("group", Selection(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)])
+    (found,) = predicted([Case("group", Setup(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)])
     assert found.predicted_s > 0
 
 

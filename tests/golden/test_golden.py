@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.verbs.selection import Selection, choose
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import ScheduleError
+from sim.setup.setup import Setup
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -40,11 +40,11 @@ def test_the_schedule_of_ones_own_in_the_readme_is_exact(tmp_path: Path) -> None
     assert len(text.splitlines()) < 150
     module = tmp_path / "my_module.py"
     module.write_text(text)
-    selection = Selection(schedule=f"{module}:build", gpus=4, seq="256", cluster="hgx-h100", profile="datasheet")
+    selection = Setup(schedule=f"{module}:build", gpus=4, seq="256", cluster="hgx-h100", profile="datasheet")
     for scope in ("attention", "layer"):
-        checked = choose(dataclasses.replace(selection, scope=scope)).checked()
+        checked = dataclasses.replace(selection, scope=scope).resolved().checked()
         outputs = execute_virtual(checked, torch.device("cpu"), 1)
         assert max(output_errors(checked, outputs).values()) <= BOUNDS["fp32"]
     module.write_text(re.sub(r"b.add\(Zero(.*)\)", "None", text))
     with pytest.raises(ScheduleError, match=r"rank 0 op 4 .*'scatter dk'.* before all of it is written"):
-        choose(selection).checked()
+        selection.resolved().checked()

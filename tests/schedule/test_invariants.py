@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from experiments.verbs.selection import Selection, choose
 from sim.errors import InputError, LengthError
 from sim.memory import Lifetime, lifetimes, walk
 from sim.mesh import Mesh
@@ -18,6 +17,7 @@ from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Exchange
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
+from sim.setup.setup import Setup
 from sim.workload import Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 
@@ -315,9 +315,9 @@ def test_the_grid_shows_every_op_once(name: str) -> None:
 def test_options_that_a_schedule_has_no_use_for_are_refused(name: str) -> None:
     unused = {"single": "layout", "ring": "placement", "ulysses": "layout"}.get(name, "kernel")
     value = {"layout": "zigzag", "placement": "ring-inner", "kernel": "standard"}[unused]
-    selection = Selection(schedule=name, cluster="hgx-h100", gpus=1, set=(f"schedule.{unused}={value}",))
+    selection = Setup(schedule=name, cluster="hgx-h100", gpus=1, set=(f"schedule.{unused}={value}",))
     with pytest.raises(InputError, match=f"schedule '{name}' has no option {unused}: it takes .*activations"):
-        choose(selection)
+        selection.resolved()
 
 
 def test_the_nearest_lengths_divide() -> None:

@@ -36,7 +36,7 @@ def test_every_schedule_is_proved_around_layers(name: str, passes: str) -> None:
                 try:
                     checked = make_checked(name, workload, ranks)
                 except InputError as error:
-                    assert "allowed are" in str(error) or "set --gpus 1" in str(error)
+                    assert "allowed are" in str(error) or "set `gpus` 1" in str(error)
                     continue
                 proved += 1
                 again = Schedule.from_json(checked.schedule.to_json())
@@ -187,7 +187,7 @@ def test_weights_without_tokens() -> None:
 
 
 def test_layers_have_no_backward_pass_alone() -> None:
-    with pytest.raises(InputError, match="set --pass both"):
+    with pytest.raises(InputError, match="set `passes` both"):
         layers(passes="backward")
-    with pytest.raises(InputError, match="or --scope layer"):
+    with pytest.raises(InputError, match="or `scope` layer"):
         layers(scope="attention")

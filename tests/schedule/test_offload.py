@@ -93,7 +93,7 @@ def test_the_host_waits_for_copies_of_pageable_memory() -> None:
 
 
 def test_attention_alone_has_no_activations_to_copy() -> None:
-    with pytest.raises(InputError, match="--scope layer"):
+    with pytest.raises(InputError, match="`scope` layer"):
         make_checked("ring, offloaded", Workload(model=make_model(8, 4), seq=32), 2)
 
 

@@ -76,7 +76,7 @@ def test_wrong_configurations(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_unknown_models_and_missing_files() -> None:
-    with pytest.raises(InputError, match="unknown model 'lama3-8b' .did you mean 'llama3-8b'.*FILE.toml.*--model"):
+    with pytest.raises(InputError, match="unknown model 'lama3-8b' .did you mean 'llama3-8b'.*FILE.toml.*`model`"):
         load_model("lama3-8b")
     for name in ("./none.toml", "none.json"):
         with pytest.raises(InputError, match="cannot be read"):

@@ -201,5 +201,5 @@ def test_a_users_cluster_file(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="cannot be read"):
         load_cluster(str(tmp_path / "none.toml"))
-    with pytest.raises(InputError, match="did you mean 'hgx-h100'.*--cluster"):
+    with pytest.raises(InputError, match="did you mean 'hgx-h100'.*`cluster`"):
         load_cluster("hgx-h10")

@@ -38,8 +38,8 @@ def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOpt
     mesh.only("balanced-ring", "ring")
     if workload.mask != "causal" or workload.window is not None:
         raise InputError(
-            "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are --mask causal "
-            "without --window, or --schedule ring"
+            "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are `mask` causal "
+            "without `window`, or `schedule` ring"
         )
     layout = contiguous(workload.seq, mesh.ring)
     fetch, back = (Communicator(name=name, groups=mesh.groups("ring")) for name in ("fetch", "return"))

@@ -73,7 +73,7 @@ def inner_degree(options: DoubleRingOptions, size: int, gpus_per_node: int) -> i
     if options.inner_ring_degree not in divisors:
         raise InputError(
             f"inner ring degree {options.inner_ring_degree} does not divide {size} ranks: allowed are "
-            f"{', '.join(map(str, divisors))}; with --set schedule.inner_ring_degree"
+            f"{', '.join(map(str, divisors))}; with `set` schedule.inner_ring_degree"
         )
     return options.inner_ring_degree
 

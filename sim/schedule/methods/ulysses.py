@@ -102,7 +102,7 @@ def check_heads(model: ModelSpec, degree: int) -> None:
         raise InputError(
             f"Ulysses degree {degree} does not divide num_heads {model.num_heads} of {model.name}, or its num_kv_heads "
             f"{model.num_kv_heads} neither divide nor are divided by it: allowed are {', '.join(map(str, allowed))}; "
-            f"set --ulysses-degree, or --set model.num_kv_heads=N"
+            f"set `ulysses_degree`, or `set` model.num_kv_heads=N"
         )
 
 

@@ -48,7 +48,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
     if options.ring_backward == "kv-at-hand" and options.recompute:
         raise InputError(
             "UPipe sends k and v again, so its rings cannot start from those at hand: allowed are own-kv, queries with "
-            "--set schedule.ring_backward, or --set schedule.recompute=false"
+            "`set` schedule.ring_backward, or `set` schedule.recompute=false"
         )
     again = traded_bytes(workload, model.num_heads + sent_heads(model, size), size)
     rings = ring_bytes(workload, options, mesh.ring, model.num_heads)

@@ -56,8 +56,8 @@ def build_around(
     layers = workload.scope == "layer"
     if options.activations != "hbm" and not layers:
         raise InputError(
-            "activations of scope 'attention' stay where they are: leave out --set schedule.activations, or choose "
-            "--scope layer"
+            "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
+            "`scope` layer"
         )
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and workload.backward and len(alike[0]) > 1

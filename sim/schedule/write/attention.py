@@ -64,7 +64,7 @@ class DistributedAttention(Protocol):
 def needs_forward(workload: Workload, what: str) -> None:
     """Raise InputError where a backward pass alone is asked for, which needs more of its forward pass than that."""
     if not workload.forward:
-        raise InputError(f"pass backward: {what} needs its own forward pass; set --pass both")
+        raise InputError(f"pass backward: {what} needs its own forward pass; set `passes` both")
 
 
 def all_heads(model: ModelSpec, tokens: Tokens) -> Shard:

@@ -1,0 +1,63 @@
+"""Longstep: predicts step time and memory of long-context training schedules, and runs the same schedule for real.
+
+    import longstep
+
+    p = longstep.predict("zigzag", model="llama3-8b", seq="1M", cluster="hgx-h100")
+    print(p.step_time_s, p.interval, p.fits, p.bound_by)
+    print(p.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s)
+
+A name is imported when it is first used: predicting needs no torch, which executing does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.evidence.comparison import Comparison, compare
+    from experiments.evidence.execution import execute, verify
+    from sim.errors import InputError, LongstepError
+    from sim.setup.names import cluster, mesh, model, names, profile, workload
+    from sim.setup.prediction import Prediction, build, simulate
+    from sim.setup.setup import Setup, predict
+    from sim.setup.table import Table, table
+
+__all__ = [
+    "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "build", "cluster", "compare",
+    "execute", "mesh", "model", "names", "predict", "profile", "simulate", "table", "verify", "workload",
+]  # fmt: skip
+_HOMES = {
+    "experiments.evidence.comparison": ("Comparison", "compare"),
+    "experiments.evidence.execution": ("execute", "verify"),
+    "sim.errors": ("InputError", "LongstepError"),
+    "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
+    "sim.setup.prediction": ("Prediction", "build", "simulate"),
+    "sim.setup.setup": ("Setup", "predict"),
+    "sim.setup.table": ("Table", "table"),
+}
+_PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments")
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'longstep' has no attribute {name!r}: it has {', '.join(__all__)}")
+    _require_own_packages()
+    found = globals()[name] = getattr(importlib.import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
+def _require_own_packages() -> None:
+    """Raise ImportError where a module of the user's has the name of a package of Longstep, and so hides it."""
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        origin = spec.origin if spec else None
+        if origin is None or Path(origin).resolve().parents[1] != Path(__file__).resolve().parent:
+            raise ImportError(f"{origin or 'a folder'} hides the package {package!r} of Longstep: rename it")

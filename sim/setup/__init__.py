@@ -1,0 +1,1 @@
+"""From names to a prediction: what ``import longstep`` offers to simulate with."""

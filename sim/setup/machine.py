@@ -1,0 +1,73 @@
+"""What a schedule is simulated on: a cluster with its profile, and the noise of its kernels."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sim.engine.cost import measured_cluster
+from sim.engine.simulate import Jitter
+from sim.errors import InputError
+from sim.profile import HOST_COPIES, Profile, profile_names
+from sim.setup import names
+from topology.host import device_name, host_facts
+from topology.specs import ClusterSpec
+
+_CALIBRATED = "longstep"
+"""Among the software of profiles that ``longstep calibrate`` has measured; those made from tables have the cluster's
+own figures."""
+
+
+def equipped(cluster: str | ClusterSpec, profile: str | Profile | None) -> tuple[ClusterSpec, Profile | None]:
+    """Return what a cluster is made of, and the profile to use: by default the one that the cluster names.
+
+    A host is as it was measured. Raises InputError where a host's profile, if none was named, is of another machine.
+    """
+    spec = names.cluster_spec(cluster)
+    found = _profile_of(spec) if profile is None else names.profile(profile)
+    if found is None:
+        return spec, None
+    if profile is None and spec.gpu.kind == "cpu":
+        require_same_host(found)
+    return measured_cluster(found) if cluster == "host" else _as_calibrated(spec, found), found
+
+
+def _profile_of(spec: ClusterSpec) -> Profile | None:
+    """Return the profile that a cluster names; None for one that names none, or a host that was not calibrated yet."""
+    if spec.gpu.kind == "cpu" and spec.profile not in profile_names():
+        return None
+    return names.profile(spec.profile or names.DATASHEET)
+
+
+def require_same_host(profile: Profile) -> None:
+    """Raise InputError if a profile of a host is of another machine than this one."""
+    this = device_name(host_facts(), profile.machine.threads_per_rank)
+    if profile.machine.gpu != this:
+        raise InputError(
+            f"profile {profile.name!r} is of another machine: {profile.machine.gpu!r}, but this one is {this!r}; run "
+            f"longstep calibrate, or set `profile` datasheet"
+        )
+
+
+def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
+    """Return a cluster of GPUs that were calibrated here with what issuing took, and what copies to the host and back
+    got together.
+    """
+    if _CALIBRATED not in profile.machine.software:
+        return spec
+    measured = measured_cluster(profile)
+    if measured.gpu.name != spec.gpu.name:  # which the cost model refuses
+        return spec
+    pcie = spec.pcie
+    if pcie and measured.pcie and any(point.kernel in HOST_COPIES for point in profile.points):
+        pcie = msgspec.structs.replace(pcie, both_ways_bytes_per_s=measured.pcie.both_ways_bytes_per_s)
+    gpu = msgspec.structs.replace(spec.gpu, launch_s=measured.gpu.launch_s)
+    return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
+
+
+def jitter_of(share: float | None, seed: int, profile: Profile | None) -> Jitter:
+    """Return the noise of kernel times, by default what the profile has measured."""
+    if share is None:
+        share = profile.jitter.share if profile and profile.jitter else 0.0
+    elif not 0 <= share <= 1:
+        raise InputError(f"`jitter` {share:g}: expected a share between 0 and 1")
+    return Jitter(share, seed)

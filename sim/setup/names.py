@@ -1,0 +1,237 @@
+"""Names to objects: models, clusters, profiles, workloads, meshes and schedules, each from what a user would type."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sim.errors import InputError, unknown
+from sim.mesh import AXES, Axis, Mesh
+from sim.presets import override, preset_names
+from sim.profile import Profile, load_profile, profile_names
+from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.workload import FLOATS, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from topology.cluster import Cluster, load_cluster
+from topology.specs import ClusterSpec
+
+SCOPES: tuple[Scope, ...] = ("attention", "layer")
+PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
+MASK_NAMES: tuple[MaskName, ...] = ("causal", "full")
+PLACEMENTS: dict[str, tuple[Axis, ...]] = {"ulysses-inner": AXES, "ring-inner": ("pp", "dp", "ulysses", "ring", "tp")}
+"""Whose groups are neighbouring ranks, where ranks split both heads and sequence (arXiv:2405.07719 §3)."""
+DATASHEET = "datasheet"
+"""The profile that is none: kernels and links at the rates of datasheets."""
+
+Overrides = Mapping[str, object] | Sequence[str]
+"""Figures to replace: ``{"nvlink.bytes_per_s": "*2"}``, or ``["nvlink.bytes_per_s=*2"]``."""
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Return the names that can be used: of ``models``, ``clusters``, ``schedules`` or ``profiles``.
+
+    >>> names("schedules")[:3]
+    ('single', 'ring', 'zigzag')
+    """
+    kinds: dict[str, Callable[[], Sequence[str]]] = {
+        "models": lambda: preset_names("sim/models"),
+        "clusters": lambda: preset_names("topology/hardware"),
+        "schedules": lambda: list(SCHEDULES),
+        "profiles": lambda: [*profile_names(), DATASHEET],
+    }
+    return tuple(kinds[one_of("kind", kind, kinds)]())
+
+
+def model(name: str | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  # noqa: A002 - as the command line has it
+    """Return a model: a preset, FILE.toml, or a ``config.json`` of Hugging Face.
+
+    >>> model("llama3-8b", set={"num_kv_heads": 4}).num_kv_heads
+    4
+    """
+    return override(load_model(name) if isinstance(name, str) else name, pairs(set), "`set` model.")
+
+
+def cluster_spec(name: str | ClusterSpec) -> ClusterSpec:
+    """Return what a cluster is made of: a preset, FILE.toml, or ``host``, which is this machine."""
+    return load_cluster(name) if isinstance(name, str) else name
+
+
+def cluster(name: str | ClusterSpec, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
+    """Return a cluster: a preset, FILE.toml, or ``host``, which is this machine.
+
+    >>> len(cluster("hgx-h100", nodes=2).devices)
+    16
+    """
+    spec = override(cluster_spec(name), pairs(set), "`set` cluster.")
+    return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
+
+
+def profile(name: str | Profile) -> Profile | None:
+    """Return measured times of kernels and links by name or FILE.json; None for ``datasheet``.
+
+    >>> profile("h100-sxm").machine.gpu
+    'H100-SXM-80GB'
+    """
+    if not isinstance(name, str):
+        return name
+    return None if name == DATASHEET else load_profile(name)
+
+
+def workload(
+    model: str | ModelSpec,
+    seq: int | str,
+    *,
+    batch: int = 1,
+    mask: str = "causal",
+    window: int | str | None = None,
+    dtype: str | None = None,
+    scope: str = "attention",
+    layers: int = 1,
+    passes: str = "both",
+    seed: int = 0,
+) -> Workload:
+    """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
+    model's.
+
+    >>> workload("llama3-8b", "128K").dtype
+    'bf16'
+    """
+    spec = load_model(model) if isinstance(model, str) else model
+    fields: dict[str, Any] = {
+        "model": spec,
+        "seq": tokens("seq", seq),
+        "batch": at_least_one("batch", batch),
+        "mask": one_of("mask", mask, MASK_NAMES),
+        "window": None if window is None else tokens("window", window),
+        "dtype": one_of("dtype", dtype or spec.dtype, FLOATS),
+        "scope": one_of("scope", scope, SCOPES),
+        "layers": at_least_one("layers", layers),
+        "passes": one_of("passes", passes, PASSES),
+        "seed": seed,
+    }
+    return Workload(**fields)
+
+
+def mesh(*, ring: int = 1, ulysses: int = 1, dp: int = 1, placement: str = "ulysses-inner") -> Mesh:
+    """Return who the ranks are: degrees of parts of a sequence, of groups of heads, and of data-parallel replicas.
+
+    >>> mesh(ring=4, ulysses=2).groups("ulysses")
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+    """
+    return Mesh(ring=ring, ulysses=ulysses, dp=dp, order=PLACEMENTS[one_of("placement", placement, PLACEMENTS)])
+
+
+def entry(schedule: str | Build | Entry) -> Entry:
+    """Return a schedule of the catalog, or one of the user's: a builder, or ``FILE.py:FUNCTION``, which is run."""
+    if isinstance(schedule, Entry):
+        return schedule
+    if not isinstance(schedule, str):
+        return _given(schedule)
+    return SCHEDULES[schedule] if schedule in SCHEDULES else _given(_function(schedule))
+
+
+def options(
+    schedule: str | Build | Entry, given: Sequence[tuple[str, str]], where: str, beside: Sequence[str] = ()
+) -> Any:
+    """Return the options of a schedule with some set; raises InputError for what it has not. ``beside`` are names that
+    it takes without being its options.
+    """
+    default = entry(schedule).options
+    takes = [*msgspec.to_builtins(default or {}), *beside]
+    for name, _ in given:
+        if name not in takes:
+            raise InputError(
+                f"schedule {schedule_name(schedule)!r} has no option {name}: it takes {', '.join(takes) or 'none'}; "
+                f"leave out {where}{name}, or choose another `schedule`"
+            )
+    return override(default, given, where) if given else default
+
+
+def schedule_name(schedule: str | Build | Entry) -> str:
+    """Return what a schedule is called: as the user named it, or as its builder is."""
+    if isinstance(schedule, str):
+        return schedule
+    build = schedule.build if isinstance(schedule, Entry) else schedule
+    return str(getattr(build, "__qualname__", type(build).__name__))
+
+
+def _given(build: Build) -> Entry:
+    if not callable(build) or isinstance(build, type):
+        raise InputError(f"`schedule` {build!r}: expected a name, or a function build(workload, mesh) -> Schedule")
+    return Entry(build, "given by the user", ("ring", "ulysses"), "")
+
+
+def _function(name: str) -> Build:
+    """Return the function that ``FILE.py:FUNCTION`` names; raises InputError if there is none."""
+    path, colon, function = name.partition(":")
+    if not colon:
+        raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "`schedule`")
+    if not path.endswith(".py"):
+        raise InputError(f"`schedule` {name}: expected a file that ends in .py before the colon")
+    if not Path(path).is_file():
+        raise InputError(f"`schedule` {name}: there is no file {path!r}")
+    registered = f"longstep_user_{hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(registered, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"`schedule` {name}: importing {path} failed: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, function, None)):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown("function", function, public, f"`schedule` {path}:FUNCTION")
+    build: Build = getattr(module, function)
+    return build
+
+
+def pairs(changes: Overrides) -> tuple[tuple[str, str], ...]:
+    """Return overrides as pairs of a dotted path and a value."""
+    if isinstance(changes, Mapping):
+        return tuple((str(key), text_of(value)) for key, value in changes.items())
+    if isinstance(changes, str):
+        raise InputError(f"`set` {changes}: expected a mapping, or a list of texts KEY=VALUE")
+    return tuple(map(_pair, changes))
+
+
+def texts(changes: Overrides) -> tuple[str, ...]:
+    """Return overrides as texts KEY=VALUE."""
+    return tuple(f"{key}={value}" for key, value in pairs(changes))
+
+
+def text_of(value: object) -> str:
+    """Return a value as it is typed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip() or not value:
+        raise InputError(f"`set` {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
+    return key.strip(), value.strip()
+
+
+def tokens(field: str, length: int | str) -> int:
+    """Return a length in tokens: 8192, "8K" or "1M"."""
+    return parse_length(str(length), f"`{field}`")
+
+
+def at_least_one(field: str, count: int) -> int:
+    """Return ``count``; raises InputError if it is no whole number of 1 or more."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"`{field}` {count}: expected a whole number of 1 or more")
+    return count
+
+
+def one_of(field: str, value: str, allowed: Any) -> Any:
+    """Return ``value`` if it is allowed, else raise InputError with what is."""
+    if value not in allowed:
+        raise unknown(f"value of `{field}`", value, allowed, f"`{field}`")
+    return value

@@ -1,0 +1,187 @@
+"""A predicted step: its time at once; its figures, its interval and its trace when they are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sim.engine.interval import Interval, interval
+from sim.engine.report import Report, report
+from sim.engine.simulate import Simulation
+from sim.engine.simulate import simulate as simulated
+from sim.errors import InputError, LongstepError
+from sim.memory import counters
+from sim.mesh import Mesh
+from sim.profile import Profile
+from sim.schedule.methods.catalog import Build, Entry
+from sim.schedule.methods.hints import Hints
+from sim.schedule.proof.check import Checked, check
+from sim.setup import names
+from sim.setup.machine import equipped, jitter_of
+from sim.setup.names import at_least_one
+from sim.trace import Trace, to_chrome
+from sim.workload import Workload
+from topology.cluster import Cluster
+from topology.specs import ClusterSpec
+
+
+class Prediction:
+    """One simulated step of a schedule on a cluster. What it says is computed when first asked for, and kept."""
+
+    def __init__(self, simulation: Simulation, schedule: str, title: str, again: Callable[..., Prediction]) -> None:
+        self.simulation = simulation
+        """The trace, and all that it was made from."""
+        self.schedule = schedule
+        """As it was named."""
+        self.title = title
+        """One line that says what was simulated."""
+        self._again = again
+
+    @property
+    def checked(self) -> Checked:
+        """The schedule, proved."""
+        return self.simulation.checked
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it was played on."""
+        return self.simulation.cluster
+
+    @property
+    def profile(self) -> Profile | None:
+        """What its costs were measured in; None at the rates of datasheets."""
+        return self.simulation.profile
+
+    @property
+    def trace(self) -> Trace:
+        """When every op was posted, begun and ended."""
+        return self.simulation.trace
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds from the start of the first rank to the end of the last."""
+        return self.trace.step_time_s
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """The 90 % interval of the step time, which takes two more simulations; None where nothing is known of how far
+        costs may be off.
+        """
+        return interval(self.simulation)
+
+    @cached_property
+    def figures(self) -> Report:
+        """All figures but the interval, which would take longer."""
+        return report(self.simulation)
+
+    @cached_property
+    def report(self) -> Report:
+        """All figures."""
+        return msgspec.structs.replace(self.figures, interval_s=self.interval)
+
+    @property
+    def fits(self) -> bool | None:
+        """False if buffers alone exceed the memory; None where that is not known, below the scope of a whole step."""
+        return self.figures.fits
+
+    @property
+    def peak_hbm_bytes(self) -> int:
+        """Peak memory of the rank that needs most, in bytes."""
+        return self.figures.peak_hbm_bytes
+
+    @property
+    def bound_by(self) -> str:
+        """What most of the step goes to: compute, copy, imbalance, host, or a kind of link."""
+        return self.figures.bound_by
+
+    def replace(self, **changes: Any) -> Prediction:
+        """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.
+
+        >>> from sim.setup.setup import predict
+        >>> p = predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2)
+        >>> p.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s < p.step_time_s
+        True
+        """
+        return self._again(**changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data, as ``longstep simulate --json`` prints them."""
+        found: dict[str, Any] = msgspec.to_builtins(self.report)
+        return found
+
+    def save_trace(self, path: str) -> None:
+        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take."""
+        Path(path).write_bytes(to_chrome([self.trace], {self.trace.player: counters(self.checked, self.trace)}))
+
+    def __repr__(self) -> str:
+        rates = "" if self.profile else " (datasheet rates)"
+        return f"<Prediction {self.step_time_s:.4g} s{rates}: {self.title}>"
+
+
+@contextlib.contextmanager
+def blaming_the_builder() -> Iterator[None]:
+    """Raise InputError with the place where a builder, or the programs that it builds lazily, fails."""
+    try:
+        yield
+    except LongstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
+
+
+def build(
+    schedule: str | Build | Entry, workload: Workload, mesh: Mesh | int, *, hints: Hints = Hints(), **options: object
+) -> Checked:
+    """Return a schedule, built and proved; for a number of ranks its degrees are the usual ones.
+
+    ``options`` are those of the schedule, ``hints`` what a builder may ask about the machine. Raises InputError where
+    it cannot be built, ScheduleError where it breaks a rule that ``check`` proves.
+
+    >>> build("ring", names.workload("tiny", "1K"), 4, layout="zigzag").schedule.num_ranks
+    4
+    """
+    entry = names.entry(schedule)
+    if isinstance(mesh, int):
+        mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
+    chosen = names.options(entry, names.pairs(options), "the option ")
+    with blaming_the_builder():
+        return check(entry.schedule(workload, mesh, chosen, hints))
+
+
+def simulate(
+    checked: Checked,
+    cluster: str | ClusterSpec | Cluster,
+    profile: str | Profile | None = None,
+    *,
+    jitter: float | None = None,
+    seed: int = 0,
+    placement: Sequence[int] | None = None,
+) -> Prediction:
+    """Return the prediction of one step of a schedule, rank i of which is on device ``placement[i]``, by default i.
+
+    The profile is by default the one that the cluster names; arguments are as in ``predict``. Raises InputError if the
+    cluster has too few devices, or the profile is of another machine.
+
+    >>> p = simulate(build("ulysses", names.workload("llama3-8b", "64K"), 8), "hgx-h100")
+    >>> p.replace(profile="datasheet").step_time_s < p.step_time_s
+    True
+    """
+    spec, measured = equipped(cluster.spec if isinstance(cluster, Cluster) else cluster, profile)
+    found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
+    given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
+
+    def again(**changes: Any) -> Prediction:
+        return simulate(checked, **(given | changes))
+
+    header, ranks = checked.schedule.header, checked.schedule.num_ranks
+    work = f"{header.workload.scope} of {header.workload.model.name}: S {header.workload.seq}"
+    title = f"{header.name}, {work}, {ranks} x {spec.gpu.name} ({spec.name})"
+    return Prediction(found, header.name, title, again)

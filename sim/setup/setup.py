@@ -1,0 +1,320 @@
+"""What to look at, by name; and the objects that these names stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, cached_property
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from sim.engine.cost import CostModel
+from sim.engine.simulate import STEADY, Jitter, simulate
+from sim.errors import InputError, LengthError, unknown
+from sim.mesh import AXES, Mesh
+from sim.presets import override
+from sim.profile import Profile
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import Build, Entry
+from sim.schedule.methods.hints import Hints
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import Checked, check
+from sim.setup import names
+from sim.setup.machine import equipped, jitter_of
+from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
+from sim.setup.prediction import Prediction, blaming_the_builder
+from sim.workload import ModelSpec, Workload
+from topology.cluster import Cluster
+from topology.host import host_facts
+from topology.specs import ClusterSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to look at, by name. Lengths in tokens take K = 1024 and M = 1024^2."""
+
+    schedule: str | Build | Entry = "ring"
+    """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``."""
+    _: KW_ONLY
+    model: str | ModelSpec = "tiny"
+    """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
+    cluster: str | ClusterSpec = "host"
+    """Name or FILE.toml; ``host`` is this machine."""
+    nodes: int | None = None
+    """Nodes of the cluster; by default as many as ``gpus`` needs."""
+    gpus: int | None = None
+    """GPUs in all; on a host, processes. By default the product of the degrees, or one node (a host: its cores)."""
+    seq: int | str = "8K"
+    """Global sequence length S."""
+    batch: int = 1
+    """Sequences per context-parallel group."""
+    ulysses_degree: int | None = None
+    """Ranks that split the heads."""
+    ring_degree: int | None = None
+    """Ranks that split the sequence."""
+    one_device: bool = False
+    """Play all ranks on one device, in turn, with copies for transfers."""
+    mask: str = "causal"
+    """causal or full."""
+    window: int | str | None = None
+    """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
+    pad: bool = False
+    """Fill up a length that does not divide with tokens that no other token sees."""
+    dtype: str | None = None
+    """fp64, fp32, bf16 or fp16; by default the model's."""
+    seed: int = 0
+    """Seed of the inputs, and of the jitter."""
+    jitter: float | None = None
+    """Relative noise of kernel times: each takes 1 + jitter * |z| times as long, z standard normal. By default what the
+    profile has measured; 0 for none."""
+    layers: int = 1
+    """Layers of the scope layer."""
+    scope: str = "attention"
+    """attention of one layer, or whole layers (layer)."""
+    passes: str = "both"
+    """forward, backward or both."""
+    profile: str | Profile | None = None
+    """Name, FILE.json, or ``datasheet``; by default the one that the cluster names."""
+    set: Overrides = ()
+    """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
+    "zigzag"}``, or a list of texts KEY=VALUE."""
+
+    def predicted(self) -> Prediction:
+        """Return the prediction of one step; raises InputError as ``resolved`` does."""
+        found = self.resolved()
+        simulation = simulate(found.checked(), found.cluster, found.profile, found.jitter)
+        return Prediction(simulation, found.schedule, found.title, lambda **new: self.replace(**new).predicted())
+
+    def replace(self, **changes: Any) -> Setup:
+        """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew."""
+        if "set" in changes:
+            changes["set"] = dict(names.pairs(self.set)) | dict(names.pairs(changes["set"]))
+        return dataclasses.replace(self, **changes)
+
+    def resolved(self) -> Configuration:
+        """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
+        ones.
+        """
+        self._require_types()
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree"):
+            if (count := getattr(self, name)) is not None:
+                at_least_one(name, count)
+        overrides = _overrides(self.set)
+        model = override(names.model(self.model), overrides["model"], "`set` model.")
+        spec, profile = equipped(self.cluster, self.profile)
+        spec = override(spec, overrides["cluster"], "`set` cluster.")
+        entry = names.entry(self.schedule)
+        mesh, options = self._overridden(entry, self._mesh(entry, spec, model), overrides["schedule"])
+        workload = names.workload(
+            model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
+            layers=self.layers, passes=self.passes, seed=self.seed,
+        )  # fmt: skip
+        found = Configuration(
+            schedule=names.schedule_name(self.schedule),
+            workload=workload,
+            mesh=mesh,
+            options=options,
+            entry=entry,
+            spec=self._sized(spec, 1 if self.one_device else mesh.size),
+            profile=profile,
+            jitter=jitter_of(self.jitter, self.seed, profile),
+            one_device=self.one_device,
+        )
+        return _padded(found) if self.pad else found
+
+    def _require_types(self) -> None:
+        """Raise InputError for a value of a type that its field does not take."""
+        for name, hint in get_type_hints(Setup).items():
+            if name == "_":
+                continue
+            value, takes = getattr(self, name), [get_origin(one) or one for one in get_args(hint) or (hint,)]
+            if isinstance(value, tuple(takes)) and (bool in takes or not isinstance(value, bool)):
+                continue
+            if type(value) is int and float in takes:
+                continue
+            expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
+            raise InputError(f"`{name}` {value!r}: expected {expected}")
+
+    def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
+        """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
+        given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
+        product = (given["ulysses"] or 1) * (given["ring"] or 1)
+        gpus = self.gpus
+        if gpus is None and (not entry.degrees or product > 1):
+            gpus = product
+        elif gpus is None:
+            gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (self.nodes or spec.nodes)
+        if given == {"ulysses": None, "ring": None} and (entry.degrees or gpus == 1):
+            return entry.mesh(gpus, model)
+        rest = next((name for name in entry.degrees if given[name] is None), None)
+        if rest and gpus % product == 0:
+            given[rest] = gpus // product
+        degrees = {name: degree or 1 for name, degree in given.items()}
+        if degrees["ulysses"] * degrees["ring"] != gpus:
+            said = " x ".join(f"`{name}_degree` {degree}" for name, degree in given.items() if degree)
+            raise InputError(
+                f"`gpus` {gpus} is not {said or 'the one rank that this schedule takes'}"
+                f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
+            )
+        return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"])
+
+    def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
+        """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and
+        sequence, which of the two is inside belongs to the mesh.
+        """
+        placed = {"ring", "ulysses"} <= set(entry.degrees)
+        for name, value in given:
+            if placed and name == "placement":
+                order = PLACEMENTS[one_of("set schedule.placement", value, PLACEMENTS)]
+                mesh = msgspec.structs.replace(mesh, order=order)
+        own = [(name, value) for name, value in given if not placed or name != "placement"]
+        return mesh, names.options(self.schedule, own, "`set` schedule.", ["placement"] if placed else [])
+
+    def _sized(self, spec: ClusterSpec, ranks: int) -> ClusterSpec:
+        """Return the spec with enough nodes, or as many as were asked for."""
+        if spec.gpu.kind == "cpu" and (self.nodes or 1) > 1:
+            raise InputError(f"`nodes` {self.nodes}: the host is one machine; set `nodes` 1")
+        per_node = spec.gpus_per_node
+        nodes = self.nodes or max(spec.nodes, -(-ranks // per_node) if spec.nic else spec.nodes)
+        if nodes > 1 and spec.nic is None:
+            raise InputError(f"`nodes` {nodes}: cluster {spec.name!r} has no [nic]; set `nodes` 1")
+        if ranks > nodes * per_node:
+            raise InputError(
+                f"`gpus` {ranks}: cluster {spec.name!r} has {nodes} x {per_node} = {nodes * per_node}; set `gpus` to "
+                f"at most that" + (", or `nodes`" if spec.nic else ", or give it a table [nic] and set `nodes`")
+            )
+        if self.nodes and ranks <= (nodes - 1) * per_node:
+            raise InputError(
+                f"`nodes` {nodes}: {ranks} ranks fill {-(-ranks // per_node)} of them; set `gpus` {nodes * per_node}, "
+                f"fewer `nodes`, or `set` cluster.gpus_per_node={max(1, ranks // nodes)}"
+            )
+        return msgspec.structs.replace(spec, nodes=nodes)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a setup stands for."""
+
+    schedule: str
+    """As the user named it."""
+    workload: Workload
+    mesh: Mesh
+    options: Any
+    """Of the schedule; None if it takes none."""
+    entry: Entry
+    spec: ClusterSpec
+    profile: Profile | None
+    jitter: Jitter = STEADY
+    one_device: bool = False
+
+    def built(self) -> Schedule:
+        """Return the schedule; raises InputError also where a builder of the user's fails."""
+        with blaming_the_builder():
+            schedule = self.entry.schedule(self.workload, self.mesh, self.options, self.hints)
+            if not isinstance(schedule, Schedule):
+                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
+            return schedule
+
+    def checked(self) -> Checked:
+        """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
+        schedule = self.built()
+        with blaming_the_builder():
+            checked = check(schedule)
+        return check(on_one_device(checked)) if self.one_device else checked
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster, built."""
+        return Cluster(self.spec)
+
+    @property
+    def hints(self) -> Hints:
+        """What a builder may ask: the cost model is made when it first does."""
+        cost = cache(lambda: CostModel(self.cluster, self.profile))
+        return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
+
+    @property
+    def title(self) -> str:
+        """One line that names what is played."""
+        w = self.workload
+        ranks = f"{self.mesh.size} ranks on one" if self.one_device else f"{self.mesh.size} x"
+        scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
+        length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
+        mask = w.mask + (f" with a window of {w.window}" if w.window else "")
+        return (
+            f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
+            f"{ranks} {self.spec.gpu.name} ({self.spec.name})"
+        )
+
+    @property
+    def _schedule_title(self) -> str:
+        """The schedule with what was chosen of it: degrees where there are two, options that are not the default, and
+        how often key/value heads are replicated.
+        """
+        mesh, kv_heads = self.mesh, self.workload.model.num_kv_heads
+        said = []
+        if mesh.ulysses > 1 and mesh.ring > 1:
+            said.append(f"U {mesh.ulysses} x R {mesh.ring}")
+        said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
+        for name, value in msgspec.to_builtins(self.options or {}).items():
+            if value != getattr(self.entry.declared, name):
+                said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
+        if mesh.ulysses > kv_heads:
+            said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
+        return self.schedule + (f" ({', '.join(said)})" if said else "")
+
+
+def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
+    """Return the overrides of each root: their paths and values."""
+    found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": []}
+    for key, value in names.pairs(changes):
+        root, dot, path = key.partition(".")
+        if root not in found or not dot:
+            raise unknown("prefix", root, found, "`set` PREFIX.KEY=VALUE")
+        found[root].append((path, value))
+    return found
+
+
+def _padded(found: Configuration) -> Configuration:
+    """Return a configuration with as many tokens of padding as the schedule needs."""
+    try:
+        found.built()
+    except LengthError as error:
+        padding = error.above - found.workload.seq
+        workload = msgspec.structs.replace(found.workload, seq=error.above, padding=padding)
+        return dataclasses.replace(found, workload=workload)
+    return found
+
+
+def _of_fields(setup: Callable[P, Setup]) -> Callable[[Callable[[Setup], R]], Callable[P, R]]:
+    """Return a decorator that turns a function of a setup into one of the setup's fields, which so stand once."""
+
+    def decorated(function: Callable[[Setup], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **fields: P.kwargs) -> R:
+            return function(setup(*args, **fields))
+
+        vars(called)["__signature__"] = inspect.signature(setup)
+        return called
+
+    return decorated
+
+
+@_of_fields(Setup)
+def predict(setup: Setup) -> Prediction:
+    """Return the prediction of one step; the arguments are the fields of ``Setup``, the first is the schedule.
+
+    Raises InputError for a value that cannot be used, with what is allowed.
+
+    >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", gpus=4)
+    >>> p.report.evidence.profile
+    'h100-sxm'
+    """
+    return setup.predicted()

@@ -1,0 +1,74 @@
+"""Predictions side by side, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sim.setup.prediction import Prediction
+
+
+class Table:
+    """The main figures of some predictions: times in seconds, sizes in bytes, rates in tokens per second and GPU."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        """A dict of the same keys for every prediction."""
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the columns by name, as ``pandas.DataFrame`` or ``polars.DataFrame`` take them."""
+        return {name: [row[name] for row in self.rows] for name in (self.rows[0] if self.rows else ())}
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame``; raises ModuleNotFoundError where pandas is not installed."""
+        import pandas as pd  # noqa: PLC0415 - Longstep itself needs none
+
+        return pd.DataFrame(self.to_dict())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        columns = [[name, *map(_shown, values)] for name, values in self.to_dict().items()]
+        widths = [max(map(len, column)) for column in columns]
+        lines = zip(*columns, strict=True)
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def table(predictions: Iterable[Prediction]) -> Table:
+    """Return predictions side by side; the 90 % interval of each takes two more simulations.
+
+    >>> from sim.setup.setup import predict
+    >>> p = predict("ring", model="llama3-8b", seq="32K", cluster="hgx-h100", gpus=2)
+    >>> table([p, p.replace(schedule="ulysses")]).to_dict()["schedule"]
+    ['ring', 'ulysses']
+    """
+    return Table([_row(prediction) for prediction in predictions])
+
+
+def _row(prediction: Prediction) -> dict[str, Any]:
+    header, found = prediction.checked.schedule.header, prediction.report
+    low_s, high_s = found.interval_s or (None, None)
+    return {
+        "schedule": prediction.schedule,
+        "seq": header.workload.seq,
+        "gpus": prediction.checked.schedule.num_ranks,
+        "cluster": prediction.cluster.spec.name,
+        "step_time_s": found.step_time_s,
+        "low_s": low_s,
+        "high_s": high_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "mfu": found.mfu,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "fits": found.fits,
+        "bound_by": found.bound_by,
+        "profile": found.evidence.profile,
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else str(value)
