@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
-from calibrate.beside import AMONG_RANKS, Transfer
 from calibrate.between_gpus import BetweenCase, between_cases, time_between
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
 from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
 from calibrate.interference import time_beside
+from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch

@@ -9,10 +9,10 @@ from typing import Self
 
 import msgspec
 
-from calibrate.beside import AMONG_RANKS, Transfer
 from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
 from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
+from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import spreads
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from calibrate.beside import Place, Transfer, beside_schedules
 from calibrate.cases import KernelCase, cases_of
 from calibrate.fit import COMPUTE_BOUND
+from calibrate.interference_schedules import Place, Transfer, beside_schedules
 from calibrate.kernels import Lap, RepeatedKernel
 from runtime.execution.groups import start_together
 from runtime.processes.launch import Session

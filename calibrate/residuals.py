@@ -7,9 +7,9 @@ from __future__ import annotations
 import statistics
 from typing import Literal, NamedTuple
 
-from calibrate.beside import Transfer, beside_schedules
 from calibrate.cases import KernelCase, case_of
 from calibrate.interference import compared
+from calibrate.interference_schedules import Transfer, beside_schedules
 from calibrate.kernels import time_kernel
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster

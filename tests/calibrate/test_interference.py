@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibrate.beside import AMONG_RANKS, Transfer, beside_schedules
 from calibrate.fit import Together, fitted_spec, together_of, traffic_of
 from calibrate.host import HostCalibration
 from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_beside, time_crowded
+from calibrate.interference_schedules import AMONG_RANKS, Transfer, beside_schedules
 from calibrate.plan import Plan
 from calibrate.residuals import explained
 from runtime.processes.launch import Session
