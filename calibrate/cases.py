@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     full_of_parts: bool = True
     """Whether fewer heads are timed without a mask, too."""
     rectangular: range = range(0)
-    """Of attention with half as many keys as queries, and the other way about, as rings with zigzag layouts have it."""
+    """Attention with half as many keys as queries, and vice versa, as in zigzag rings."""
     unfused: range = range(0)
     """Of attention by other kernels than flash."""
 
@@ -131,7 +131,7 @@ def cases_of(program: Program) -> Iterator[KernelCase]:
 
 
 def case_of(point: Point) -> KernelCase | None:
-    """Return the case that a point of a profile was measured with; None but for fused attention and matrix products."""
+    """Return the case that a point was measured with; None except for fused attention and matrix products."""
     if point.kernel in ATTENTION_KERNELS and point.variant in {"causal", "full"}:
         _, tokens, _, heads, kv_heads, head_dim = point.shape
         model = _model(embed_dim=heads * head_dim, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)

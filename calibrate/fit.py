@@ -73,7 +73,7 @@ def fitted_spec(
         "host.cores": measured + "cores of the machine over the slowdown of attention when all are busy",
         "host.wakeup_s": measured + "what a small transfer takes longer while all cores compute",
         "host.handoff_s": measured + "time from the end of a transfer to the begin of the kernel that waits for it",
-        "host.transfer_cores": measured + "what attention loses beside a large transfer, per second of it",
+        "host.transfer_cores": measured + "what attention loses during a large transfer, per second of it",
         "gpu.peak_flops_per_s": "the nominal peak, or the fastest kernel that was measured if that was faster",
     }
     return msgspec.structs.replace(
@@ -144,7 +144,7 @@ def _wakeup_s(points: list[Point]) -> float:
 
 
 def _transfer_cores(links: list[LinkTimes]) -> float:
-    """Return the cores that one rank's part in a large transfer takes from the kernels beside it."""
+    """Return the cores that one rank's part in a large transfer takes from concurrent kernels."""
     idle = {(p.kernel, p.shape): p.median_s for p in (link.point for link in links) if p.condition == "idle"}
     return _median(
         [

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
-from calibrate.beside import AMONG_RANKS, Transfer
 from calibrate.between_gpus import BetweenCase, between_cases, time_between
 from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
 from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
-from calibrate.interference import time_beside
+from calibrate.interference import time_interference
+from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
 from calibrate.leave_one_out import spreads
 from calibrate.links import time_launch
@@ -90,7 +90,10 @@ class GpuCalibration:
             for case in _heaviest(cases, most_flops)
         ]
         beside_copies, beside = (
-            [Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer)) for transfer in transfers]
+            [
+                Step(f"every kernel during {transfer}", partial(self._time_interference, transfer))
+                for transfer in transfers
+            ]
             for transfers in (
                 HOST_COPIES if self._spec.socket and not plan.quick else (),
                 AMONG_RANKS if self._gpus > 1 and not plan.quick else (),
@@ -165,9 +168,9 @@ class GpuCalibration:
         plan, cluster = self._plan, Cluster(self._spec)
         self._between += time_between(self._on(case.ranks), case.link, plan.model, plan.dtypes[0], cluster)
 
-    def _time_beside(self, transfer: Transfer) -> None:
+    def _time_interference(self, transfer: Transfer) -> None:
         ranks = self._gpus if transfer in AMONG_RANKS else 1
-        self._beside += time_beside(self._on(ranks), transfer, self._plan.model, self._plan.dtypes[0])
+        self._beside += time_interference(self._on(ranks), transfer, self._plan.model, self._plan.dtypes[0])
 
     def _time_sustained(self, case: KernelCase) -> None:
         self._sustained[case.use.kernel] = round(time_sustained(self._on(1), case, self._sustained_s), 4)
@@ -196,7 +199,7 @@ class GpuCalibration:
 
 
 def _beside_communication(profile: Profile, model: ModelSpec) -> float:
-    """Return the factor over their simulated time that 19 of 20 upper quartiles of kernels beside communication stay
+    """Return the factor over their simulated time that 19 of 20 upper quartiles of kernels during communication stay
     below; where none was measured, that of others' GPUs.
     """
     longer = [

@@ -9,10 +9,10 @@ from typing import Self
 
 import msgspec
 
-from calibrate.beside import AMONG_RANKS, Transfer
 from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
-from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_beside, time_crowded
+from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_crowded, time_interference
+from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import spreads
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
@@ -77,14 +77,14 @@ class HostCalibration:
         if plan.quick:
             return [*links, launch, *self._crowds_of(short_cases), *kernels]
         beside = [
-            Step(f"every kernel beside {transfer}", partial(self._time_beside, transfer, dtype))
+            Step(f"every kernel during {transfer}", partial(self._time_interference, transfer, dtype))
             for dtype in plan.dtypes
             for transfer in AMONG_RANKS
         ]
         return [*links, launch, *kernels, *self._crowds_of(crowded_cases), *beside]
 
     def _crowds_of(self, cases_of: Callable[[ModelSpec, Dtype], list[KernelCase]]) -> list[Step]:
-        """Return the measurements of kernels beside each other."""
+        """Return the measurements of kernels on several ranks at once."""
         return [
             Step(f"{case.label}, on 1 to {self._cores} ranks", partial(self._time_crowd, case))
             for dtype in self._plan.dtypes
@@ -143,5 +143,5 @@ class HostCalibration:
     def _time_crowd(self, case: KernelCase) -> None:
         self._crowds.append(time_crowded(self._on(self._cores), case))
 
-    def _time_beside(self, transfer: Transfer, dtype: Dtype) -> None:
-        self._beside += time_beside(self._on(self._cores), transfer, self._plan.model, dtype)
+    def _time_interference(self, transfer: Transfer, dtype: Dtype) -> None:
+        self._beside += time_interference(self._on(self._cores), transfer, self._plan.model, dtype)

@@ -31,7 +31,7 @@ class HostCopyTimes(NamedTuple):
     """What copies of one size take."""
 
     points: tuple[Point, ...]
-    """Out and back, each alone."""
+    """Offload and fetch, one at a time."""
     both_bytes_per_s: float | None
     """What both ways get together; None of pageable memory, where the host waits for each."""
 

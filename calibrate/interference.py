@@ -1,5 +1,6 @@
-"""Times what kernels and transfers do to each other: each pair within one run, by turns alone and together, since the
-machine of one minute is not that of the next.
+"""Measures interference between kernels and transfers.
+
+Each pair is timed within one run, alternately alone and together, because the machine's speed drifts between runs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from calibrate.beside import Place, Transfer, beside_schedules
 from calibrate.cases import KernelCase, cases_of
 from calibrate.fit import COMPUTE_BOUND
+from calibrate.interference_schedules import Place, Transfer, interference_schedules
 from calibrate.kernels import Lap, RepeatedKernel
 from runtime.execution.groups import start_together
 from runtime.processes.launch import Session
@@ -52,7 +53,7 @@ class Crowd(NamedTuple):
 def crowded_cases(model: ModelSpec, dtype: Dtype) -> list[KernelCase]:
     """Return one case of every kernel and variant that a layer, a ring and Ulysses run."""
     found: dict[tuple[str, str], KernelCase] = {}
-    for case in cases_of(beside_schedules("exchange", 2, model, dtype).behind.program(0)):
+    for case in cases_of(interference_schedules("exchange", 2, model, dtype).sequential.program(0)):
         found.setdefault((case.use.kernel, case.use.variant), case)
     return list(found.values())
 
@@ -127,12 +128,12 @@ def _clean_up(context: RankContext) -> None:
     del context.state[_STATE]
 
 
-def time_beside(session: Session, transfer: Transfer, model: ModelSpec, dtype: Dtype) -> list[Slowdown]:
-    """Return how much longer every kernel takes beside a transfer, and the transfer beside it, on all ranks."""
-    schedules = beside_schedules(transfer, session.ranks, model, dtype)
-    runs = [ScheduleRun(session, check(schedule)) for schedule in (schedules.behind, schedules.beside)]
-    behind, beside = runs
-    steps = [(behind.step(ahead=True).trace, beside.step(ahead=True).trace) for _ in range(_WARM + _REPEATS)]
+def time_interference(session: Session, transfer: Transfer, model: ModelSpec, dtype: Dtype) -> list[Slowdown]:
+    """Return the slowdown of every kernel during a transfer, and of the transfer during it, on all ranks."""
+    schedules = interference_schedules(transfer, session.ranks, model, dtype)
+    runs = [ScheduleRun(session, check(schedule)) for schedule in (schedules.sequential, schedules.overlapped)]
+    sequential, overlapped = runs
+    steps = [(sequential.step(ahead=True).trace, overlapped.step(ahead=True).trace) for _ in range(_WARM + _REPEATS)]
     for run in runs:
         run.close()
     return [
@@ -145,14 +146,14 @@ def time_beside(session: Session, transfer: Transfer, model: ModelSpec, dtype: D
 def compared(
     place: Place, steps: list[tuple[Trace, Trace]]
 ) -> dict[Literal["kernel", "transfer"], list[tuple[float, float]]]:
-    """Return the seconds of a kernel behind and beside the transfer, and of the transfer before and beside it, per step
-    and rank; ``steps`` are of the two schedules.
+    """Return per step and rank the seconds of the kernel after and during the transfer, and of the transfer before and
+    during the kernel; ``steps`` has the traces of both schedules.
     """
     kernel, transfer = [], []
     for pair in steps:
         rows = [{(row.rank, row.op): row.busy_s for row in trace.rows} for trace in pair]
         for rank in range(pair[0].num_ranks):
-            kernel.append((rows[0][rank, place.kernel(beside=False)], rows[1][rank, place.kernel(beside=True)]))
+            kernel.append((rows[0][rank, place.kernel(overlapped=False)], rows[1][rank, place.kernel(overlapped=True)]))
             transfer.append((rows[0][rank, place.transfer], rows[1][rank, place.transfer]))
     return {"kernel": kernel, "transfer": transfer}
 
@@ -165,7 +166,7 @@ def _slowdown(
     pairs: list[tuple[float, float]],
     clock: Clock = "wall",
 ) -> Slowdown:
-    """Return what a profile keeps of pairs of seconds, alone and beside the other."""
+    """Return the slowdown that a profile stores, from pairs of seconds: alone and during the other."""
     low, median, high = (float(x) for x in np.percentile([slow / alone for alone, slow in pairs], [25, 50, 75]))
     return Slowdown(
         slowed=slowed,

@@ -1,4 +1,4 @@
-"""How far a profile can be trusted between its points: each predicted from the others."""
+"""Leave-one-out residuals of a profile: each point predicted from the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def leave_one_out(profile: Profile) -> list[Residual]:
 
 
 def spreads(profile: Profile) -> dict[str, Spread]:
-    """Return per kernel within which factors of their prediction nine of ten points lie, and beyond it its sources."""
+    """Return per kernel the 90 % range of measured over predicted time, widened by the disagreement of sources."""
     found = {}
     for kernel, errors in sorted(_errors(profile).items()):
         low, high = (float(x) for x in np.percentile([1 / (1 + error) for error in errors], [5, 95]))

@@ -1,4 +1,4 @@
-"""Times communication between processes: small schedules, played like any other, idle and beside computation."""
+"""Times communication between processes by small schedules, idle and during computation."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _PER_STEP = 4
 _WARM = 2
 _LAUNCHES = 200
 _BESIDE_TOKENS = 1024
-_BESIDE, _ALONE = "attend beside", "attend alone"
+_DURING, _ALONE = "attend during", "attend alone"
 _PAUSE_TOKENS = 64
 
 
 class LinkCase(NamedTuple):
-    """One kind of communication at one size, alone or beside attention."""
+    """One kind of communication at one size, idle or during attention."""
 
     kernel: LinkKernel
     nbytes: int
@@ -49,8 +49,8 @@ class LinkCase(NamedTuple):
     @property
     def label(self) -> str:
         """What a progress bar shows."""
-        beside = " beside attention" if self.condition == "busy" else ""
-        return f"{self.kernel} of {self.nbytes} bytes{beside}"
+        during = " during attention" if self.condition == "busy" else ""
+        return f"{self.kernel} of {self.nbytes} bytes{during}"
 
 
 class LinkTimes(NamedTuple):
@@ -58,9 +58,9 @@ class LinkTimes(NamedTuple):
 
     point: Point
     lost_s: list[float]
-    """How much longer attention took beside it than right after it, where there was any beside it."""
+    """Extra seconds of attention during the transfer compared with right after it; of busy cases."""
     handoff_s: list[float]
-    """Time from the end of the transfer to the begin of the kernel that waited for it, where nothing was beside it."""
+    """Seconds from the end of the transfer to the start of the kernel that waited for it; of idle cases."""
 
 
 def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
@@ -85,7 +85,7 @@ class Played(NamedTuple):
 
 
 def play(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype, *, ahead: bool = False) -> Played:
-    """Play a communication op among all ranks of a session several times; ``model`` shapes what computes beside it,
+    """Play a communication op among all ranks of a session several times; ``model`` shapes what computes meanwhile,
     ``ahead`` is as of ``ScheduleRun.step``.
     """
     run = ScheduleRun(session, check(link_schedule(case, session.ranks, model, dtype)))
@@ -107,8 +107,8 @@ def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) 
         nbytes=_sent_bytes(case.kernel, nbytes, session.ranks),
         **times._asdict(),
     )
-    beside, alone = ([row.busy_s for row in rows if row.label == label] for label in (_BESIDE, _ALONE))
-    lost = [slow - fast for slow, fast in zip(beside, alone, strict=True)]
+    during, alone = ([row.busy_s for row in rows if row.label == label] for label in (_DURING, _ALONE))
+    lost = [slow - fast for slow, fast in zip(during, alone, strict=True)]
     return LinkTimes(point, lost, [] if lost else _handoffs(rows))
 
 
@@ -166,7 +166,7 @@ def _sent_bytes(kernel: LinkKernel, nbytes: int, ranks: int) -> int:
 
 
 def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) -> Schedule:
-    """Return a schedule that does the same communication several times, each time beside one block of attention."""
+    """Return a schedule that does the same communication several times, each time during one block of attention."""
     tokens = _num_tokens(case, ranks, model, dtype)
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
     workload = Workload(model=model, seq=max(tokens, _BESIDE_TOKENS), mask="full", dtype=dtype, passes="forward")
@@ -184,7 +184,7 @@ def link_schedule(case: LinkCase, ranks: int, model: ModelSpec, dtype: Dtype) ->
         for _ in range(_PER_STEP):
             communicate(b, _KINDS[case.kernel], link, given, taken, case.label)
             if case.condition == "busy":
-                b.add(Attend(label=_BESIDE, q=q, k=k, v=v, out=out, lse=lse, band=FULL))
+                b.add(Attend(label=_DURING, q=q, k=k, v=v, out=out, lse=lse, band=FULL))
                 b.copy(taken[:, :1], awaited, "await")
                 b.add(Attend(label=_ALONE, q=q, k=k, v=v, out=out, lse=lse, band=FULL))
             else:  # let it be awaited, and let the threads that carried it fall asleep, as in a step

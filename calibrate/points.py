@@ -1,4 +1,4 @@
-"""Points of profiles: what was measured, how large that is, and what a profile, which may be another, says of it."""
+"""Points of profiles: the measured time, its size, and the time that this or another profile predicts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Predictor:
         self._cluster = Cluster(spec or measured_cluster(profile))
 
     def seconds(self, point: Point) -> float | None:
-        """Return what the profile says of a point, None where that is nothing; raises InputError where the machine has
+        """Return the predicted time of a point, None if the profile has none; raises InputError where the machine has
         no such link or data type.
         """
         if point.kernel not in TRANSFERS:

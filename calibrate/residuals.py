@@ -1,5 +1,6 @@
-"""How far a profile can be trusted: some of its points measured again, and slowdowns beside what the simulator makes of
-the machine's figures. How well its points predict each other is in ``leave_one_out``.
+"""Checks of a profile: some points measured again, and measured slowdowns next to simulated ones.
+
+``leave_one_out`` predicts its points from each other.
 """
 
 from __future__ import annotations
@@ -7,9 +8,9 @@ from __future__ import annotations
 import statistics
 from typing import Literal, NamedTuple
 
-from calibrate.beside import Transfer, beside_schedules
 from calibrate.cases import KernelCase, case_of
 from calibrate.interference import compared
+from calibrate.interference_schedules import Transfer, interference_schedules
 from calibrate.kernels import time_kernel
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
@@ -51,26 +52,26 @@ def repeat(profile: Profile, session: Session, *, most: int, budget_s: float) ->
 
 
 class Explained(NamedTuple):
-    """A measured slowdown, and what the figures of the machine make of it."""
+    """A measured slowdown, and the simulated one."""
 
     measured: Slowdown
     simulated: float
 
 
 def explained(profile: Profile, model: ModelSpec) -> list[Explained]:
-    """Return every wall-clock slowdown of a profile beside the simulated one; ``model`` is what was calibrated with."""
+    """Return every wall-clock slowdown of a profile with the simulated one; ``model`` is that of the calibration."""
     cluster = Cluster(measured_cluster(profile))
     cost = CostModel(cluster, profile)
     found = []
     for (beside, ranks, dtype), group in _grouped(profile.interference).items():
         if beside == "ranks":
-            schedules = beside_schedules("exchange", max(ranks, 2), model, dtype)
+            schedules = interference_schedules("exchange", max(ranks, 2), model, dtype)
         else:
-            schedules = beside_schedules(beside, ranks, model, dtype)
+            schedules = interference_schedules(beside, ranks, model, dtype)
         places = {(place.use.kernel, place.use.variant): place for place in schedules.places}
         steps = []
         if beside != "ranks":
-            checked = check(schedules.behind), check(schedules.beside)
+            checked = check(schedules.sequential), check(schedules.overlapped)
             behind, together = (simulate(one, cluster, profile).trace for one in checked)
             steps = [(behind, together)]
         for one in group:
@@ -84,7 +85,7 @@ def explained(profile: Profile, model: ModelSpec) -> list[Explained]:
 
 
 def _grouped(slowdowns: tuple[Slowdown, ...]) -> dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]]:
-    """Return wall-clock slowdowns by what they were measured beside."""
+    """Return wall-clock slowdowns by what ran at the same time."""
     found: dict[tuple[Literal["ranks"] | Transfer, int, Dtype], list[Slowdown]] = {}
     for one in slowdowns:
         if one.clock == "wall":

@@ -51,7 +51,7 @@ def waiting_s(parts: dict[PartName, float]) -> float:
 
 
 def critical_rank(trace: Trace) -> int:
-    """Return the rank with the least waiting: the one that the others wait for (the lowest of equals)."""
+    """Return the critical rank: the one that waits least, and that others wait for (the lowest of equals)."""
     return min(range(trace.num_ranks), key=lambda rank: (waiting_s(breakdown(trace, rank)), rank))
 
 

@@ -39,7 +39,7 @@ class LengthError(InputError):
         nearest = f"{below} or {self.above}" if below else f"{self.above}"
         super().__init__(
             f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set `seq`, or (under a "
-            f"causal mask) `pad` to fill up with tokens that no other token sees"
+            f"causal mask) `pad` to fill up with masked tokens"
         )
         self._given = seq, multiple
 

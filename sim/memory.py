@@ -1,7 +1,7 @@
-"""Memory of a schedule: a function of the program alone, walked in the order in which the host issues it.
+"""Memory of a schedule: a function of the program only, walked in the order in which the host issues it.
 
 That is the order in which a caching allocator sees it: a buffer is taken when an op that first touches it is issued,
-and given back when the last op that uses it has been issued; if that op runs on another stream, at the first later
+and freed when the last op that uses it has been issued; if that op runs on another stream, at the first later
 kernel that is ordered behind it, or op of that stream where no kernel ever is. Inputs and outputs belong to the caller
 and stay.
 """
@@ -23,7 +23,7 @@ from sim.trace import Counter, Trace
 
 
 class Lifetime(NamedTuple):
-    """When a buffer lives, by the numbers of ops: taken before ``first``, given back before ``end``."""
+    """When a buffer lives, by the numbers of ops: allocated before ``first``, freed before ``end``."""
 
     first: int
     end: int

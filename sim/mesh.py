@@ -1,4 +1,4 @@
-"""Who the ranks are: a grid with named axes. What lies on which rank, and who communicates, is said by axis.
+"""The mesh of ranks: a grid with named axes. Placement and communication are stated by axis.
 
 pp pipeline stages · dp replicas, each with sequences of its own · ring parts of a sequence · ulysses groups of heads,
 which share a part of a sequence · tp parts of weights
@@ -15,7 +15,7 @@ from sim.errors import InputError
 
 Axis = Literal["pp", "dp", "ring", "ulysses", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""As they usually lie, outermost first: neighbours share a node, so the inner ones use its links."""
+"""The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
 _UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
 """What no shipped schedule splits over an axis."""
 
@@ -50,7 +50,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return math.prod(self.degrees.values())
 
     def place(self, rank: int) -> dict[Axis, int]:
-        """Return where a rank lies along each axis, innermost first."""
+        """Return the index of a rank along each axis, innermost first."""
         found: dict[Axis, int] = {}
         for axis, degree in reversed(self.degrees.items()):
             rank, found[axis] = divmod(rank, degree)

@@ -1,7 +1,4 @@
-"""What may differ between runs of one schedule: options that change its time or memory, never what it computes.
-
-Each method has its own, where it stands; here are those that several share.
-"""
+"""Options that several schedules share. They change time or memory, never the result; others are in ``methods``."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Literal
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
-"""A GPU's memory; its host's where that is pinned, so that copy engines reach it; and where it is not."""
+"""GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 AttentionName = Literal["flash", "memory-efficient", "standard"]
 
 
@@ -19,8 +16,8 @@ class LayerOptions:
     """Options of the layers around any attention."""
 
     activations: Place = "hbm"
-    """Where layers but the last keep what their backward pass needs: in the GPU's memory, or copied to its host's
-    (pinned, or pageable) and fetched again one layer ahead."""
+    """Where layers except the last keep saved activations: on the GPU, or offloaded to host memory (pinned or pageable)
+    and prefetched one layer ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class SumOptions(LayerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions(LayerOptions):
-    """Options of schedules that communicate beside kernels."""
+    """Options of schedules that overlap communication with kernels."""
 
     overlap: bool = True
-    """Whether kernels run beside communication that they do not need; else the host waits for each."""
+    """Whether kernels overlap with communication that they do not need; else the host waits for each."""

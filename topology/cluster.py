@@ -24,7 +24,7 @@ class Device(NamedTuple):
     compute: int
     """Index of the resource that its kernels occupy: its own SMs, or the cores of its host."""
     compute_units: float
-    """How much of that resource a kernel takes when alone."""
+    """How much of that resource a kernel takes without interference."""
     hbm: int
     speed: float
 

@@ -22,7 +22,7 @@ class HostFacts(NamedTuple):
 
 
 def host_facts() -> HostFacts:
-    """Return what the operating system says of this machine."""
+    """Return what the operating system reports about this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return HostFacts(_cpu_name(), cores, memory)

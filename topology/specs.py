@@ -53,7 +53,7 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
     reduces: bool = False
     """Whether its switch sums what passes through it (NVLink SHARP)."""
     both_ways_bytes_per_s: Positive | None = None
-    """Data that both directions get together, where that is less than twice what one gets alone."""
+    """Data rate of both directions together, where that is less than twice the rate of one direction."""
 
     def __post_init__(self) -> None:
         """Raise InputError where one direction would be limited by what both get."""
@@ -65,7 +65,7 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
 
 
 class PcieSpec(LinkSpec, frozen=True, kw_only=True):
-    """The link of every GPU to its PCIe switch, and what lies behind that."""
+    """The link of every GPU to its PCIe switch, and the links behind that switch."""
 
     gpus_per_switch: Count = 1
     uplink: LinkSpec | None = None

@@ -1,7 +1,7 @@
-"""Profiles of machines that others have measured: each made from the tables that lie beside this file.
+"""Profiles of machines that others have measured: each is made from files in ``tables``.
 
-A table says where it comes from, and under which licence, in ``tables/README.md``; nothing in it is changed. A profile
-is committed under ``sim/profiles`` before anything is validated with it, and can be made again:
+``calibrate/README.md`` states the source and the licence of each table; nothing in a table is changed. A profile is
+committed under ``sim/profiles`` before anything is validated with it, and can be made again:
 
     longstep calibrate --published a800-ultraattn --out sim/profiles/a800-ultraattn.json
 """

@@ -13,7 +13,7 @@ EAGER_TRAFFIC = {"merge": 3.8}
 EAGER_LAYER_TRAFFIC = {"swiglu": 10 / 6, "swiglu_backward": 18 / 10}
 """silu and a product, each of which passes over memory by itself; backward two products and silu's own."""
 OVERLAP_SLOWDOWN = 1.189
-"""Kernels beside communication, mean over A100, H100, MI210 and MI250; the worst took 1.4 times as long."""
+"""Kernels during communication, mean over A100, H100, MI210 and MI250; the worst took 1.4 times as long."""
 EAGER_SOURCES = {
     "traffic.merge": "counted in zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
     "issue": "calibrate/eager.py: the host's part alone, on a CPU of this project; of collectives what torch takes "

@@ -1,4 +1,4 @@
-"""Attention on one process in fp64, written out with plain matmuls: what every executed schedule is held against."""
+"""Attention on one process in fp64, written out with plain matmuls: the reference of every executed schedule."""
 
 from __future__ import annotations
 

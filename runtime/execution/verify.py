@@ -1,4 +1,4 @@
-"""Holds the outputs of an executed schedule against the same computed by one process in fp64."""
+"""Compares the outputs of an executed schedule with a reference that one process computes in fp64."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class CostModel:
         return self._on_sms(rank, use, seconds, memory)
 
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
-        """Return what a kernel takes alone on a rank's device, and a note where the profile has nothing of its size."""
+        """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
         return self._seconds(self._cluster.peak_flops_per_s(rank, use.dtype), use)
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:

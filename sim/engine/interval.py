@@ -1,4 +1,4 @@
-"""Where nine of ten measurements of a step should lie: the step simulated again with all costs at their bounds."""
+"""The 90 % interval of a step: the step simulated again with all costs at their bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 def interval(simulation: Simulation) -> Interval | None:
     """Return the interval of a simulated step; None where nothing is known of how far its costs may be off.
 
-    Its ends are those of ``bounds``; at the upper one kernels beside communication take as much longer as
+    Its ends are those of ``bounds``; at the upper one kernels during communication take as much longer as
     ``profile.beside_communication`` says.
     """
     profile, traces = simulation.profile, bounds(simulation)

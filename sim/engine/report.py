@@ -33,8 +33,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     step_time_s: float
     interval_s: Interval | None
-    """Where nine of ten measurements should lie; None where it was not asked for, or nothing is known of how far costs
-    may be off."""
+    """The 90 % interval; None where it was not asked for, or the profile has no residuals."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
@@ -47,7 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]
     """At the peak of the rank that needs most, by category."""
     breakdown: dict[PartName, float]
-    """Of the critical rank: the one with the least waiting."""
+    """Of the critical rank: the one that waits least."""
     critical_rank: int
     bound_by: str
     floors: dict[str, float]

@@ -306,8 +306,8 @@ def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iter
 
 
 def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:
-    """Yield per op the kernel that what runs beside kernels waits for beyond its data: on CUDA the last one issued
-    before it.
+    """Yield per op the kernel that it waits for beyond its data: on CUDA communication and copies wait for the last
+    kernel issued before them.
 
     torch's process groups do so, since a receive buffer may take memory that such a kernel still reads under another
     name (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, syncStream); the memory walk relies on it.

@@ -45,7 +45,7 @@ def test_its_steps_begin_with_it_where_there_are_several_gpus() -> None:
     first = labels.index("launch")
     assert labels[0] == "all_to_all of 4096 bytes, 2 GPUs"
     assert [label for label in labels[:first] if label.startswith("every kernel")] == [
-        "every kernel beside exchange", "every kernel beside all_to_all", "every kernel beside all_reduce",
+        "every kernel during exchange", "every kernel during all_to_all", "every kernel during all_reduce",
     ]  # fmt: skip
     assert calibration(1).steps()[0].label == "launch"
 
@@ -90,7 +90,7 @@ def test_a_calibration_of_two_gpus_keeps_what_it_finds(session: Session) -> None
     one._session = session
     steps = {step.label: step for step in one.steps()}
     steps["all_to_all of 4096 bytes, 2 GPUs"].run()
-    one._time_beside("exchange")
+    one._time_interference("exchange")
     one._session = None
     profile = one.profile(complete=False)
     assert [(point.kernel, point.variant) for point in profile.points] == [("all_to_all", "nvlink")]

@@ -87,10 +87,10 @@ def test_what_copies_do_to_kernels_is_timed_and_explained() -> None:
     """Timed on the CPU; explained for a GPU, where a copy takes but little of the memory and no SMs."""
     model = make_model(4, 2)
     calibration = GpuCalibration(Plan("toy", model, ("fp32",), quick=False, command=""), load_cluster("hgx-h200"))
-    assert {"every kernel beside offload", "every kernel beside fetch"} <= {step.label for step in calibration.steps()}
+    assert {"every kernel during offload", "every kernel during fetch"} <= {step.label for step in calibration.steps()}
     with Session(1) as session:
         calibration._session = session
-        calibration._time_beside("offload")
+        calibration._time_interference("offload")
     profile = calibration.profile(complete=False)
     assert {(one.slowed, one.kernel) for one in profile.interference} >= {("kernel", "gemm"), ("transfer", "gemm")}
     assert all(one.beside == "offload" and one.alone_s > 0 for one in profile.interference)

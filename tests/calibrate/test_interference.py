@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibrate.beside import AMONG_RANKS, Transfer, beside_schedules
 from calibrate.fit import Together, fitted_spec, together_of, traffic_of
 from calibrate.host import HostCalibration
-from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_beside, time_crowded
+from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_crowded, time_interference
+from calibrate.interference_schedules import AMONG_RANKS, Transfer, interference_schedules
 from calibrate.plan import Plan
 from calibrate.residuals import explained
 from runtime.processes.launch import Session
@@ -59,22 +59,23 @@ def profile(
     ("transfer", "ranks"), [*product(AMONG_RANKS, (2, 3, 4)), ("offload", 1), ("fetch", 1), ("offload", 2)]
 )
 def test_each_kernel_meets_a_transfer_twice_and_nothing_else_differs(transfer: Transfer, ranks: int) -> None:
-    schedules = beside_schedules(transfer, ranks, TINY, "fp32")
-    behind, beside = check(schedules.behind), check(schedules.beside)
+    schedules = interference_schedules(transfer, ranks, TINY, "fp32")
+    sequential, overlapped = check(schedules.sequential), check(schedules.overlapped)
     assert {place.use.kernel for place in schedules.places} == {
         "attention_forward", "attention_backward", "gemm", "rms_norm", "rms_norm_backward", "rope", "swiglu",
         "swiglu_backward", "merge", "accumulate", "copy",
     }  # fmt: skip
     for place in schedules.places:
-        later, early = place.kernel(beside=False), place.kernel(beside=True)
-        assert behind.kernels[0][later] == beside.kernels[0][early] == place.use
-        assert place.transfer in behind.dependencies[0].waits[place.transfer + 1]
-        assert place.transfer not in beside.dependencies[0].waits[early]
-    assert sorted(map(repr, schedules.behind.program(0).ops)) == sorted(map(repr, schedules.beside.program(0).ops))
+        later, early = place.kernel(overlapped=False), place.kernel(overlapped=True)
+        assert sequential.kernels[0][later] == overlapped.kernels[0][early] == place.use
+        assert place.transfer in sequential.dependencies[0].waits[place.transfer + 1]
+        assert place.transfer not in overlapped.dependencies[0].waits[early]
+    first, second = (sorted(map(repr, one.program(0).ops)) for one in (schedules.sequential, schedules.overlapped))
+    assert first == second
 
 
 def test_what_is_crowded_is_what_meets_transfers() -> None:
-    uses = [place.use for place in beside_schedules("exchange", 2, TINY, "fp32").places]
+    uses = [place.use for place in interference_schedules("exchange", 2, TINY, "fp32").places]
     assert sorted(case.use for case in crowded_cases(TINY, "fp32")) == sorted(uses)
 
 
@@ -106,7 +107,7 @@ def test_traffic_is_what_kernels_demand_of_the_memory() -> None:
     """1 ms for 16 MB, a demand of 16 of 40 GB/s; with a traffic of 25/16, 25 of 40: two at once take 1.25 times as
     long, and the residual of a measured 1.25 is nothing.
     """
-    (place,) = [p for p in beside_schedules("exchange", 2, TINY, "fp32").places if p.use.kernel == "copy"]
+    (place,) = [p for p in interference_schedules("exchange", 2, TINY, "fp32").places if p.use.kernel == "copy"]
     use = place.use
     seconds = use.hbm_bytes / 16e9
     times = {"median_s": seconds, "mean_s": seconds, "low_s": seconds, "high_s": seconds, "runs": 5}
@@ -123,14 +124,16 @@ def test_traffic_is_what_kernels_demand_of_the_memory() -> None:
         assert one.simulated == pytest.approx(simulated)
 
 
-def test_slowdowns_beside_a_transfer_are_explained_by_the_same_schedules() -> None:
+def test_slowdowns_during_a_transfer_are_explained_by_the_same_schedules() -> None:
     """With a core per rank, transfers that take none, and memory for all, kernels keep their time."""
     found = [slowdown("gemm", 1e9, 1.5, 1.4, variant="nn", beside="all_to_all", clock="wall")]
     (one,) = explained(profile([], found, {}, memory=1e12), TINY)
     assert one.measured == found[0]
     assert one.simulated == pytest.approx(1.0)
-    schedules = beside_schedules("all_to_all", 2, TINY, "fp32")
-    traces = [simulate(check(one), Cluster(NOMINAL), None).trace for one in (schedules.behind, schedules.beside)]
+    schedules = interference_schedules("all_to_all", 2, TINY, "fp32")
+    traces = [
+        simulate(check(one), Cluster(NOMINAL), None).trace for one in (schedules.sequential, schedules.overlapped)
+    ]
     pairs = compared(schedules.places[0], [(traces[0], traces[1])])
     assert [len(found) for found in pairs.values()] == [2, 2]
     assert all(alone > 0 and slowed > 0 for of_kind in pairs.values() for alone, slowed in of_kind)
@@ -163,7 +166,7 @@ def test_only_a_full_calibration_measures_interference() -> None:
     for quick in (True, False):
         with HostCalibration(Plan("host", TINY, ("fp32",), quick=quick, command="test")) as calibration:
             labels = [step.label for step in calibration.steps()]
-        assert any("beside all_reduce" in label and "every kernel" in label for label in labels) != quick
+        assert any("during all_reduce" in label and "every kernel" in label for label in labels) != quick
 
 
 @pytest.mark.gloo
@@ -175,7 +178,7 @@ def test_timing_interference_on_real_processes() -> None:
         assert [(one.ranks, one.clock) for one in crowd.slowdowns] == [(2, "wall"), (2, "thread")]
         assert all(0 < one.low <= one.median <= one.high for one in crowd.slowdowns)
         assert {len(turn) for turn in crowd.together} == {2}
-        found = time_beside(session, "all_to_all", model, "fp32")
+        found = time_interference(session, "all_to_all", model, "fp32")
     assert {one.slowed for one in found} == {"kernel", "transfer"}
     assert len(found) == 2 * len(crowded_cases(model, "fp32"))
     assert len(explained(profile([], [*crowd.slowdowns, *found], {}), model)) == len(found) + 1

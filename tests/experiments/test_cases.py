@@ -70,16 +70,6 @@ def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> 
         read_cases("ultra")
 
 
-def test_the_case_file_of_the_readme(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    path = tmp_path / "ours.toml"
-    path.write_text(readme.partition("```toml\n")[2].partition("```")[0])
-    file, cases = read_cases(str(path))
-    assert file.group[0].target == 0.1
-    assert [case.setup.schedule for case in cases] == ["zigzag", "ulysses"]
-    assert cases[0].rivals == cases[1].rivals
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -7,6 +7,7 @@ from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import SoftmaxAccumulator
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import blocks
+from sim.workload import DTYPE_BYTES
 
 TOKENS = 1  # dimension of (B, S, H, D)
 
@@ -33,22 +34,22 @@ class Gathered:
         return whole
 
     def forward(self, q, k, v):
-        k, v = self.gather("k", k), self.gather("v", v)
         softmax = SoftmaxAccumulator(self.b, q, num_parts=1)
-        softmax.attend(self.block, k, v, "all")
+        softmax.attend(self.block, self.gather("k", k), self.gather("v", v), "all")
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
 
     def backward(self, saved, dout):
         b, keys = self.b, self.block.columns
-        dq, dk, dv = (b.like(f"d{name}", view, "attention") for name, view in zip("qkv", saved[:3], strict=True))
+        k, v = self.gather("k", saved.k), self.gather("v", saved.v)
+        dq, dk, dv = (b.like(name, view, "attention") for name, view in (("dq", saved.q), ("dk", k), ("dv", v)))
         for whole in (dk, dv):
             b.add(Zero(label="zero", into=whole[:, keys.stop :])) if keys.stop < whole.shape[TOKENS] else None
         b.add(
             AttendBackward(
                 label="backward",
                 q=saved.q,
-                k=saved.k[:, keys],
-                v=saved.v[:, keys],
+                k=k[:, keys],
+                v=v[:, keys],
                 out=saved.out,
                 lse=saved.lse,
                 dout=dout,
@@ -78,13 +79,13 @@ def build(workload, mesh):
     model, size = workload.model, mesh.ring
     layout = contiguous(workload.seq, size)
     everyone = Communicator(name="everyone", groups=mesh.groups("ring"))
-    shards = 2 * workload.batch * workload.seq * model.num_kv_heads * model.head_dim * 4  # fp32
+    shards = 2 * workload.batch * workload.seq * model.num_kv_heads * model.head_dim * DTYPE_BYTES[workload.dtype]
     plan = AttentionPlan(
         name="gathered",
         communicators=(everyone,),
         shard=lambda rank: all_heads(model, layout[everyone.position(rank)]),
         attention=lambda b: Gathered(b, everyone, layout),
-        wire_bytes=(size - 1) * shards * (workload.forward + workload.backward),
-        source="this file: (P-1) shards of K and V are gathered, and of dK and dV scattered",
+        wire_bytes=(size - 1) * shards * (workload.forward + 2 * workload.backward),
+        source="this file: (P-1) shards of K and V are gathered in each pass, and of dK and dV scattered",
     )
     return build_around(plan, workload, mesh)

@@ -28,23 +28,23 @@ def test_examples_print_what_they_printed(name: str) -> None:
     assert ended.stdout == (FOLDER / f"{name}.out").read_text()
 
 
-def test_the_ten_lines_of_the_readme_are_the_example() -> None:
-    blocks = re.findall(r"```python\n(.*?)```\s+```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert ((FOLDER / "predict.py").read_text(), (FOLDER / "predict.out").read_text()) in blocks
-
-
-def test_the_schedule_of_ones_own_in_the_readme_is_exact(tmp_path: Path) -> None:
-    """It stands there word by word, is short, computes attention alone and in layers, and what is left out is found."""
-    text = (FOLDER / "my_module.py").read_text()
-    assert text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(text.splitlines()) < 150
-    module = tmp_path / "my_module.py"
+def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text(), dtype: str = "fp32") -> Setup:
+    """Return a selection of the schedule in ``my_module.py``, or of what ``text`` makes of it."""
+    module = folder / "my_module.py"
     module.write_text(text)
-    selection = Setup(schedule=f"{module}:build", gpus=4, seq="256", cluster="hgx-h100", profile="datasheet")
-    for scope in ("attention", "layer"):
-        checked = dataclasses.replace(selection, scope=scope).resolved().checked()
-        outputs = execute_virtual(checked, torch.device("cpu"), 1)
-        assert max(output_errors(checked, outputs).values()) <= BOUNDS["fp32"]
-    module.write_text(re.sub(r"b.add\(Zero(.*)\)", "None", text))
-    with pytest.raises(ScheduleError, match=r"rank 0 op 4 .*'scatter dk'.* before all of it is written"):
-        selection.resolved().checked()
+    return Setup(schedule=f"{module}:build", gpus=4, seq="256", cluster="hgx-h100", profile="datasheet", dtype=dtype)
+
+
+@pytest.mark.parametrize(("scope", "passes"), [("attention", "both"), ("attention", "backward"), ("layer", "both")])
+@pytest.mark.parametrize(("dtype", "factor"), [("fp32", 1), ("bf16", 3)])  # it sums gradients in the model's type
+def test_the_schedule_of_ones_own_is_exact(tmp_path: Path, scope: str, passes: str, dtype: str, factor: int) -> None:
+    selection = dataclasses.replace(own_schedule(tmp_path, dtype=dtype), scope=scope, passes=passes)
+    checked = selection.resolved().checked()
+    outputs = execute_virtual(checked, torch.device("cpu"), 1)
+    assert max(output_errors(checked, outputs).values()) <= factor * BOUNDS[checked.schedule.header.workload.dtype]
+
+
+def test_what_the_schedule_of_ones_own_leaves_out_is_found(tmp_path: Path) -> None:
+    text = re.sub(r"b.add\(Zero(.*)\)", "None", (FOLDER / "my_module.py").read_text())
+    with pytest.raises(ScheduleError, match=r"rank 0 op 6 .*'scatter dk'.* before all of it is written"):
+        own_schedule(tmp_path, text).resolved().checked()

@@ -126,7 +126,7 @@ def test_a_kernel_does_not_reach_the_hosts_memory() -> None:
     def reads_it(op: Op) -> Op:
         return msgspec.structs.replace(op, a=View(on_host.buffer, on_host.slices))
 
-    refuses(wrong(Gemm, reads_it, 30), "lies in the host's memory; copy it first")
+    refuses(wrong(Gemm, reads_it, 30), "is in host memory; copy it first")
 
 
 def test_a_copy_engine_only_moves_bytes_between_two_memories() -> None:

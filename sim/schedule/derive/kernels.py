@@ -18,7 +18,7 @@ from sim.schedule.ir.program import Program
 from sim.workload import DTYPE_BYTES, Dtype
 
 TILE = 128
-"""Queries (keys in the backward pass) of a block, in all versions of flash-attention; and the other way about."""
+"""Queries (keys in the backward pass) of a block, in all versions of flash-attention; and vice versa."""
 
 
 class KernelUse(NamedTuple):

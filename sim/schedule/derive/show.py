@@ -10,7 +10,7 @@ from sim.schedule.ir.program import Program, Schedule
 
 LEGEND = (
     ", ".join(f"{kind.meta.code} {kind.meta.meaning}" for kind in KINDS.values())
-    + "; what stands in one row can happen at once"
+    + "; ops of one row can run at the same time"
 )
 
 

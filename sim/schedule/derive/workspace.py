@@ -1,4 +1,4 @@
-"""What a kernel holds of a GPU's memory while it runs, beside the buffers of its op.
+"""Workspace: GPU memory that a kernel holds while it runs, in addition to the buffers of its op.
 
 Of fused attention by the code of flash-attention, of all others by how ``runtime`` writes them out on CUDA: each
 temporary that is alive at the worst moment. Results that cannot become the buffer that they are for (a part of it, or
@@ -20,7 +20,7 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 
 
 def workspace_bytes(op: ops.Kernel, program: Program) -> int:
-    """Return the most bytes that a kernel holds beside its op's buffers."""
+    """Return the largest workspace of a kernel in bytes."""
     if isinstance(op, ops.Attend):
         if op.kernel != "flash":
             return _unfused(op, program)

@@ -351,7 +351,7 @@ class Barrier(_Collective, frozen=True, kw_only=True):
 
 
 class HostCopy(_Op, frozen=True, kw_only=True):
-    """target = source, one of which lies in the host's memory: carried out by a copy engine, which needs no SMs."""
+    """target = source, one of them in host memory: carried out by a copy engine, without SMs."""
 
     meta = Meta("V", "copy to the host or back", "copy")
     stream: Literal["to host", "from host"]

@@ -82,7 +82,7 @@ class Communicator(Data, frozen=True, kw_only=True):
 
 
 class Claims(Data, frozen=True, kw_only=True):
-    """What the paper says that the schedule costs, over all ranks; ``check`` holds the ops against it."""
+    """FLOPs and bytes by the paper, over all ranks; ``check`` compares the ops with them."""
 
     attention_flops: int
     gemm_flops: int = 0
@@ -163,7 +163,7 @@ class Schedule:
 
 
 def require_checked(given: object) -> None:
-    """Raise InputError where a schedule is given that nobody has proved: both players start from what ``check`` found.
+    """Raise InputError for a schedule that was not checked: both players start from what ``check`` found.
 
     They do not call it themselves: a proof takes longer than a simulation, and one serves as many as are wanted.
     """

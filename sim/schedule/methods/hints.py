@@ -1,4 +1,4 @@
-"""What a builder may be told of the machine, which the score does not know: by whoever builds for one."""
+"""What a builder may know about the machine: the caller provides it, since schedules are independent of machines."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class Hints(NamedTuple):
 
     gpus_per_node: int = 8
     seconds: Callable[[KernelUse], float] | None = None
-    """What a kernel takes alone, as the cost model of a machine predicts it; None where none was asked."""
+    """Predicted solo time of a kernel; None without a cost model."""

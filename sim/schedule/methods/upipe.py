@@ -4,7 +4,7 @@ A stage sends one query head to each of U ranks, attends, and sends the output b
 taken so that a rank's query head belongs to the key/value head that it holds: keys are sent once, then serve all query
 heads of their group. Backward sends q, k and v again, as published code computes them again, and sums dK and dV over
 the stages of a group. Inside each stage may be a ring. Stages follow each other, as in published code, which overlaps
-nothing (``overlap`` lets copies run beside all-to-alls, no more).
+nothing (``overlap`` overlaps only copies with all-to-alls).
 """
 
 from __future__ import annotations

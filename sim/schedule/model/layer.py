@@ -1,7 +1,8 @@
 """Scope "layer": whole transformer layers around any distributed attention, forward and backward.
 
 Every rank computes all of a layer for its own tokens; only attention sees those of other ranks. What a layer computes
-stands in ``block``; where its weights and activations lie, and how many tokens go at a time, in the three files beside.
+is in ``block``; where its weights and activations are, and how many tokens it takes at a time, is in ``params``,
+``saving`` and ``tiling``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GRADIENTS = "gradients"
 
 
 class AttentionPlan(NamedTuple):
-    """What a schedule of attention says of itself; ``build_around`` makes a schedule of any scope of it."""
+    """What ``build_around`` needs to make a schedule of any scope around an attention."""
 
     name: str
     communicators: tuple[Communicator, ...]
@@ -85,7 +86,7 @@ def build_around(
 
 
 class LayerWriter(NamedTuple):
-    """Writes the layers of one rank; what may differ between techniques stands in three protocols."""
+    """Writes the layers of one rank; what may differ between techniques is in three protocols."""
 
     b: ProgramBuilder
     block: Block

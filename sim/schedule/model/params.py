@@ -1,4 +1,4 @@
-"""Where weights lie, and what becomes of their gradients."""
+"""Where weights are stored, and what sums their gradients."""
 
 from __future__ import annotations
 

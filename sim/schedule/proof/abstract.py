@@ -1,4 +1,4 @@
-"""Plays a schedule on abstract contents: what lies where, instead of numbers. ``check`` is built on it."""
+"""Plays a schedule on abstract contents instead of numbers. ``check`` is built on it."""
 
 from __future__ import annotations
 

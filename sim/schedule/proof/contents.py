@@ -1,4 +1,4 @@
-"""What lies in a buffer, abstractly: which part of which tensor, and what has been summed into it.
+"""Abstract contents of a buffer: which part of which tensor, and what has been summed into it.
 
 ``check`` plays a schedule on these contents instead of numbers. A ``Piece`` is a box of a view with one ``Content``;
 operands are lists of pieces, so packing, slicing and gathering need no rules of their own. Boxes and contents have the
@@ -58,7 +58,7 @@ class Content(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of a view, and what lies in it."""
+    """A box of a view, and its contents."""
 
     box: Box
     content: Content

@@ -57,7 +57,7 @@ def _is_inside(slices: Slices, shape: tuple[int, ...]) -> bool:
 def _place_problem(views: tuple[View, ...], program: Program) -> str:
     """Return where an op that runs on the GPU uses memory of its host."""
     on_host = [program.buffers[view.buffer].name for view in views if program.buffers[view.buffer].place != "hbm"]
-    return f"uses buffer {on_host[0]!r}, which lies in the host's memory; copy it first" if on_host else ""
+    return f"uses buffer {on_host[0]!r}, which is in host memory; copy it first" if on_host else ""
 
 
 def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:

@@ -1,5 +1,5 @@
-"""Schedules that show what kernels and transfers do to each other: the same ops twice, every kernel behind a transfer,
-and beside it.
+"""Schedules that measure interference between kernels and transfers: the same ops twice, with every kernel once after a
+transfer and once during it.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]
 AMONG_RANKS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")
-"""The others are a rank's own, to its host's memory and back."""
+"""The others are copies between one rank and its host."""
 
 _TOKENS = 1024
 _TRANSFER_BYTES = 2**24
 
 
 class Place(NamedTuple):
-    """Where a kernel and a transfer meet."""
+    """A pair of a kernel and a transfer."""
 
     use: KernelUse
     transfer: int
     """Number of the transfer's op, in both schedules."""
 
-    def kernel(self, *, beside: bool) -> int:
+    def kernel(self, *, overlapped: bool) -> int:
         """Return the number of the kernel's op: right after the transfer's, or after the one that waits for it."""
-        return self.transfer + (1 if beside else 2)
+        return self.transfer + (1 if overlapped else 2)
 
 
-class BesideSchedules(NamedTuple):
+class InterferenceSchedules(NamedTuple):
     """Two schedules that differ only in whether kernels wait for the transfer issued before them."""
 
-    behind: Schedule
-    beside: Schedule
+    sequential: Schedule
+    overlapped: Schedule
     places: list[Place]
     """One for every kernel and variant that a layer, a ring and Ulysses run."""
 
 
-def beside_schedules(transfer: Transfer, ranks: int, model: ModelSpec, dtype: Dtype) -> BesideSchedules:
+def interference_schedules(transfer: Transfer, ranks: int, model: ModelSpec, dtype: Dtype) -> InterferenceSchedules:
     """Return the schedules of one kind of transfer, among all ranks or of each to its host."""
     workload = Workload(model=model, seq=_TOKENS, dtype=dtype, scope="layer")
     link = Communicator(name="link", groups=(tuple(range(ranks)),))
     mesh = Mesh(ring=ranks)
-    header = Header(name=f"kernels beside {transfer}", workload=workload, mesh=mesh, communicators=(link,))
+    header = Header(name=f"kernels during {transfer}", workload=workload, mesh=mesh, communicators=(link,))
 
-    def schedule(*, beside: bool) -> Schedule:
-        return Schedule(header, lambda rank: _program(rank, transfer, workload, link, beside=beside)[0])
+    def schedule(*, overlapped: bool) -> Schedule:
+        return Schedule(header, lambda rank: _program(rank, transfer, workload, link, overlapped=overlapped)[0])
 
-    places = _program(0, transfer, workload, link, beside=False)[1]
-    return BesideSchedules(schedule(beside=False), schedule(beside=True), places)
+    places = _program(0, transfer, workload, link, overlapped=False)[1]
+    return InterferenceSchedules(schedule(overlapped=False), schedule(overlapped=True), places)
 
 
 def _program(
-    rank: int, transfer: Transfer, workload: Workload, link: Communicator, *, beside: bool
+    rank: int, transfer: Transfer, workload: Workload, link: Communicator, *, overlapped: bool
 ) -> tuple[Program, list[Place]]:
     """Return a rank's program and its places: the kernels of a layer and others, the first of each with a transfer."""
     own = _own(rank, transfer, workload, link)
@@ -85,7 +85,7 @@ def _program(
             continue
         places[kind] = Place(use, len(ops))
         meeting = msgspec.structs.replace(moving, label=f"{transfer} and {' '.join(kind)}")
-        ops += [meeting, op, waiting] if beside else [meeting, waiting, op]
+        ops += [meeting, op, waiting] if overlapped else [meeting, waiting, op]
     return msgspec.structs.replace(given, ops=tuple(ops)), list(places.values())
 
 

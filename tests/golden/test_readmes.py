@@ -1,0 +1,187 @@
+"""Every README: its Python runs, its commands parse or print what it shows, its files and links are there.
+
+A block of Python with a block of text behind it is run, and prints that text; one without is an example of this folder.
+A ``console`` block shows commands behind ``$`` with what they print. A line of a ``text`` block that begins with a
+command is parsed, except a synopsis: it has alternatives in brackets, or its explanation behind two spaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+
+import longstep
+from experiments.evidence.cases import read_cases
+from experiments.verbs.cli import parse
+from experiments.verbs.selection import Selection
+from sim.schedule.methods.catalog import SCHEDULES
+from topology.cluster import load_cluster
+from topology.specs import ClusterSpec, LinkSpec
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments", "tests")
+PAGES = [ROOT / "README.md", *sorted(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))]
+FILES = [path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.*")]
+SHOWN = ("list", "show", "simulate")
+"""Verbs that are quick enough to be run for what they print."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    language: str
+    text: str
+    follows: bool
+    """Whether nothing stands between it and the block before it."""
+
+    @property
+    def name(self) -> str:
+        """Return where it stands, for the names of tests."""
+        return f"{self.page.relative_to(ROOT)}-{self.text.splitlines()[0][:40]}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page, in order."""
+    text, end = page.read_text(), 0
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(page, found[1], found[2], not text[end : found.start()].strip())
+        end = found.end()
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [pair for pair in zip(BLOCKS, [*BLOCKS[1:], None], strict=True) if pair[0].language == "python"]
+
+
+def in_python(*arguments: str, folder: Path) -> str:
+    """Return what a program prints that starts in a folder, with the packages of this checkout."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder / "data")}
+    program = [sys.executable, *arguments]
+    return subprocess.run(program, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("block", "after"), PYTHON, ids=[block.name for block, _ in PYTHON])
+def test_python_prints_what_stands_behind_it(block: Block, after: Block | None, tmp_path: Path) -> None:
+    if after is not None and after.language == "text" and after.follows and after.page == block.page:
+        assert in_python("-c", block.text, folder=tmp_path) == after.text
+    else:
+        assert block.text in {path.read_text() for path in FOLDER.glob("*.py")}, "no example of tests/golden is that"
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Yield the commands of a page: of its blocks, and those in backquotes in its text."""
+    for block in blocks_of(page):
+        for line in block.text.splitlines():
+            if block.language in {"text", "console", "bash"} and not re.search(r"\S  +\S| \[", line):
+                yield from re.findall(r"^(?:\$ )?(?:torchrun .* )?longstep (.*?)(?: +#.*)?$", line)
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    yield from (" ".join(found.split()) for found in re.findall(r"`longstep (\w[^`…]*)`", prose))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood(page: Path) -> None:
+    for command in dict.fromkeys(commands_of(page)):
+        parse(shlex.split(command))
+
+
+def shown() -> Iterator[tuple[str, str]]:
+    """Yield every command that is shown with its output."""
+    for block in BLOCKS:
+        if block.language == "console":
+            for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+                if output:
+                    yield command, output
+
+
+@pytest.mark.parametrize(("command", "output"), list(shown()))
+def test_commands_print_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
+    program, verb, *rest = shlex.split(command)
+    assert program == "longstep"
+    assert verb in SHOWN, f"what {verb} prints is not quick to repeat: show the command alone"
+    run = "from experiments.verbs.cli import main; main()"
+    printed = in_python("-c", run, verb, *rest, folder=tmp_path)
+    assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    """Links within the repository, and the files that a page names in backquotes, perhaps by the end of their path."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), target
+    for path in re.findall(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:toml|md|json))`", text):
+        assert any(f"/{file}".endswith(f"/{path}") for file in FILES), path
+
+
+def toml_of(page: str, key: str, folder: Path) -> str:
+    """Return a file with the one TOML block of a page that says something of ``key``."""
+    (text,) = (block.text for block in blocks_of(ROOT / page) if block.language == "toml" and key in block.text)
+    path = folder / "example.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_cluster_file_is_one(tmp_path: Path) -> None:
+    """It can be simulated on, with traffic to its other node and to host memory."""
+    path = toml_of("topology/README.md", "[gpu]", tmp_path)
+    spec = load_cluster(path)
+    ranks = 2 * spec.gpus_per_node
+    found = longstep.predict(
+        cluster=path, gpus=ranks, seq="16K", scope="layer", layers=2, set={"schedule.activations": "host"}
+    )
+    assert {"nvlink", "pcie", "dram", "nic"} <= {resource.group for resource in found.cluster.resources}
+    assert found.step_time_s > 0
+
+
+def test_the_case_file_is_one(tmp_path: Path) -> None:
+    file, cases = read_cases(toml_of("experiments/README.md", "[[group]]", tmp_path))
+    assert file.group[0].target == 0.1
+    assert [case.setup.schedule for case in cases] == ["zigzag", "ulysses"]
+    assert cases[0].rivals == cases[1].rivals
+
+
+def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all keys of a file; of a link its table, since all links have the same keys."""
+    of_links = set(LinkSpec.__struct_fields__) if issubclass(struct, LinkSpec) and prefix else set()
+    if of_links:
+        yield f"[{prefix.rstrip('.')}]"
+    for name, hint in get_type_hints(struct).items():
+        inner = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+        if inner:
+            yield from keys_of(inner[0], f"{prefix}{name}.N." if get_origin(hint) is dict else f"{prefix}{name}.")
+        elif name not in of_links:
+            yield prefix + name
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("topology/README.md", [*keys_of(ClusterSpec), *keys_of(LinkSpec)]),
+        ("sim/schedule/README.md", list(SCHEDULES)),
+        (
+            "sim/schedule/README.md",
+            sorted({name for entry in SCHEDULES.values() for name in msgspec.to_builtins(entry.options or {})}),
+        ),
+        (
+            "experiments/README.md",
+            ["--" + {"passes": "pass"}.get(f.name, f.name).replace("_", "-") for f in dataclasses.fields(Selection)],
+        ),
+    ],
+    ids=["keys of clusters", "schedules", "options of schedules", "options of the selection"],
+)
+def test_tables_are_complete(page: str, names: list[str]) -> None:
+    text = (ROOT / page).read_text()
+    assert names
+    assert [name for name in names if f"`{name}`" not in text] == []
