@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sim.engine.report import Evidence
@@ -15,7 +16,20 @@ def evidence_lines(evidence: Evidence) -> list[str]:
         return [f"evidence: {note}" for note in evidence.notes]
     state = "" if evidence.complete else ", not complete"
     head = f"evidence: profile {evidence.profile!r} of {evidence.measured_on}, measured {evidence.created}{state}"
-    return [head, *(f"evidence: {note}" for note in evidence.notes)]
+    return [head, *(f"evidence: {note}" for note in _grouped(evidence.notes))]
+
+
+def _grouped(notes: Sequence[str]) -> list[str]:
+    """Return notes with those that end in one reason as one line: "reason: this; that"."""
+    of_reason: dict[str, list[str]] = {}
+    for note in notes:
+        subject, _, reason = note.rpartition(": ")
+        of_reason.setdefault(reason, []).append(subject)
+    lines = []
+    for reason, subjects in of_reason.items():
+        whole = f"{subjects[0]}: {reason}" if subjects[0] else reason
+        lines.append(whole if len(subjects) == 1 else f"{reason}: {'; '.join(subjects)}")
+    return lines
 
 
 def command_line() -> str:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import tyro
 from rich.console import Console
 
@@ -64,8 +65,9 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
         print_json(longstep.table(found).rows, console)
         return
     console.print(schedules_table(found))
-    notes = dict.fromkeys(line for one in found for line in evidence_lines(one.report.evidence))
-    for line in notes:
+    evidence = found[0].report.evidence
+    notes = sorted({note for one in found for note in one.report.evidence.notes})
+    for line in evidence_lines(msgspec.structs.replace(evidence, notes=notes)):
         console.print(line, markup=False)
 
 

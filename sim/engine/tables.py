@@ -181,7 +181,8 @@ class KernelTable:
         if not like:
             return None, ""
         key = min(like, key=lambda k: (k[2] != use.dtype, k[1] != use.variant, k))
-        return key, f"{use.kernel} {use.variant} {use.dtype}: efficiency of {key[1]} {key[2]}".replace("  ", " ")
+        words = (use.kernel, use.variant, use.dtype), (use.kernel, *key[1:])
+        return key, ": efficiency of ".join(" ".join(filter(None, some)) for some in words)
 
 
 def _squared(use: KernelUse) -> list[KernelUse]:
@@ -283,5 +284,7 @@ def series_size(kernel: str, shape: tuple[int, ...]) -> float:
 def _beyond(use: KernelUse, series: Series, size: float) -> str:
     """Return the note for a size that was not measured, empty if it was."""
     return (
-        f"{use.kernel} {use.variant} of size {size:.0f}: beyond the measured range" if series.extrapolates(size) else ""
+        f"{' '.join(filter(None, (use.kernel, use.variant)))} of size {size:.0f}: beyond the measured range"
+        if series.extrapolates(size)
+        else ""
     )

@@ -138,7 +138,7 @@ def test_another_mask_head_dim_or_type_borrows_and_says_so() -> None:
     model = cost(attention_point(1024, 0.5))
     use = attention(1024, causal=True)
     assert seconds(model.kernel(0, use)) == pytest.approx(use.flops / 1e12 / 0.5)
-    assert model.notes == {"attention_forward causal fp32: efficiency of full fp32"}
+    assert model.notes == {"attention_forward causal fp32: efficiency of attention_forward full fp32"}
     model = cost(attention_point(1024, 0.5))
     model.kernel(0, attention_use(False, "fp32", (1, 1024, 4, 128), 1024, 4, FULL))
     assert model.notes == {"attention_forward of head dim 128: efficiency of head dim 64"}
