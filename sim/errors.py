@@ -19,11 +19,20 @@ from collections.abc import Iterable
 
 
 class LongstepError(Exception):
-    """Base of all errors that Longstep raises on purpose."""
+    """Base of all errors that Longstep raises on purpose.
+
+    >>> issubclass(InputError, LongstepError) and issubclass(RankError, LongstepError)
+    True
+    """
 
 
 class InputError(LongstepError, ValueError):
-    """A value that the user gave cannot be used."""
+    """A value that the user gave cannot be used.
+
+    >>> error = InputError("`nodes` 0: expected a whole number of 1 or more")
+    >>> error.fields
+    ('nodes',)
+    """
 
     @property
     def fields(self) -> tuple[str, ...]:

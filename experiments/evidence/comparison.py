@@ -62,7 +62,11 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule, simulated and executed."""
+    """One schedule, simulated and executed.
+
+    >>> "error" in Measured.__struct_fields__ and "kinds" in Comparison.__struct_fields__
+    True
+    """
 
     schedule_hash: str
     step: Measured

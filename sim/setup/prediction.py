@@ -32,7 +32,13 @@ from topology.specs import ClusterSpec
 
 
 class Prediction:
-    """One simulated step of a schedule on a cluster. What it says is computed when first asked for, and kept."""
+    """One simulated step of a schedule on a cluster. What it says is computed when first asked for, and kept.
+
+    >>> from sim.setup.setup import predict
+    >>> p = predict("ulysses", model="llama3-8b", seq="16M", cluster="hgx-h100")
+    >>> p.fits, p.bound_by, p.interval.low_s < p.step_time_s < p.interval.high_s
+    (False, 'compute', True)
+    """
 
     def __init__(self, simulation: Simulation, schedule: str, title: str, again: Callable[..., Prediction]) -> None:
         self.simulation = simulation

@@ -38,7 +38,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Setup:
-    """What to look at, by name. Lengths in tokens take K = 1024 and M = 1024^2."""
+    """What to look at, by name. Lengths in tokens take K = 1024 and M = 1024^2.
+
+    >>> setup = Setup("usp", model="llama3-8b", cluster="hgx-h100", gpus=8, ulysses_degree=2)
+    >>> setup.resolved().mesh.ring
+    4
+    """
 
     schedule: str | Build | Entry = "ring"
     """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``."""

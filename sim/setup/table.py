@@ -9,7 +9,13 @@ from sim.setup.prediction import Prediction
 
 
 class Table:
-    """The main figures of some predictions: times in seconds, sizes in bytes, rates in tokens per second and GPU."""
+    """The main figures of some predictions: times in seconds, sizes in bytes, rates in tokens per second and GPU.
+
+    >>> print(Table([{"schedule": "ring", "step_time_s": 0.25}, {"schedule": "ulysses", "step_time_s": 0.125}]))
+    schedule  step_time_s
+    ring      0.25
+    ulysses   0.125
+    """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
