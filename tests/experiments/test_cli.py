@@ -342,7 +342,10 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--ring-degree", "3", "--gpus", "4"), "set --gpus 3"),
         (("simulate", "--ring-degree", "0"), "1 or more"),
         (("simulate", "--set", "cluster.nvlnk.bytes_per_s=1", "--cluster", "hgx-h100"), "did you mean"),
-        (("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"), "`float` > 0"),
+        (
+            ("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"),
+            "bytes_per_s=-1: expected a number > 0",
+        ),
         (("simulate", "--set", "cluster.nvlink.bytes_per_s", "--cluster", "hgx-h100"), "KEY=VALUE"),
         (("simulate", "--set", "clusters.nvlink.bytes_per_s=1"), "allowed are cluster, model, schedule"),
         (("simulate", "--set", "cluster.gpu[8].speed=1", "--cluster", "hgx-h100"), "0 to 7"),
