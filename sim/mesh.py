@@ -87,4 +87,4 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def require_ranks(ranks: int) -> None:
     """Raise InputError for more ranks than a schedule may have."""
     if ranks > MOST_RANKS:
-        raise InputError(f"{ranks} ranks: expected at most {MOST_RANKS}; set `gpus`")
+        raise InputError(f"{ranks} ranks: expected at most {MOST_RANKS}; set `gpus` or `nodes`")

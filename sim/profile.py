@@ -207,8 +207,11 @@ def profile_names() -> list[str]:
 
 
 def _own_names() -> list[str]:
-    """Return the names of the user's own profiles."""
-    return [path.stem for path in profile_folder().glob("*.json")] if profile_folder().is_dir() else []
+    """Return the names of the user's own profiles; none where their folder cannot be read."""
+    try:
+        return [path.stem for path in profile_folder().glob("*.json")]
+    except OSError:
+        return []
 
 
 def load_profile(name: str) -> Profile:

@@ -28,7 +28,7 @@ FLOATS: tuple[Dtype, ...] = ("fp64", "fp32", "bf16", "fp16")
 """What is computed with."""
 
 Count = Annotated[int, Meta(ge=1)]
-MOST_HEADS, MOST_LAYERS, MOST_SEQUENCES = 2**12, 2**10, 2**20
+MOST_HEADS, MOST_LAYERS, MOST_SEQUENCES = 2**10, 2**10, 2**20
 """Bounds beyond what anybody trains, below what takes hours and all memory to simulate."""
 Heads = Annotated[int, Meta(ge=1, le=MOST_HEADS)]
 Layers = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]

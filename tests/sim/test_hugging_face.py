@@ -187,7 +187,7 @@ def without(key: str) -> dict[str, Any]:
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters is not an object"),
         (LLAMA | {"head_dim": 1e308}, "head_dim is 1e.308: expected a whole number"),
         (LLAMA | {"head_dim": 2**40}, "head_dim is 1099511627776: expected a whole number <= 16777216"),
-        (LLAMA | {"num_attention_heads": 10**9}, "num_heads is 1000000000: expected a whole number <= 4096"),
+        (LLAMA | {"num_attention_heads": 10**9}, "num_heads is 1000000000: expected a whole number <= 1024"),
         (LLAMA | {"hidden_size": 1e308}, "embed_dim is 1e.308: expected a whole number"),
     ],
 )  # fmt: skip
