@@ -70,7 +70,12 @@ class RankError(LongstepError, RuntimeError):
 
 def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> InputError:
     """Return the error for a name that is none of ``allowed``; ``where`` says how to change it."""
+    return InputError(f"{none_of(what, value, allowed)}; set it with {where}")
+
+
+def none_of(what: str, value: object, allowed: Iterable[object]) -> str:
+    """Return that a name is none of ``allowed``, and which of them is near."""
     names = [str(name) for name in allowed]
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return InputError(f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}; set it with {where}")
+    return f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}"

@@ -18,6 +18,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 """The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
 _UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
 """What no shipped schedule splits over an axis."""
+MOST_RANKS = 2**14
+"""That a schedule may have: as many as have trained one model (arXiv:2407.21783 §3.3)."""
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,12 +34,15 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """All axes, outermost first: with ``ulysses`` before ``ring`` rings are of neighbours (arXiv:2405.07719 §3)."""
 
     def __post_init__(self) -> None:
-        """Raise InputError for a degree below 1, and for an order that is none of all axes."""
+        """Raise InputError for a degree below 1, more ranks than any schedule has, and an order that is none of all
+        axes.
+        """
         if sorted(self.order) != sorted(AXES):
             raise InputError(f"order {self.order} of a mesh: expected each of {', '.join(AXES)} once")
         for axis, degree in self.degrees.items():
             if degree < 1:
                 raise InputError(f"{axis} {degree}: expected a degree of 1 or more")
+        require_ranks(self.size)
 
     @property
     def degrees(self) -> dict[Axis, int]:
@@ -77,3 +82,9 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {', '.join(['dp', *axes])}; set "
                 f"{axis} to 1"
             )
+
+
+def require_ranks(ranks: int) -> None:
+    """Raise InputError for more ranks than a schedule may have."""
+    if ranks > MOST_RANKS:
+        raise InputError(f"{ranks} ranks: expected at most {MOST_RANKS}; set `gpus` or `nodes`")

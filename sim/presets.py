@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
+import stat
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from sim.errors import InputError, unknown
+from sim.errors import InputError, none_of, unknown
 
 T = TypeVar("T", bound=msgspec.Struct)
 Spec = TypeVar("Spec")
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+"""What titles and tables show."""
+MOST_BYTES = 256 * 2**20
+"""Of a file that is read whole: the largest ones, records of sweeps, have some MB."""
+_MOST_TOML_BYTES, _MOST_LINE_BYTES = 2**20, 4096
+"""Of a TOML file and of one of its lines: the parser takes the square of a key's length."""
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "nothing",
+}  # fmt: skip
+"""What msgspec's names of types are called here."""
 
 
 def preset_names(folder: str, suffix: str = ".toml") -> list[str]:
@@ -41,21 +55,104 @@ def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) ->
         data = resources.files(package).joinpath(sub, f"{name}.toml").read_bytes()
     else:
         raise unknown(what, name, [*preset_names(folder), "FILE.toml"], where)
+    if len(data) > _MOST_TOML_BYTES or max(map(len, data.splitlines()), default=0) > _MOST_LINE_BYTES:
+        raise InputError(
+            f"{what} {name!r}: expected a TOML file of at most {_MOST_TOML_BYTES} bytes, in lines of at most "
+            f"{_MOST_LINE_BYTES}"
+        )
     try:
-        return msgspec.toml.decode(data, type=struct, strict=False)
-    except msgspec.DecodeError as error:
+        decoded = msgspec.toml.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{what} {name!r}: {error}; change it in that file") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {name!r} is not a text file; {where} takes a TOML file") from error
+    return converted(decoded, struct, f"{what} {name!r}", "change it in that file")
 
 
 def read_bytes(what: str, path: str, where: str) -> bytes:
-    """Return the content of a file that the user named; raises InputError if it cannot be read."""
+    """Return the content of a file that the user named; raises InputError if it cannot be read, or is no file."""
+    wrong = ""
     try:
-        return Path(path).read_bytes()
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            wrong = "it is no regular file"
+        elif found.st_size > MOST_BYTES:
+            wrong = f"it has {found.st_size} bytes, more than {MOST_BYTES}"
+        else:
+            return Path(path).read_bytes()
     except OSError as error:
-        file = what if what.endswith("file") else f"{what} file"
-        raise InputError(f"{file} {path!r} cannot be read ({error.strerror}); set it with {where}") from error
+        wrong = str(error.strerror)
+    except ValueError as error:  # a path with a NUL byte, or with what is no character
+        wrong = str(error)
+    file = what if what.endswith("file") else f"{what} file"
+    raise InputError(f"{file} {path!r} cannot be read ({wrong}); set it with {where}")
+
+
+def from_json(data: bytes, struct: type[T], what: str, advice: str) -> T:
+    """Return the ``struct`` that JSON describes; raises InputError as ``converted`` does, and for what is no JSON."""
+    try:
+        decoded = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InputError(f"{what}: {error}; {advice}") from error
+    return converted(decoded, struct, what, advice, strict=True)
+
+
+def converted(data: object, struct: type[T], what: str, advice: str, *, strict: bool = False) -> T:
+    """Return the ``struct`` that decoded data describes; unless ``strict``, texts may stand for numbers.
+
+    Raises InputError that names the key, what stands there and what is allowed, between ``what`` was read and an
+    ``advice`` where to change it.
+    """
+    try:
+        return msgspec.convert(data, struct, strict=strict, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{what}: {explained(error, struct, data)}; {advice}") from error
+
+
+def explained(error: msgspec.ValidationError, owner: Any, data: object) -> str:
+    """Return in words of this project what msgspec says of ``data`` that does not fit the type ``owner``.
+
+    Without ``data`` whoever asks has named already what does not fit.
+    """
+    said, path = _told(error)
+    steps = re.findall(r"[^.\[\]]+|\[[^\]]*\]", path)
+    at, value = _hint(owner, steps), _value(data, steps)
+    given = f"{path} is {reprlib.repr(value)}: " if isinstance(value, str | int | float) else f"{path}: "
+    given = "" if data is None or not path else given
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", said):
+        fields = [name for one in _alternatives(at) for name in getattr(one, "__struct_fields__", ())]
+        return (f"{path}: " if path else "") + none_of("key", match[1], fields)
+    if match := re.fullmatch(r"Object missing required field `(.*)`", said):
+        return f"the key {'.'.join(filter(None, (path, match[1])))} is missing"
+    if re.match("Invalid enum value", said):
+        return f"{given}allowed are {', '.join(str(one) for kind in _alternatives(at) for one in get_args(kind))}"
+    if re.match("Expected `str` matching", said):
+        return f"{given}expected a text without control characters"
+    if match := re.fullmatch(r"Expected `str` of length (\S+) (\d+)", said):
+        return f"{path}: expected a text whose length is {match[1]} {match[2]}"
+    if match := re.fullmatch(r"Expected `([\w |]+)`(?: ((?:>|<)=? \S+?)(?:\.0)?)?(?:, got `.*`)?", said):
+        kinds = " or ".join(_KINDS.get(kind, kind) for kind in match[1].split(" | ") if kind != "null")
+        return f"{given}expected {' '.join(filter(None, (kinds, match[2])))}"
+    return f"{given and f'{path}: '}{said}"
+
+
+def _told(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return what msgspec says, and the path of fields to where."""
+    match = re.fullmatch(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", str(error), re.DOTALL)
+    assert match is not None
+    return match[1], match[2] or ""
+
+
+def _value(data: Any, steps: Sequence[str]) -> object:
+    """Return what stands at the end of a path; None where msgspec does not say which of several it is."""
+    for step in steps:
+        if isinstance(data, dict):
+            data = data.get(step)
+        elif isinstance(data, list) and step.strip("[]").isdecimal():
+            data = data[int(step.strip("[]"))]
+        else:
+            return None
+    return data
 
 
 def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec:
@@ -71,11 +168,9 @@ def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
-        at = [(path, text) for path, text in changes if str(error).endswith(f" - at `$.{'.'.join(_keys(path))}`")]
-        hint = _hint(type(spec), _keys(at[-1][0])) if at else None
-        allowed = f": allowed are {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else ""
+        at = [(path, text) for path, text in changes if _told(error)[1] == ".".join(_keys(path))]
         given = ", ".join(f"{_option(where, path)}={text}" for path, text in at or changes)
-        raise InputError(f"{given}: {error}{allowed}") from error
+        raise InputError(f"{given}: {explained(error, type(spec), None if at else data)}") from error
 
 
 def _keys(path: str) -> list[str]:
@@ -97,12 +192,22 @@ def _replace(data: dict[str, Any], path: str, text: str, where: str) -> None:
     node[keys[-1]] = _parsed(text, node[keys[-1]], path, where)
 
 
-def _hint(owner: Any, keys: Sequence[str]) -> Any:
-    """Return the type of a field at the end of a path of fields; None if there is none such."""
-    for key in keys:
-        candidates = (owner, *get_args(owner))  # of an optional struct the struct
-        owner = next((get_type_hints(one).get(key) for one in candidates if isinstance(one, type)), None)
+def _hint(owner: Any, steps: Sequence[str]) -> Any:
+    """Return the type at the end of a path of fields and elements; None if there is none such."""
+    for step in steps:
+        hints = []
+        for one in _alternatives(owner):
+            if get_origin(one) in {dict, list, tuple}:
+                hints.append(get_args(one)[1 if get_origin(one) is dict else 0])
+            elif isinstance(one, type):
+                hints.append(get_type_hints(one).get(step))
+        owner = next((hint for hint in hints if hint is not None), None)
     return owner
+
+
+def _alternatives(owner: Any) -> list[Any]:
+    """Return a type, or of a union its types."""
+    return [owner] if get_origin(owner) in {None, dict, list, tuple, Literal} else list(get_args(owner))
 
 
 def _parsed(text: str, present: object, path: str, where: str) -> object:
@@ -142,7 +247,7 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
     """Return the dotted paths of all figures in ``data``, in the form that ``--set`` takes."""
     paths: list[str] = []
     for key, value in data.items():
-        if key == "sources":
+        if key in {"sources", "notes"}:
             continue
         if key.startswith("per_") and isinstance(value, dict):
             paths.append(f"{key.removeprefix('per_')}[N].speed")

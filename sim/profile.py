@@ -14,11 +14,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sim.errors import InputError, unknown
-from sim.presets import preset_names, read_bytes
+from sim.presets import Name, from_json, preset_names, read_bytes
 from sim.workload import Dtype
 
 Condition = Literal["idle", "busy"]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+Factor = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Amount = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 HOST_COPIES: tuple[Literal["offload"], Literal["fetch"]] = ("offload", "fetch")
 PAGEABLE_COPIES = ("offload_pageable", "fetch_pageable")
@@ -50,8 +53,8 @@ class Point(_Data, frozen=True, kw_only=True):
     high_s: Seconds
     """Third quartile."""
     runs: int
-    flops: int = 0
-    nbytes: int = 0
+    flops: Amount = 0
+    nbytes: Amount = 0
     """HBM bytes of a kernel (``KernelUse.hbm_bytes``); bytes on the wire per rank of a transfer."""
 
     def __post_init__(self) -> None:
@@ -71,8 +74,8 @@ class Slowdown(_Data, frozen=True, kw_only=True):
     """As in ``KernelUse``: what is slowed, or what a transfer is slowed by."""
     variant: str = ""
     dtype: Dtype
-    shape: tuple[int, ...]
-    nbytes: int
+    shape: tuple[Count, ...]
+    nbytes: Amount
     """HBM bytes of the kernel."""
     beside: Literal["ranks", "exchange", "all_to_all", "all_reduce", "offload", "fetch"]
     """ranks: the same kernel on ``ranks`` ranks at once, against one; else one transfer among them, or of each to its
@@ -82,11 +85,11 @@ class Slowdown(_Data, frozen=True, kw_only=True):
     """thread: only while the kernel's thread is on a core, so whoever else took that core is not in it."""
     alone_s: Seconds
     """Median time of what is slowed, without the other."""
-    median: float
+    median: Factor
     """Time beside it over time alone."""
-    low: float
+    low: Factor
     """First quartile."""
-    high: float
+    high: Factor
     """Third quartile."""
     runs: int
 
@@ -94,7 +97,7 @@ class Slowdown(_Data, frozen=True, kw_only=True):
 class MeasuredJitter(_Data, frozen=True, kw_only=True):
     """How much kernels scatter while all ranks are busy."""
 
-    share: float
+    share: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
     """One run of ten takes 1 + 1.645 share times the median and more: what ``--jitter`` takes (half normal)."""
     correlation: float
     """Of runs at the same time on different ranks: 1 where all are slow together, so that none waits for another."""
@@ -106,9 +109,9 @@ class TileModel(_Data, frozen=True, kw_only=True):
 
     kernel: str
     dtype: Dtype
-    head_dim: int
-    fixed_s: Annotated[float, msgspec.Meta(ge=0)]
-    tile_s: Annotated[float, msgspec.Meta(ge=0)]
+    head_dim: Count
+    fixed_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+    tile_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
     """Of each block, whatever it does."""
     pair_s: Seconds
     """Of each 128 x 128 scores."""
@@ -117,18 +120,18 @@ class TileModel(_Data, frozen=True, kw_only=True):
 class Issue(_Data, frozen=True, kw_only=True):
     """What issuing an op costs the host."""
 
-    host_s: Annotated[float, msgspec.Meta(ge=0)]
+    host_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
     """Without the launches themselves."""
-    launches: int = 1
+    launches: Amount = 1
     """Kernels that the op launches, each for the GPU's ``launch_s``."""
 
 
 class Spread(_Data, frozen=True, kw_only=True):
     """Measured over predicted time, of points that are predicted from the others."""
 
-    low: float
+    low: Factor
     """One of twenty lies below it."""
-    high: float
+    high: Factor
     """One of twenty lies above it."""
 
 
@@ -138,7 +141,7 @@ Bound = Literal["low", "high"]
 class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """What a profile is valid for."""
 
-    gpu: str
+    gpu: Name
     """Name of the device, as in the cluster's gpu.name."""
     cores: int = 0
     """Of a host; 0 for GPUs."""
@@ -152,7 +155,7 @@ class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
 class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """All that was measured in one calibration."""
 
-    name: str
+    name: Name
     created: str
     """Date and time, UTC, ISO 8601."""
     command: str
@@ -164,12 +167,12 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     points: tuple[Point, ...]
     interference: tuple[Slowdown, ...] = ()
     """Only a full calibration measures all of it."""
-    traffic: dict[str, float] = {}
+    traffic: dict[str, Factor] = {}
     """Bytes that a kernel moves through memory over those that none could avoid (``KernelUse.hbm_bytes``), by kernel:
     where several at once show it, or its code does. 1 for others."""
     memory_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
-    blocks_per_sm: dict[str, int] = {}
+    blocks_per_sm: dict[str, Count] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
     replayed_s: Seconds | None = None
     """Of a small kernel, from one to the next in a CUDA graph, whose launches cost the host nothing: what
@@ -178,14 +181,14 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Ops that cost the host more than one launch, by kernel or kind of communication."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
-    disagreement: dict[str, float] = {}
+    disagreement: dict[str, Factor] = {}
     """By kernel, the factor by which sources lie above and below the mean that its points are."""
     residuals: dict[str, Spread] = {}
     """How far points are from what the others predict, and sources from their mean, by kernel."""
-    sustained: dict[str, float] = {}
+    sustained: dict[str, Factor] = {}
     """By kernel, how many times as long it takes after seconds of load as in the short runs that points are of, in the
     upper end of intervals."""
-    beside_communication: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    beside_communication: Annotated[float, msgspec.Meta(ge=1, lt=1e9)] = 1.0
     """How much longer kernels may take beside communication, in the upper end of intervals."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
@@ -200,26 +203,28 @@ def profile_folder() -> Path:
 
 def profile_names() -> list[str]:
     """Return the names of all profiles that ``--profile`` takes."""
-    own = [path.stem for path in profile_folder().glob("*.json")] if profile_folder().is_dir() else []
-    return sorted({*preset_names("sim/profiles", ".json"), *own})
+    return sorted({*preset_names("sim/profiles", ".json"), *_own_names()})
+
+
+def _own_names() -> list[str]:
+    """Return the names of the user's own profiles; none where their folder cannot be read."""
+    try:
+        return [path.stem for path in profile_folder().glob("*.json")]
+    except OSError:
+        return []
 
 
 def load_profile(name: str) -> Profile:
     """Return a profile by name (the user's own before those that ship) or from a JSON file."""
-    data = profile_bytes(name)
-    try:
-        return msgspec.json.decode(data, type=Profile)
-    except msgspec.DecodeError as error:
-        raise InputError(f"profile {name!r}: {error}; longstep calibrate makes a new one") from error
+    return from_json(profile_bytes(name), Profile, f"profile {name!r}", "longstep calibrate makes a new one")
 
 
 def profile_bytes(name: str) -> bytes:
     """Return the file of a profile, found as ``load_profile`` finds it."""
-    own = profile_folder() / f"{name}.json"
     if name.endswith(".json") or "/" in name:
         return read_bytes("profile", name, "`profile`")
-    if own.is_file():
-        return own.read_bytes()
+    if name in _own_names():
+        return read_bytes("profile", str(profile_folder() / f"{name}.json"), "`profile`")
     if name in preset_names("sim/profiles", ".json"):
         return resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
     where = "`profile` (longstep calibrate makes one)"

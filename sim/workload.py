@@ -6,16 +6,16 @@ L layers · V vocabulary · P = U * R context-parallel degree (Ulysses x ring)
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from sim.errors import InputError, unknown
+from sim.hugging_face import model_fields
 from sim.options import SumOptions
-from sim.presets import load_toml, read_bytes
+from sim.presets import Name, converted, load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
 """What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
@@ -28,7 +28,12 @@ FLOATS: tuple[Dtype, ...] = ("fp64", "fp32", "bf16", "fp16")
 """What is computed with."""
 
 Count = Annotated[int, Meta(ge=1)]
-Rate = Annotated[float, Meta(gt=0)]
+MOST_HEADS, MOST_LAYERS, MOST_SEQUENCES = 2**10, 2**10, 2**20
+"""Bounds beyond what anybody trains, below what takes hours and all memory to simulate."""
+Heads = Annotated[int, Meta(ge=1, le=MOST_HEADS)]
+Layers = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+Features = Annotated[int, Meta(ge=1, le=2**24)]
+Rate = Annotated[float, Meta(gt=0, lt=1e30)]
 
 
 def accumulation_dtype(dtype: Dtype) -> Dtype:
@@ -39,20 +44,23 @@ def accumulation_dtype(dtype: Dtype) -> Dtype:
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer."""
 
-    name: str
-    embed_dim: Count
-    num_layers: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    ffn_dim: Count
-    vocab_size: Count
+    name: Name
+    embed_dim: Features
+    num_layers: Layers
+    num_heads: Heads
+    num_kv_heads: Heads
+    head_dim: Features
+    ffn_dim: Features
+    vocab_size: Features
     dtype: Dtype = "bf16"
     rope_theta: Rate = 10000.0
     """Base of the rotary embedding's wavelengths (arXiv:2104.09864 §3.2.2)."""
     norm_epsilon: Rate = 1e-5
     """What RMSNorm adds to the mean square."""
     source: str = "given by the user"
+    notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then
+    it is not in the JSON of schedules, whose hashes are those of before there were notes."""
 
     def __post_init__(self) -> None:
         """Raise InputError where query heads do not divide among the key/value heads."""
@@ -86,6 +94,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         """Raise InputError for what no schedule can play."""
+        for name, most in (("layers", MOST_LAYERS), ("batch", MOST_SEQUENCES)):
+            if not 1 <= (given := getattr(self, name)) <= most:
+                raise InputError(f"`{name}` {given}: expected 1 to {most}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"`seed` {self.seed}: expected a whole number of 64 bits")
         if self.dtype not in FLOATS:
             raise unknown("data type", self.dtype, FLOATS, "`dtype`")
         if self.scope == "attention" and self.layers != 1:
@@ -131,43 +144,6 @@ def parse_length(text: str, where: str) -> int:
 def load_model(name: str) -> ModelSpec:
     """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it."""
     if name.endswith(".json"):
-        return _from_hugging_face(name, read_bytes("model", name, "`model`"))
+        fields = model_fields(name, read_bytes("model", name, "`model`"))
+        return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
     return load_toml("model", name, ModelSpec, "sim/models", "`model`")
-
-
-def _from_hugging_face(path: str, data: bytes) -> ModelSpec:
-    """Return the model that a Hugging Face ``config.json`` describes; raises InputError for what is missing."""
-    try:
-        config: Any = json.loads(data)
-        if not isinstance(config, dict):
-            raise TypeError("it is not an object")
-        heads = config["num_attention_heads"]
-        dtypes: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-        dtype = str(config.get("torch_dtype", config.get("dtype", "bfloat16")))
-        if dtype not in dtypes:
-            raise unknown("torch_dtype", dtype, dtypes, path)
-        fields = {
-            "name": str(config.get("_name_or_path") or config.get("model_type") or "config"),
-            "embed_dim": config["hidden_size"],
-            "num_layers": config["num_hidden_layers"],
-            "num_heads": heads,
-            "num_kv_heads": config.get("num_key_value_heads", heads),
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "ffn_dim": config["intermediate_size"],
-            "vocab_size": config["vocab_size"],
-            "dtype": dtypes[dtype],
-            "rope_theta": _rope_theta(config),
-            "norm_epsilon": config.get("rms_norm_eps", 1e-5),
-            "source": f"Hugging Face configuration {path}",
-        }
-        return msgspec.convert(fields, ModelSpec)
-    except KeyError as error:
-        raise InputError(f"model {path!r} lacks the key {error}; `model` takes a Hugging Face config.json") from error
-    except (TypeError, ZeroDivisionError, UnicodeDecodeError, json.JSONDecodeError, msgspec.ValidationError) as error:
-        raise InputError(f"model {path!r}: {error}; `model` takes a Hugging Face config.json") from error
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    """Return the base of the rotary embedding: a key of its own, or since transformers 5 one of rope_parameters."""
-    found = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    return 10000.0 if found is None else float(found)

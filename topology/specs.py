@@ -12,10 +12,15 @@ import msgspec
 from msgspec import Meta
 
 from sim.errors import InputError
+from sim.presets import Name
 
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, lt=1e30)]
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=2**16)]
+"""Of devices, or of parts of one."""
+Bytes = Annotated[int, Meta(ge=1, le=2**60)]
+MOST_GPUS = 2**14
+"""Of a cluster: as many as have trained one model (arXiv:2407.21783 §3.3)."""
 
 
 class _Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,21 +30,21 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class GpuSpec(_Spec, frozen=True, kw_only=True):
     """One accelerator; for ``kind = "cpu"`` one process of the host, whose "SMs" are its threads."""
 
-    name: str
+    name: Name
     kind: Literal["cuda", "cpu"] = "cuda"
     sms: Count
     peak_flops_per_s: dict[str, Positive]
     """Dense peak by data type at the boost clock: no prediction is ever faster."""
     launch_s: NotNegative
     """Time that the host thread needs to issue one op."""
-    communication_sms: Annotated[int, Meta(ge=0)] = 0
+    communication_sms: Annotated[int, Meta(ge=0, le=2**16)] = 0
     """SMs that a running communication kernel holds, also while it waits for its peer."""
 
 
 class HbmSpec(_Spec, frozen=True, kw_only=True):
     """The memory that kernels work on: per GPU, or the DRAM that all ranks of a CPU host share."""
 
-    capacity_bytes: Count
+    capacity_bytes: Bytes
     bytes_per_s: Positive
 
 
@@ -77,14 +82,14 @@ class PcieSpec(LinkSpec, frozen=True, kw_only=True):
 class DramSpec(_Spec, frozen=True, kw_only=True):
     """Host memory of one socket; reads and writes share its bandwidth."""
 
-    capacity_bytes: Count
+    capacity_bytes: Bytes
     bytes_per_s: Positive
 
 
 class SocketSpec(_Spec, frozen=True, kw_only=True):
     """The CPUs of a node of GPUs: each has the memory and the PCIe switches of an equal share of the GPUs."""
 
-    per_node: Count = 1
+    per_node: Annotated[int, Meta(ge=1, le=64)] = 1
     dram: DramSpec
     link: LinkSpec | None = None
     """Between any two of them; without one data does not pass from one to another."""
@@ -115,7 +120,7 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     ``fabrics``.
     """
 
-    name: str
+    name: Name
     nodes: Count = 1
     gpus_per_node: Count
     gpu: GpuSpec
@@ -135,6 +140,11 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise InputError where parts do not fit together."""
         total = self.nodes * self.gpus_per_node
+        if not 1 <= total <= MOST_GPUS:
+            raise InputError(
+                f"cluster {self.name!r} has {self.nodes} x {self.gpus_per_node} GPUs: expected 1 to {MOST_GPUS}; set "
+                f"`nodes` or its gpus_per_node"
+            )
         for index in self.per_gpu:
             if index >= total:
                 raise InputError(f"gpu[{index}] is beyond the {total} GPUs of cluster {self.name!r}: 0 to {total - 1}")

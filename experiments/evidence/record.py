@@ -17,7 +17,7 @@ from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
 from sim.errors import InputError
-from sim.presets import read_bytes
+from sim.presets import from_json, read_bytes
 from sim.profile import Profile, write_whole
 from sim.setup.setup import Configuration
 
@@ -72,10 +72,8 @@ def save_record(record: Record, path: str) -> None:
 
 def read_record(path: str) -> Record:
     """Return the record in a file; raises InputError if it is none."""
-    try:
-        record = msgspec.json.decode(read_bytes("record", path, "`record`"), type=Record)
-    except msgspec.DecodeError as error:
-        raise InputError(f"record {path!r}: {error}; longstep validate --out writes one") from error
+    data = read_bytes("record", path, "`record`")
+    record = from_json(data, Record, f"record {path!r}", "longstep validate --out writes one")
     if not any(found for _, found in record.comparisons):
         raise InputError(f"record {path!r} holds no comparison; longstep validate --out writes one")
     return record

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
+import importlib.metadata
 import io
 import logging
 import os
@@ -20,7 +22,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, assert_never
 
 import tyro
-from rich.console import Console
 from rich.logging import RichHandler
 
 from experiments.verbs.calibrate import Calibrate, calibrate
@@ -28,6 +29,7 @@ from experiments.verbs.compare import Compare, compare
 from experiments.verbs.run import Run, run
 from experiments.verbs.show import List, Show, list_names, show
 from experiments.verbs.simulate import Simulate, simulate
+from experiments.verbs.terminal import Printer, printable
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError
 
@@ -44,7 +46,9 @@ Command = (
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
 )
 
-_ABOUT = "Predict, execute and compare schedules of long-context training."
+_ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing to a disk fails with that takes no more."""
 _WIDTH = 140
 """Columns of tables that go to a file or a pipe."""
 _TORCHRUN = (
@@ -76,8 +80,11 @@ def _as_started(arguments: list[str] | None) -> None:
 
 def command(arguments: list[str] | None, workers: Workers | None = None) -> None:
     """Parse and run one command; what it executes, it executes on the workers that torchrun has started, if it has."""
-    parsed = parse(arguments)
     console = open_console()
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        console.print(f"longstep {_version()}")
+        return
+    parsed = parse(arguments)
     if isinstance(parsed, List):
         list_names(parsed, console)
     elif isinstance(parsed, Show):
@@ -100,8 +107,9 @@ def guarded(action: Callable[[], None]) -> None:
     """Do what a program is for; turn what can go wrong into one line on stderr and an exit code."""
     gc.set_threshold(50_000, 20, 50)  # schedules are many small objects without cycles
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))  # None where closed
     try:
-        action()
+        _to_the_end(action)
     except LongstepError as error:
         _complain(with_flags(str(error)))
         sys.exit(1 if isinstance(error, RankError) else 2)
@@ -113,14 +121,43 @@ def guarded(action: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)
+    except MemoryError:
+        _complain("this machine has too little memory for it: choose fewer GPUs, layers or chunks")
+        sys.exit(1)
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
+        _print_no_more()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _print_no_more()
+        _complain(f"what there is to print cannot be written ({error.strerror})")
+        sys.exit(1)
 
 
-def open_console() -> Console:
+def _to_the_end(action: Callable[[], None]) -> None:
+    """Do it, and write what it has printed while errors can still be told."""
+    try:
+        action()
+    finally:
+        sys.stdout.flush()
+
+
+def _print_no_more() -> None:
+    """Let what is still to be printed go nowhere: at the exit of the process writing it would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_console() -> Printer:
     """Return the console that results are printed on."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+    return Printer(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("longstep")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a folder, not installed"
 
 
 def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Validate | Calibrate:
@@ -136,7 +173,8 @@ def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"longstep: {message}\n")
+    line = printable(message).replace("\n", "\\n")
+    sys.stderr.write(f"longstep: {line}\n")
 
 
 def with_flags(message: str) -> str:

@@ -130,7 +130,11 @@ def _schedules() -> Table:
 def _profiles() -> Table:
     table = Table("profile", "measured on", "when", "points", title="profiles", title_justify="left")
     for name in profile_names():
-        profile = load_profile(name)
+        try:
+            profile = load_profile(name)
+        except InputError as error:  # one file that is broken hides no others
+            table.add_row(name, str(error), "", "")
+            continue
         state = "" if profile.complete else " (not complete)"
         table.add_row(name, profile.machine.gpu, profile.created + state, str(len(profile.points)))
     table.add_row("datasheet", "any cluster, at the rates of its datasheet", "", "")

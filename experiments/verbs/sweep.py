@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import tyro
 from experiments.evidence.cells import Cell
 from experiments.verbs.selection import Selection
 from sim.errors import InputError
+from sim.mesh import MOST_RANKS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import SCOPES, one_of
 from sim.workload import parse_length
@@ -72,8 +74,8 @@ def _ranks(sweep: Sweep) -> list[int]:
         return [2**power for power in range(1, max(1, cores.bit_length() - 1) + 1)]
     ranks = _split(sweep.ranks, "`ranks`", "2,4")
     for count in ranks:
-        if not count.isdecimal() or int(count) < 1:
-            raise InputError(f"`ranks` {count}: expected numbers of processes from 1, such as 2,4")
+        if not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MOST_RANKS:
+            raise InputError(f"`ranks` {count}: expected numbers of processes from 1 to {MOST_RANKS}, such as 2,4")
     return [int(count) for count in ranks]
 
 

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from experiments.evidence.comparison import Comparison, Measured
 from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction
 from sim.breakdown import PartName
 from sim.engine.report import Report
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal, and what is none, which cannot be written."""
+
+
+def printable(text: str) -> str:
+    """Return a text with everything that would steer a terminal as JSON and Python write it."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class Printer(Console):
+    """Prints what there is, and nothing that names in it mean to a console."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Return what is printed of a text: of titles, of cells, and of all else."""
+        return super().render_str(printable(text), **how)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise BrokenPipeError, which is no failure."""
+        raise BrokenPipeError
 
 
 def report_table(title: str, report: Report) -> Table:

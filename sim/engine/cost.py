@@ -7,13 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-import msgspec
-
 from sim.engine.collectives import link_name, link_traffic, slowest_link
 from sim.engine.network import Activity, Demands, Flow, Latency, Wait
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.options import Place
+from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, HostCopy, Op
@@ -284,7 +283,6 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
 
 def measured_cluster(profile: Profile) -> ClusterSpec:
     """Return the spec of the machine that a profile was measured on; raises InputError if it carries none."""
-    try:
-        return msgspec.convert(profile.cluster, ClusterSpec, strict=False)
-    except msgspec.ValidationError as error:
-        raise InputError(f"profile {profile.name!r}: {error}; longstep calibrate makes a new one") from error
+    return converted(
+        profile.cluster, ClusterSpec, f"cluster of profile {profile.name!r}", "longstep calibrate makes a new one"
+    )

@@ -167,7 +167,8 @@ def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:
 
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
-    profile, notes = simulation.profile, sorted(simulation.cost.notes) + more
+    model = simulation.checked.schedule.header.workload.model
+    profile, notes = simulation.profile, [*sorted(simulation.cost.notes), *more, *(model.notes or ())]
     if profile is None:
         name = simulation.cluster.spec.name
         rates = (

@@ -173,7 +173,11 @@ def _function(name: str) -> Build:
         raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "`schedule`")
     if not path.endswith(".py"):
         raise InputError(f"`schedule` {name}: expected a file that ends in .py before the colon")
-    if not Path(path).is_file():
+    try:
+        there = Path(path).is_file()
+    except OSError:  # a name that is too long for one
+        there = False
+    if not there:
         raise InputError(f"`schedule` {name}: there is no file {path!r}")
     registered = f"longstep_user_{hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(registered, path)

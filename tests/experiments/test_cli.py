@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
+import re
 import subprocess
 import sys
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +268,44 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hgx-h100" not in run(capsys, "list", "models")
 
 
+def test_one_profile_that_is_broken_hides_no_others(capsys: pytest.CaptureFixture[str], own_profiles: Path) -> None:
+    own_profiles.mkdir(parents=True)
+    whole = resources.files("sim").joinpath("profiles", "h100-sxm.json").read_bytes()
+    (own_profiles / "host.json").write_bytes(whole[:1000])
+    (own_profiles / "none.json").symlink_to("nowhere")
+    (own_profiles / "folder.json").mkdir()
+    os.mkfifo(own_profiles / "pipe.json")
+    (own_profiles / "not utf-8\udcff.json").write_bytes(b"\xff")
+    (own_profiles / "[red]\x1b[31m.json").write_bytes(whole)
+    printed = run(capsys, "list", "profiles")
+    for name in ("host", "none", "folder", "pipe", r"not utf-8\udcff"):
+        assert re.search(rf"│ {re.escape(name)} +│ profile ", printed), name
+    assert "truncated" in printed, "the reason, in lines that break anywhere"
+    assert re.search(r"\[red\]\\u001b\[31m +│ H100-SXM-80GB", printed), "as it is named"
+    assert "h200-sxm" in printed
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Not as markup of the library that prints."""
+    path = tmp_path / "mine.toml"
+    preset = resources.files("sim").joinpath("models", "tiny.toml").read_text()
+    for name in ("[/]", "[red]mine", ":smile:"):
+        path.write_text(preset.replace('name = "tiny"', f'name = "{name}"'))
+        assert f"attention of {name}, both" in run(capsys, "simulate", "--gpus", "2", "--model", str(path))
+    path.write_text(preset.replace('name = "tiny"', r'name = "\u001b[31m"'))
+    assert "without control characters" in fails(capsys, "simulate", "--model", str(path))
+
+
+def test_what_a_model_has_and_predictions_leave_out_is_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "tests" / "sim" / "hugging_face" / "qwen3-8b.json")
+    note = "model: the norms of the heads of q and k that qwen3 has are not simulated"
+    options = ("--cluster", "hgx-h100", "--model", config)
+    for profile in ("datasheet", "h100-sxm"):
+        assert note in simulate(capsys, *options, "--profile", profile)["evidence"]["notes"]
+    assert f"evidence: {note}" in run(capsys, "simulate", *options)
+    assert not any("model" in note for note in simulate(capsys, *H100, "--profile", "h100-sxm")["evidence"]["notes"])
+
+
 def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "my_module.py"
     path.write_text(OWN.format(body="pass"))
@@ -297,6 +339,12 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
+    assert "unknown function 'dict'" in fails(capsys, "simulate", "--schedule", f"{path}:dict", *H100)
+    assert "failed at" in fails(capsys, "simulate", "--schedule", f"{path}:Workload", *H100)
+    path.write_text(OWN.format(body="raise SystemExit(0)"))
+    assert "my_module.py:9: SystemExit: 0" in fails(capsys, "simulate", *own)
+    path.write_text("import sys; sys.exit(0)")
+    assert "importing" in fails(capsys, "simulate", *own)
     path.write_text("import nothing_of_that_name")
     assert "importing" in fails(capsys, "simulate", *own)
     assert "there is no file" in fails(capsys, "simulate", "--schedule", "none.py:build")
@@ -342,7 +390,10 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--ring-degree", "3", "--gpus", "4"), "set --gpus 3"),
         (("simulate", "--ring-degree", "0"), "1 or more"),
         (("simulate", "--set", "cluster.nvlnk.bytes_per_s=1", "--cluster", "hgx-h100"), "did you mean"),
-        (("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"), "`float` > 0"),
+        (
+            ("simulate", "--set", "cluster.nvlink.bytes_per_s=-1", "--cluster", "hgx-h100"),
+            "bytes_per_s=-1: expected a number > 0",
+        ),
         (("simulate", "--set", "cluster.nvlink.bytes_per_s", "--cluster", "hgx-h100"), "KEY=VALUE"),
         (("simulate", "--set", "clusters.nvlink.bytes_per_s=1"), "allowed are cluster, model, schedule"),
         (("simulate", "--set", "cluster.gpu[8].speed=1", "--cluster", "hgx-h100"), "0 to 7"),
@@ -354,6 +405,32 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--seq", "1001", "--gpus", "2", "--pad", "--mask", "full"), "set --mask causal"),
         (("simulate", "--cluster", "hgx-h100", "--dtype", "fp64"), "has no peak for fp64"),
         (("simulate", "--trace", "/nowhere/trace.json"), "there is no folder"),
+        (("simulate", "--gpus", "2147483648"), "2147483648 ranks: expected at most 16384"),
+        (("simulate", "--ring-degree", "99999", "--ulysses-degree", "99999"), "ranks: expected at most 16384"),
+        (("simulate", "--cluster", "hgx-h100", "--nodes", "2147483648"), "17179869184 ranks: expected at most 16384"),
+        (("simulate", "--layers", "1000000", "--scope", "layer"), "--layers 1000000: expected 1 to 1024"),
+        (("simulate", "--batch", "1" * 400), "expected 1 to 1048576"),
+        (("simulate", "--seq", "9" * 400), "8K or 1M"),
+        (("simulate", "--set", "model.num_heads=1e9"), "num_heads=1e9: expected a whole number <= 1024"),
+        (("simulate", "--set", "model.head_dim=1e308"), "head_dim=1e308: expected a whole number <= 16777216"),
+        (
+            ("simulate", "--set", "cluster.socket.per_node=1e8", "--cluster", "hgx-h100"),
+            "expected a whole number <= 64",
+        ),
+        (("simulate", "--model", "/dev/zero"), "it is no regular file"),
+        (("simulate", "--model", "\0.json"), "cannot be read"),
+        (("simulate", "--cluster", "\0.toml"), "cannot be read"),
+        (("simulate", "--profile", "\0.json"), "cannot be read"),
+        (("simulate", "--profile", "a" * 300), "unknown profile"),
+        (("simulate", "--profile", "a" * 300 + ".json"), "cannot be read"),
+        (("simulate", "--model", "x\x1b[31m\n"), r"'x\x1b[31m\n'"),
+        (("simulate", "--set", "a\n\x1b[31m"), r"--set a\n\u001b[31m: expected KEY=VALUE"),
+        (("simulate", "--schedule", "a" * 300 + ".py:build"), "there is no file"),
+        (("simulate", "--schedule", "\0.py:build"), "there is no file"),
+        (("validate", "--ranks", "2147483648"), "--ranks 2147483648: expected numbers of processes from 1 to 16384"),
+        (("validate", "--ranks", "9" * 5000), "from 1 to 16384"),
+        (("validate", "--record", "/dev/zero"), "it is no regular file"),
+        (("validate", "--cases", "/dev/zero"), "it is no regular file"),
         (("show", "--format", "png"), "allowed are grid, json, dot"),
         (("show", "--ranks", "0,9"), "0 to 1"),
         (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
@@ -409,6 +486,70 @@ def test_what_is_typed_wrong(capsys: pytest.CaptureFixture[str], arguments: tupl
     if arguments == ("show", "--ranks", "0,9"):
         arguments = (*arguments, "--gpus", "2")
     assert message in fails(capsys, *arguments)
+
+
+def longstep(*arguments: str, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, after some ``code``."""
+    start = f"{code}; import sys; from experiments.verbs.__main__ import main; sys.argv[1:] = {arguments}; main()"
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(
+        [sys.executable, "-c", start.lstrip("; ")], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("module", ["signal", "rich", "numpy", "experiments.verbs.show"])
+def test_an_interrupt_while_importing(module: str) -> None:
+    """Even one that whoever imports would take for a failure of its own."""
+    code = f"""
+import importlib.abc, os, sys
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), 2)
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Interrupting())
+""".strip()
+    ended = longstep("list", code=f"exec({code!r})")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "longstep: interrupted\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    for arguments in (("list",), ("--version",), ("simulate", "--help")):
+        read, write = os.pipe()
+        os.close(read)
+        ended = longstep(*arguments, stdout=write)
+        os.close(write)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_disk_that_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = longstep("list", stdout=full)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "cannot be written (No space left on device)" in ended.stderr
+
+
+def test_nothing_to_print_on() -> None:
+    ended = longstep("list", "models", code="import os; os.close(1); import sys; sys.stdout = None")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_memory_that_ends_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulates(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("experiments.verbs.cli.simulate", simulates)
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err.startswith("longstep: this machine has too little memory")
+
+
+def test_the_version() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "experiments.verbs", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == f"longstep {version('longstep')}\n"
 
 
 def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path, own_profiles: Path) -> None:

@@ -42,19 +42,20 @@ def test_models_too() -> None:
         ("nvlink.bytes_per_sec", "1", "unknown key 'nvlink.bytes_per_sec'.*did you mean 'nvlink.bytes_per_s'"),
         ("nvlink", "1", "unknown key"),
         ("nvlink.bytes_per_s.x", "1", "unknown key"),
-        ("nvlink.bytes_per_s", "0", "`float` > 0"),
-        ("nvlink.bytes_per_s", "-1", "`float` > 0"),
+        ("nvlink.bytes_per_s", "0", "=-?[01]: expected a number > 0"),
+        ("nvlink.bytes_per_s", "-1", "=-?[01]: expected a number > 0"),
         ("nvlink.bytes_per_s", "nan", "expected a finite number"),
         ("nvlink.bytes_per_s", "inf", "expected a finite number"),
         ("nvlink.bytes_per_s", "fast", "expected a number"),
         ("nvlink.bytes_per_s", "*x", "expected a number"),
         ("nvlink.bytes_per_s", "/0", "divide by zero"),
-        ("gpus_per_node", "2.5", "Expected `int`"),
-        ("pcie.peers", "swich", "Invalid enum value 'swich'.*allowed are node, switch"),
+        ("gpus_per_node", "2.5", "=2.5: expected a whole number"),
+        ("pcie.peers", "swich", "=swich: allowed are node, switch"),
         ("socket.per_nod", "3", "did you mean 'socket.per_node'"),
         ("gpu[9].speed", "1", "beyond the 8 GPUs"),
         ("gpu[1].clock", "1", "unknown key"),
         ("loopback.bytes_per_s", "1", "unknown key"),
+        ("socket.per_node", "1e8", "socket.per_node=1e8: expected a whole number <= 64"),
     ],
 )
 def test_wrong_overrides(path: str, text: str, message: str) -> None:
@@ -78,7 +79,7 @@ def test_overrides_have_to_be_valid_together_only(turned: bool) -> None:
 
 def test_of_several_overrides_the_wrong_one_is_named() -> None:
     changes = [("hbm.bytes_per_s", "*2"), ("hbm.bytes_per_s", "*2"), ("pcie.peers", "swich"), ("gpus_per_node", "4")]
-    with pytest.raises(InputError, match="^--set cluster.pcie.peers=swich: Invalid .* allowed are node, switch$"):
+    with pytest.raises(InputError, match="^--set cluster.pcie.peers=swich: allowed are node, switch$"):
         override(load_cluster("hgx-h100"), changes, "--set cluster.")
     assert override(load_cluster("hgx-h100"), changes[:2], "--set cluster.").hbm.bytes_per_s == 4 * 3.35e12
     with pytest.raises(InputError, match=r"^--set model.num_heads=6, --set model.num_kv_heads=4: num_kv_heads 4 does"):

@@ -1,26 +1,16 @@
-"""Lengths as the field writes them, and models from presets, files and Hugging Face."""
+"""Lengths as the field writes them, models from presets and files, and what is too large or no file."""
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sim.errors import InputError
-from sim.presets import preset_names
-from sim.workload import load_model, parse_length
-
-LLAMA = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-    "model_type": "llama",
-}
+from sim.presets import MOST_BYTES, preset_names
+from sim.workload import Workload, load_model, parse_length
 
 
 @pytest.mark.parametrize(
@@ -44,40 +34,40 @@ def test_presets_are_consistent(name: str) -> None:
     assert len(model.source) > 5
 
 
-def test_a_hugging_face_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    model, preset = load_model(str(path)), load_model("llama3-8b")
-    for field in ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "dtype"):
-        assert getattr(model, field) == getattr(preset, field)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json"),
-        ("[]", "not an object"),
-        (
-            json.dumps({key: value for key, value in LLAMA.items() if key != "hidden_size"}),
-            "lacks the key 'hidden_size'",
-        ),
-        (json.dumps(LLAMA | {"num_key_value_heads": 5}), "does not divide num_heads 32"),
-        (json.dumps(LLAMA | {"torch_dtype": "int8"}), "unknown torch_dtype 'int8'"),
-        (json.dumps(LLAMA | {"num_hidden_layers": "many"}), "Expected `int`"),
-        (json.dumps(LLAMA | {"num_attention_heads": 0}), "config.json"),
-    ],
-)
-def test_wrong_configurations(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=message) as error:
-        load_model(str(path))
-    assert "\n" not in str(error.value)
-
-
 def test_unknown_models_and_missing_files() -> None:
     with pytest.raises(InputError, match="unknown model 'lama3-8b' .did you mean 'llama3-8b'.*FILE.toml.*`model`"):
         load_model("lama3-8b")
     for name in ("./none.toml", "none.json"):
         with pytest.raises(InputError, match="cannot be read"):
             load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers", 0), ("layers", 1_000_000), ("batch", 0), ("batch", int("1" * 400)), ("seed", 10**30)],
+)
+def test_absurd_workloads(field: str, value: int) -> None:
+    fields: dict[str, Any] = {"model": load_model("tiny"), "seq": 1024, "scope": "layer", field: value}
+    with pytest.raises(InputError, match=f"`{field}` .*: expected "):
+        Workload(**fields)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/", "\0", "x" * 5000, "\ud800"])
+@pytest.mark.parametrize("suffix", ["", ".toml", ".json"])
+def test_files_that_are_none(name: str, suffix: str) -> None:
+    with pytest.raises(InputError, match="cannot be read|unknown model"):
+        load_model(name + suffix)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="cannot be read .it is no regular file"):
+        load_model(str(tmp_path / "config.json"))
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.touch()
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(InputError, match=f"more than {MOST_BYTES}"):
+        load_model(str(path))

@@ -174,32 +174,60 @@ def test_what_does_not_fit_together_is_refused() -> None:
         Cluster(make_cluster_spec()).peak_flops_per_s(0, "fp8")
 
 
+MINE = """
+name = "mine"
+gpus_per_node = 2
+gpu = {name = "X", sms = 10, peak_flops_per_s = {bf16 = 1e12}, launch_s = 1e-6}
+hbm = {capacity_bytes = 1000000000, bytes_per_s = 1e12}
+nvlink = {bytes_per_s = 100e9, latency_s = 1e-6}
+"""
+
+
 def test_a_users_cluster_file(tmp_path: Path) -> None:
-    good = tmp_path / "mine.toml"
-    text = """
-        name = "mine"
-        gpus_per_node = 2
-        gpu = {name = "X", sms = 10, peak_flops_per_s = {bf16 = 1e12}, launch_s = 1e-6}
-        hbm = {capacity_bytes = 1000000000, bytes_per_s = 1e12}
-        nvlink = {bytes_per_s = 100e9, latency_s = 1e-6}
-    """
-    good.write_text(text)
-    assert load_cluster(str(good)).nvlink == LinkSpec(bytes_per_s=100e9, latency_s=1e-6)
-    for change, message in (
-        (("latency_s", "lat"), "unknown field `lat`"),
-        (("100e9", "0"), "`float` > 0"),
-        (("100e9", "-5"), "`float` > 0"),
-        (("100e9", '"fast"'), "Expected `float`"),
-        (("sms = 10", "sms = 0"), "`int` >= 1"),
-        (("gpus_per_node = 2", "gpus_per_node = 2 3"), "mine.toml"),
-    ):
-        bad = tmp_path / "mine.toml"
-        bad.write_text(text.replace(*change))
-        with pytest.raises(InputError, match=message) as error:
-            load_cluster(str(bad))
-        assert "mine.toml" in str(error.value)
-        assert "\n" not in str(error.value)
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    assert load_cluster(str(path)).nvlink == LinkSpec(bytes_per_s=100e9, latency_s=1e-6)
     with pytest.raises(InputError, match="cannot be read"):
         load_cluster(str(tmp_path / "none.toml"))
     with pytest.raises(InputError, match="did you mean 'hgx-h100'.*`cluster`"):
         load_cluster("hgx-h10")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("latency_s", "lat"), "nvlink: unknown key 'lat'.*allowed are bytes_per_s, latency_s"),
+        (("nvlink = {", "torus = {"), "unknown key 'torus': allowed are name, nodes, .* nvlink, "),
+        (("nvlink = {", "nvlnk = {"), "unknown key 'nvlnk' .did you mean 'nvlink'"),
+        (("gpu = {", "gpus = {"), "unknown key 'gpus' .did you mean 'gpu'"),
+        (("hbm = {", "# hbm = {"), "the key hbm is missing"),
+        (("latency_s = 1e-6", "payload = 1"), "the key nvlink.latency_s is missing"),
+        (("100e9", "0"), "nvlink.bytes_per_s is 0: expected a number > 0"),
+        (("100e9", "-5"), "nvlink.bytes_per_s is -5: expected a number > 0"),
+        (("100e9", "nan"), "expected a number > 0"),
+        (("100e9", "inf"), "nvlink.bytes_per_s is inf: expected a number < 1e"),
+        (("100e9", '"fast"'), "nvlink.bytes_per_s is 'fast': expected a number;"),
+        (("100e9", "[1]"), "nvlink.bytes_per_s: expected a number;"),
+        (("{bf16 = 1e12}", "{bf16 = 0}"), r"gpu.peak_flops_per_s\[...\]: expected a number > 0"),
+        (("{bf16 = 1e12}", "3"), "gpu.peak_flops_per_s is 3: expected a table"),
+        (("sms = 10", "sms = 0"), "gpu.sms is 0: expected a whole number >= 1"),
+        (("sms = 10", 'sms = 10, kind = "tpu"'), "gpu.kind is 'tpu': allowed are cuda, cpu"),
+        (("sms = 10", f"sms = {10**400}"), "gpu.sms .* expected a whole number <= 65536"),
+        (("gpus_per_node = 2", "gpus_per_node = 2147483648"), "expected a whole number <= 65536"),
+        (("gpus_per_node = 2", "gpus_per_node = 65536"), "has 1 x 65536 GPUs: expected 1 to 16384"),
+        (("launch_s", r'"\ud800" = 1, launch_s'), "mine.toml"),
+        (('"X"', r'"\u001b[31m"'), "gpu.name is .*: expected a text without control characters"),
+        (('"X"', f'"{"x" * 3000}"'), "gpu.name: expected a text whose length is <= 200"),
+        (("sms = 10", "sms = " + "[" * 3000), "mine.toml"),
+        (("sms = 10", "sms = " + "[\n" * 100_000), "recursion"),
+        (("sms = 10", "a." * 50_000 + "a = 1"), "in lines of at most 4096"),
+        (("gpus_per_node = 2", "gpus_per_node = 2 3"), "mine.toml"),
+    ],
+)
+def test_a_cluster_file_that_is_wrong(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE.replace(*change))
+    with pytest.raises(InputError, match=message) as error:
+        load_cluster(str(path))
+    assert "mine.toml" in str(error.value)
+    assert "\n" not in str(error.value)

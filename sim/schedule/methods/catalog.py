@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sim.errors import InputError
-from sim.mesh import Axis, Mesh
+from sim.mesh import Axis, Mesh, require_ranks
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods import allgather, balanced_ring, double_ring, ring, single, ulysses, upipe, usp
 from sim.schedule.methods.hints import Hints
@@ -63,6 +63,7 @@ class Entry(NamedTuple):
         """Return the degrees of so many ranks where none is given: Ulysses takes as many as need no replicas of heads,
         the ring the rest.
         """
+        require_ranks(ranks)
         heads = ranks if self.degrees == ("ulysses",) else 1
         if self.degrees == ("ulysses", "ring"):
             heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and model.num_kv_heads % n == 0)

@@ -1,0 +1,195 @@
+"""Models from a ``config.json``: dense layers are read, others refused by the key that says so, the rest is noted.
+
+The files in ``hugging_face/`` have the keys and values of the published ones, written down from memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim import hugging_face
+from sim.errors import InputError
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.workload import ModelSpec, Workload, load_model
+
+FOLDER = Path(__file__).parent / "hugging_face"
+SIZES = ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "dtype")
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+LLAMA = keys_of("llama-3-8b")
+
+
+def load(tmp_path: Path, config: object) -> ModelSpec:
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return load_model(str(path))
+
+
+def refused(tmp_path: Path, config: object) -> str:
+    with pytest.raises(InputError) as error:
+        load(tmp_path, config)
+    assert "config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "notes"),
+    [
+        ("llama-2-7b", (4096, 32, 32, 32, 128, 11008, 32000, "fp16"), []),
+        ("llama-3-8b", (4096, 32, 32, 8, 128, 14336, 128256, "bf16"), []),
+        ("llama-3.1-8b", (4096, 32, 32, 8, 128, 14336, 128256, "bf16"), ["scaling of rotary embeddings is left out"]),
+        ("mistral-7b-v0.3", (4096, 32, 32, 8, 128, 14336, 32768, "bf16"), []),
+        ("qwen2-7b", (3584, 28, 28, 4, 128, 18944, 152064, "bf16"), ["biases of q, k and v that qwen2 has"]),
+        ("qwen3-8b", (4096, 36, 32, 8, 128, 12288, 151936, "bf16"), ["norms of the heads of q and k that qwen3 has"]),
+    ],
+)
+def test_dense_models_are_read(name: str, sizes: tuple[object, ...], notes: list[str]) -> None:
+    model = load_model(str(FOLDER / f"{name}.json"))
+    assert tuple(getattr(model, field) for field in SIZES) == sizes
+    found = model.notes or ()
+    assert len(found) == len(notes)
+    assert all(words in note for words, note in zip(notes, found, strict=True))
+    config = keys_of(name)
+    assert model.rope_theta == config.get("rope_theta", 10000.0)
+    assert model.norm_epsilon == config["rms_norm_eps"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mixtral-8x7b-v0.1", "num_local_experts is 8, allowed are null and 0"),
+        ("deepseek-v3", "n_routed_experts is 256, allowed are null and 0"),
+        ("gemma-2-9b", "hidden_act is 'gelu_pytorch_tanh', allowed are null and silu and swish"),
+        ("mistral-7b-v0.1", "sliding_window is 4096, allowed are null"),
+    ],
+)
+def test_other_models_are_refused_by_name(name: str, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_model(str(FOLDER / f"{name}.json"))
+    assert words in str(error.value)
+    assert "dense layers as llama, mistral, qwen2, qwen3 have them" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 128),
+        ("kv_lora_rank", 512),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("qkv_bias", True),
+        ("hidden_act", "gelu"),
+        ("hidden_activation", "gelu_pytorch_tanh"),
+        ("sliding_window", 4096),
+        ("sliding_window", "all"),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("attn_logit_softcapping", 50.0),
+        ("attention_dropout", 0.1),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("model_type", "gemma2"),
+        ("model_type", ["llama"]),
+    ],
+)
+def test_what_changes_the_computation_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    config = LLAMA | {key: value}
+    named = "partial_rotary_factor" if key == "rope_parameters" else key
+    assert f"{named} is " in refused(tmp_path, config)
+
+
+NEUTRAL: list[dict[str, object]] = [
+    {key: value}
+    for key, values in hugging_face.CHANGES_THE_COMPUTATION.items()
+    for value in (None, *values)
+] + [
+    {"layer_types": ["full_attention"] * 32},
+    {"sliding_window": 4096, "use_sliding_window": False},
+    {"sliding_window": 4096, "model_type": "qwen2"},
+    {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default", "partial_rotary_factor": 1.0}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", NEUTRAL, ids=str)
+def test_neutral_values_change_nothing(tmp_path: Path, more: dict[str, object]) -> None:
+    model, plain = load(tmp_path, LLAMA | more), load(tmp_path, LLAMA)
+    assert [getattr(model, field) for field in SIZES] == [getattr(plain, field) for field in SIZES]
+    assert model.rope_theta == 500000.0
+
+
+def test_every_key_is_in_one_table() -> None:
+    keys = [*hugging_face.READ, *hugging_face.CHANGES_NOTHING, *hugging_face.CHANGES_THE_COMPUTATION]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attention_sinks": 4}, "keys of its config.json are not known, and change nothing here: 'attention_sinks'"),
+        ({f"key_{n}": n for n in range(10)}, "'key_7' and 2 more"),
+        ({"sliding_window": 8192}, "window of 8192 tokens is left out: longer sequences need a window of their own"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn"}}, "scaling of rotary embeddings is left out"),
+    ],
+)
+def test_what_is_left_out_is_noted(tmp_path: Path, more: dict[str, object], words: str) -> None:
+    (note,) = load(tmp_path, LLAMA | more).notes or ()
+    assert words in note
+
+
+def test_a_model_without_notes_has_the_json_that_it_always_had() -> None:
+    """And schedules of it the hash that they always had."""
+    model = load_model("llama3-8b")
+    assert list(msgspec.to_builtins(model)) == [field for field in ModelSpec.__struct_fields__ if field != "notes"]
+    entry = SCHEDULES["ring"]
+    noted = msgspec.structs.replace(model, notes=("something",))
+    plain, other = (entry.schedule(Workload(model=one, seq=64), entry.mesh(2, one)) for one in (model, noted))
+    assert plain.hash != other.hash
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in LLAMA.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("", "takes a Hugging Face config.json"),
+        ("{", "takes a Hugging Face config.json"),
+        ("[]", "not an object"),
+        ('{"a":' * 5000, "recursion"),
+        ('{"a":' + "1" * 5000 + "}", "out of range"),
+        (json.dumps(LLAMA | {"_name_or_path": "\ud800"}), "config.json"),
+        (LLAMA | {"_name_or_path": "\x1b[31mred"}, "name is .*expected a text without control characters"),
+        (LLAMA | {"_name_or_path": "x" * 3000}, "name: expected a text whose length is <= 200"),
+        (LLAMA | {"_name_or_path": 3}, "name is 3: expected a text"),
+        (without("hidden_size"), "lacks the key 'hidden_size'"),
+        (without("model_type"), "lacks the key 'model_type'"),
+        (LLAMA | {"num_key_value_heads": 5}, "does not divide num_heads 32"),
+        (LLAMA | {"torch_dtype": "int8"}, "unknown torch_dtype 'int8'"),
+        (LLAMA | {"torch_dtype": ["bfloat16"]}, "config.json"),
+        (LLAMA | {"num_hidden_layers": "many"}, "num_layers is 'many': expected a whole number"),
+        (LLAMA | {"num_attention_heads": 0}, "config.json"),
+        (LLAMA | {"num_attention_heads": "x"}, "config.json"),
+        (LLAMA | {"rope_theta": "x"}, "rope_theta is 'x': expected a number"),
+        (LLAMA | {"rope_theta": 0}, "rope_theta is 0: expected a number > 0"),
+        (LLAMA | {"rope_parameters": [1]}, "rope_parameters is not an object"),
+        (LLAMA | {"head_dim": 1e308}, "head_dim is 1e.308: expected a whole number"),
+        (LLAMA | {"head_dim": 2**40}, "head_dim is 1099511627776: expected a whole number <= 16777216"),
+        (LLAMA | {"num_attention_heads": 10**9}, "num_heads is 1000000000: expected a whole number <= 1024"),
+        (LLAMA | {"hidden_size": 1e308}, "embed_dim is 1e.308: expected a whole number"),
+    ],
+)  # fmt: skip
+def test_wrong_configurations(tmp_path: Path, config: object, message: str) -> None:
+    assert re.search(message, refused(tmp_path, config))
