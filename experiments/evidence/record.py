@@ -6,8 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -17,8 +16,9 @@ from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
 from sim.errors import InputError
+from sim.files import Kind, Output
 from sim.presets import read_bytes
-from sim.profile import Profile, write_whole
+from sim.profile import Profile
 from sim.setup.setup import Configuration
 
 ENOUGH = 0.8
@@ -65,9 +65,20 @@ def _title(found: Configuration) -> str:
     return f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}"
 
 
-def save_record(record: Record, path: str) -> None:
+def save_record(record: Record, output: Output) -> None:
     """Write a record; a reader sees the old file or the whole new one."""
-    write_whole(Path(path), msgspec.json.encode(record))
+    output.write(msgspec.json.encode(record))
+
+
+def _is_record(file: BinaryIO) -> bool:
+    try:
+        msgspec.json.decode(file.read(), type=Record)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+RECORD_FILE = Kind("a record", _is_record)
 
 
 def read_record(path: str) -> Record:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import tyro
@@ -20,10 +19,11 @@ from rich.table import Table
 
 from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
-from experiments.evidence.executed_cases import common_fields, require_portable, save_cases
+from experiments.evidence.executed_cases import CASES_FILE, common_fields, own_profile, require_portable, save_cases
 from experiments.evidence.execution import Execution
 from experiments.evidence.published import HEADS, Evidence, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
+    RECORD_FILE,
     Judged,
     Record,
     Tally,
@@ -36,19 +36,21 @@ from experiments.evidence.record import (
 )
 from experiments.evidence.units import percent, seconds
 from experiments.pages.evidence_page import page as evidence_page
+from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.simulate import writable
 from experiments.verbs.sweep import Sweep, cells_of, playable
+from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
-from sim.profile import profile_names, write_whole
+from sim.files import Output, require_outputs
+from sim.profile import profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Validate:
+class Validate(Writes):
     """Compare simulated and executed steps over several lengths, ranks and schedules. Ctrl-C keeps what there is."""
 
     sweep: Annotated[Sweep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sweep)
@@ -71,16 +73,28 @@ class Validate:
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
 
+class _Outputs(NamedTuple):
+    """Files to write, as far as they are asked for."""
+
+    out: Output | None
+    html: Output | None
+    figure: Output | None
+    cases_out: Output | None
+
+
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
-    _require_outputs(command)
+    outputs = _outputs(command)
     if command.cases:
         found = show_cases(command.cases, console)
-        if command.html:
-            write_whole(Path(command.html), evidence_page(found).encode())
+        if outputs.html:
+            outputs.html.write(evidence_page(found).encode())
         return
     if command.record:
-        show(joined([read_record(path) for path in command.record]), command, console)
+        record = joined([read_record(path) for path in command.record])
+        show(record, outputs, console)
+        if outputs.out:
+            save_record(record, outputs.out)
         return
     if command.repeats < 1:
         raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
@@ -95,14 +109,20 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
-    _sweep(cells, command, console, workers)
+    _sweep(cells, command, outputs, console, workers)
 
 
-def _require_outputs(command: Validate) -> None:
-    """Raise InputError for files that cannot be written, or that what is asked for does not fill."""
-    for path in (command.out, command.html, command.figure, command.cases_out):
-        if path:
-            writable(path)
+def _outputs(command: Validate) -> _Outputs:
+    """Return the files to write; raises InputError for one that cannot be written, or that what is asked for does not
+    fill.
+    """
+    outputs = _Outputs(
+        command.output(command.out, RECORD_FILE),
+        command.output(command.html, PAGE_FILE),
+        command.output(command.figure, FIGURE_FILE),
+        command.output(command.cases_out, CASES_FILE),
+    )
+    require_outputs([*outputs, own_profile(outputs.cases_out) if outputs.cases_out else None])
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases_out and not command.cases_out.endswith(".toml"):
@@ -114,6 +134,7 @@ def _require_outputs(command: Validate) -> None:
         )
     if command.cases and (command.figure or command.out or command.record or command.sweep.named):
         raise InputError("--cases goes with --html only: what is predicted stands in the files")
+    return outputs
 
 
 def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
@@ -136,7 +157,7 @@ def _progress(console: Console) -> Progress:
     return Progress(console=type(console)(stderr=True), transient=True)
 
 
-def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
+def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
     record = begun(cells[0].setup(command.sweep.setup()).resolved(), common_fields(command.sweep.setup()))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
@@ -145,8 +166,8 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
         nonlocal record
         found[cell].append(result)
         record = msgspec.structs.replace(record, comparisons=[(cell, some) for cell, some in found.items() if some])
-        if command.out:
-            save_record(record, command.out)
+        if outputs.out:
+            save_record(record, outputs.out)
 
     stopped: BaseException | None = None
     sweep = Repeated(cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention))
@@ -157,12 +178,12 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
     except (KeyboardInterrupt, LongstepError) as error:
         stopped = error
     if record.comparisons:
-        show(record, command, console)
+        show(record, outputs, console)
     if stopped:
         raise stopped
 
 
-def show(record: Record, command: Validate, console: Console) -> None:
+def show(record: Record, outputs: _Outputs, console: Console) -> None:
     """Print a record's table and write what else was asked for."""
     cells = judged(record)
     heads = ("P", "what", "S", "schedule", "simulated", "measured", "errors", "target", "quiet", "all")
@@ -172,14 +193,12 @@ def show(record: Record, command: Validate, console: Console) -> None:
     console.print(table)
     for line in summary(record):
         console.print(line, markup=False)
-    if command.record and command.out:
-        save_record(record, command.out)
-    if command.html:
-        write_whole(Path(command.html), page(record).encode())
-    if command.figure:
-        write_whole(Path(command.figure), figure(record).encode())
-    if command.cases_out:
-        save_cases(record, command.cases_out)
+    if outputs.html:
+        outputs.html.write(page(record).encode())
+    if outputs.figure:
+        outputs.figure.write(figure(record).encode())
+    if outputs.cases_out:
+        save_cases(record, outputs.cases_out)
 
 
 def _row(found: Judged) -> list[str]:
