@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
 from experiments.evidence.executed_cases import CASES_FILE, common_fields, own_profile, require_portable, save_cases
 from experiments.evidence.execution import Execution
+from experiments.evidence.provenance import command_line
 from experiments.evidence.published import HEADS, Evidence, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
     RECORD_FILE,
@@ -30,11 +32,12 @@ from experiments.evidence.record import (
     begun,
     joined,
     judged,
-    read_record,
+    kept_records,
     save_record,
     summary,
 )
 from experiments.evidence.units import percent, seconds
+from experiments.pages.chapter import CHAPTER_FILE, chapter
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
@@ -43,7 +46,8 @@ from experiments.verbs.sweep import Sweep, cells_of, playable
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
-from sim.profile import profile_names
+from sim.presets import preset_names
+from sim.profile import load_profile, profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
@@ -60,7 +64,7 @@ class Validate(Writes):
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
     the profile was calibrated with, else the first of them that is installed and runs the data type."""
     record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Measure nothing: show this record, or several as one."""
+    """Measure nothing: show this record, or several as one; of a folder all records in it."""
     cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
     out: str | None = None
@@ -69,6 +73,8 @@ class Validate(Writes):
     """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
     figure: str | None = None
     """Write both plots to this SVG file."""
+    markdown: str | None = None
+    """Write all that --cases and --record say, each by itself, as a chapter of Markdown to this FILE.md."""
     cases_out: str | None = None
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
@@ -80,21 +86,26 @@ class _Outputs(NamedTuple):
     html: Output | None
     figure: Output | None
     cases_out: Output | None
+    markdown: Output | None
 
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
     outputs = _outputs(command)
+    if outputs.markdown:
+        _write_chapter(command, outputs.markdown, console)
+        return
     if command.cases:
         found = show_cases(command.cases, console)
         if outputs.html:
             outputs.html.write(evidence_page(found).encode())
         return
     if command.record:
-        record = joined([read_record(path) for path in command.record])
-        show(record, outputs, console)
+        record = joined([kept.record for path in command.record for kept in kept_records(path)])
+        show(record, console)
         if outputs.out:
             save_record(record, outputs.out)
+        _write(record, outputs)
         return
     if command.repeats < 1:
         raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
@@ -121,8 +132,13 @@ def _outputs(command: Validate) -> _Outputs:
         command.output(command.html, PAGE_FILE),
         command.output(command.figure, FIGURE_FILE),
         command.output(command.cases_out, CASES_FILE),
+        command.output(command.markdown, CHAPTER_FILE),
     )
     require_outputs([*outputs, own_profile(outputs.cases_out) if outputs.cases_out else None])
+    if command.markdown and not (command.cases or command.record):
+        raise InputError("`markdown` writes what `cases` and `record` say: name some, such as --cases all")
+    if command.markdown and any((command.out, command.html, command.figure, command.cases_out, command.sweep.named)):
+        raise InputError("`markdown` goes with `cases` and `record` only: write other files by a command of their own")
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases_out and not command.cases_out.endswith(".toml"):
@@ -132,9 +148,24 @@ def _outputs(command: Validate) -> _Outputs:
             "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
             "--cases-out a --record"
         )
-    if command.cases and (command.figure or command.out or command.record or command.sweep.named):
-        raise InputError("--cases goes with --html only: what is predicted stands in the files")
+    if command.cases and (command.figure or command.out or command.sweep.named):
+        raise InputError("`cases` goes with `html` or `markdown` only: what is predicted stands in the files")
+    if command.cases and command.record and not command.markdown:
+        raise InputError("`cases` goes with `record` only where `markdown` writes both: leave one of them out")
     return outputs
+
+
+def _write_chapter(command: Validate, to: Output, console: Console) -> None:
+    """Print what cases and records say, each by itself, and write it as a chapter."""
+    from calibrate.leave_one_out import leave_one_out
+
+    records = [kept for path in command.record for kept in kept_records(path)]
+    evidence = show_cases(command.cases, console)
+    for kept in records:
+        show(kept.record, console)
+    shipped = preset_names("sim/profiles", ".json") if "all" in command.cases else []
+    profiles = {name: leave_one_out(load_profile(name)) for name in shipped}
+    to.write(chapter(evidence, records, profiles, command_line(), Path(to.path).parent).encode())
 
 
 def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
@@ -178,13 +209,14 @@ def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Con
     except (KeyboardInterrupt, LongstepError) as error:
         stopped = error
     if record.comparisons:
-        show(record, outputs, console)
+        show(record, console)
+        _write(record, outputs)
     if stopped:
         raise stopped
 
 
-def show(record: Record, outputs: _Outputs, console: Console) -> None:
-    """Print a record's table and write what else was asked for."""
+def show(record: Record, console: Console) -> None:
+    """Print a record's table, and what its cells say together."""
     cells = judged(record)
     heads = ("P", "what", "S", "schedule", "simulated", "measured", "errors", "target", "quiet", "all")
     table = Table(*heads, title=record.title, title_justify="left")
@@ -193,6 +225,10 @@ def show(record: Record, outputs: _Outputs, console: Console) -> None:
     console.print(table)
     for line in summary(record):
         console.print(line, markup=False)
+
+
+def _write(record: Record, outputs: _Outputs) -> None:
+    """Write what a record is to fill."""
     if outputs.html:
         outputs.html.write(page(record).encode())
     if outputs.figure:

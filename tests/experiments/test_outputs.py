@@ -11,7 +11,8 @@ from sim.profile import load_profile, save_profile
 
 FOREIGN = '{"traceEvents": [], "name": "somebody else\'s", "longstep": 1}\n'
 ON_H100 = ("--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--profile", "datasheet")
-RECORD = "experiments/results/2026-11-21-schedules-epyc-2-cores/schedules.json"
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RECORD = str(RESULTS / "2026-11-21-schedules-epyc-2-cores" / "schedules.json")
 
 WRITING = [
     (("simulate", *ON_H100), "--trace", "trace.json"),
@@ -20,6 +21,7 @@ WRITING = [
     (("validate", "--record", RECORD), "--html", "page.html"),
     (("validate", "--record", RECORD), "--figure", "figure.svg"),
     (("validate", "--record", RECORD), "--cases-out", "cases.toml"),
+    (("validate", "--record", RECORD), "--markdown", "chapter.md"),
     (("validate", "--cases", "ring_iteration_h100"), "--html", "page.html"),
     (("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json"),
 ]
