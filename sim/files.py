@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
 from sim.errors import InputError
 
 _HEAD_BYTES = 4096
@@ -90,6 +92,19 @@ def marked(*marks: str) -> Callable[[BinaryIO], bool]:
     def is_ours(file: BinaryIO) -> bool:
         head = file.read(_HEAD_BYTES)
         return any(mark.encode() in head for mark in marks)
+
+    return is_ours
+
+
+def decoded_by(decode: Callable[[bytes], object]) -> Callable[[BinaryIO], bool]:
+    """Return what recognises files that can be decoded."""
+
+    def is_ours(file: BinaryIO) -> bool:
+        try:
+            decode(file.read())
+        except (msgspec.DecodeError, ValueError):
+            return False
+        return True
 
     return is_ours
 

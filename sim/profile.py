@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from sim.errors import InputError, unknown
-from sim.files import Kind, make_folder, write_whole
+from sim.files import Kind, decoded_by, make_folder, write_whole
 from sim.presets import preset_names, read_bytes
 from sim.workload import Dtype
 
@@ -210,7 +210,7 @@ def load_profile(name: str) -> Profile:
     data = profile_bytes(name)
     try:
         return msgspec.json.decode(data, type=Profile)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"profile {name!r}: {error}; longstep calibrate makes a new one") from error
 
 
@@ -238,14 +238,6 @@ def encode_profile(profile: Profile) -> bytes:
     return msgspec.json.format(msgspec.json.encode(profile), indent=1)
 
 
-def _is_profile(file: BinaryIO) -> bool:
-    try:
-        msgspec.json.decode(file.read(), type=Profile)
-    except msgspec.DecodeError:
-        return False
-    return True
-
-
-PROFILE_FILE = Kind("a profile", _is_profile)
+PROFILE_FILE = Kind("a profile", decoded_by(msgspec.json.Decoder(Profile).decode))
 OWN_PROFILE_FILE = Kind("a profile", lambda _: True)
 """In the user's folder of profiles, in which only Longstep writes; those of older versions may not be readable."""

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
 from sim.engine.interval import Interval
 from sim.errors import InputError
-from sim.files import Kind, Output
+from sim.files import Kind, Output, decoded_by
 from sim.presets import read_bytes
 from sim.profile import Profile
 from sim.setup.setup import Configuration
@@ -72,22 +72,14 @@ def save_record(record: Record, output: Output) -> None:
     output.write(msgspec.json.encode(record))
 
 
-def _is_record(file: BinaryIO) -> bool:
-    try:
-        msgspec.json.decode(file.read(), type=Record)
-    except msgspec.DecodeError:
-        return False
-    return True
-
-
-RECORD_FILE = Kind("a record", _is_record)
+RECORD_FILE = Kind("a record", decoded_by(msgspec.json.Decoder(Record).decode))
 
 
 def read_record(path: str) -> Record:
     """Return the record in a file; raises InputError if it is none."""
     try:
         record = msgspec.json.decode(read_bytes("record", path, "`record`"), type=Record)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"record {path!r}: {error}; longstep validate --out writes one") from error
     if not any(found for _, found in record.comparisons):
         raise InputError(f"record {path!r} holds no comparison; longstep validate --out writes one")
@@ -120,7 +112,7 @@ def kept_records(path: str) -> list[Kept]:
     found = []
     for file in sorted(Path(path).rglob("*.json")):
         with file.open("rb") as opened:
-            if _is_record(opened):
+            if RECORD_FILE.is_ours(opened):
                 found.append(Kept(file, read_record(str(file))))
     if not found:
         raise InputError(f"`record` {path}: that folder holds no record; longstep validate --out writes one")

@@ -7,14 +7,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from calibrate.leave_one_out import Residual
 from experiments.evidence.headlines import HEADLINE_HEADS, headlines
 from experiments.evidence.published import HEADS, Evidence, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Kept, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
 from sim.files import Kind, marked
 from sim.profile import Profile, encode_profile
+
+if TYPE_CHECKING:
+    from calibrate.leave_one_out import Residual
 
 _MARK = "<!-- generator: longstep -->"
 CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))

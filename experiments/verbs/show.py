@@ -12,7 +12,7 @@ from rich.table import Table
 from experiments.verbs.selection import Selection
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, ScheduleError
-from sim.files import Kind, marked, require_outputs
+from sim.files import Kind, decoded_by, marked, require_outputs
 from sim.presets import preset_names
 from sim.profile import load_profile, profile_names
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
@@ -95,11 +95,7 @@ def _is_shown(file: BinaryIO) -> bool:
     if marked(*_MARKS.values())(file):
         return True
     file.seek(0)
-    try:
-        Schedule.from_json(file.read())
-    except InputError:
-        return False
-    return True
+    return decoded_by(Schedule.from_json)(file)
 
 
 _SHOWN = Kind("a schedule", _is_shown)

@@ -9,6 +9,7 @@ import pytest
 
 from sim.errors import InputError
 from sim.files import Kind, make_folder, marked, require_outputs, write_whole
+from sim.profile import PROFILE_FILE
 
 TEXT = Kind("a text", marked("# ours"))
 OURS, FOREIGN, NEW = b"# ours\nold", b"somebody else's", b"# ours\nnew"
@@ -149,6 +150,14 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, NEW)
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", OURS)]
+
+
+def test_what_cannot_be_decoded_is_not_ours(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for foreign in (b"\x89PNG\xff", b'{"name": "\xff"}', b'{"name": 3}', b"{"):
+        path.write_bytes(foreign)
+        with pytest.raises(InputError, match="it is not a profile that Longstep wrote"):
+            PROFILE_FILE.at(path).require()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

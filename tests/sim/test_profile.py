@@ -30,7 +30,7 @@ def test_unknown_and_broken_profiles(own_profiles: Path, tmp_path: Path) -> None
     with pytest.raises(InputError, match="cannot be read"):
         load_profile("none.json")
     broken = tmp_path / "broken.json"
-    for data in (b"", b'{"name": 3}', b'{"nome": "x"}'):
+    for data in (b"", b'{"name": 3}', b'{"nome": "x"}', b'{"name": "\xff"}'):
         broken.write_bytes(data)
         with pytest.raises(InputError, match="broken.json"):
             load_profile(str(broken))
