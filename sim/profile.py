@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sim.errors import InputError, unknown
+from sim.errors import unknown
+from sim.files import Kind, decoded_by, make_folder, write_whole
 from sim.presets import Name, from_json, preset_names, read_bytes
 from sim.workload import Dtype
 
@@ -234,23 +235,14 @@ def profile_bytes(name: str) -> bytes:
 def save_profile(profile: Profile, path: Path) -> None:
     """Write a profile; a reader sees the old file or the whole new one, never a half-written one."""
     make_folder(path.parent)
-    write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=1))
+    write_whole(path, encode_profile(profile))
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder that files can be written into; raises InputError if that cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"folder {str(folder)!r} cannot be made ({error.strerror}); set XDG_DATA_HOME") from error
+def encode_profile(profile: Profile) -> bytes:
+    """Return what the file of a profile holds."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file in one step, so that an interruption leaves nothing half-written; raises InputError if it cannot."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another file") from error
+PROFILE_FILE = Kind("a profile", decoded_by(msgspec.json.Decoder(Profile).decode))
+OWN_PROFILE_FILE = Kind("a profile", lambda _: True)
+"""In the user's folder of profiles, in which only Longstep writes; those of older versions may not be readable."""

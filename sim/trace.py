@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 
+from sim.files import Kind
 from sim.schedule.ir.ops import Part
 
 Player = Literal["simulated", "executed"]
+_TAIL_BYTES = 4096
+"""At the end of a Chrome trace, in which what it says of its schedules lies."""
 
 
 class Row(NamedTuple):
@@ -113,3 +118,12 @@ def to_chrome(traces: list[Trace], counters: dict[Player, list[Counter]] | None 
 
 def _meta(kind: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _is_chrome_trace(file: BinaryIO) -> bool:
+    """Return whether a trace ends with what ``to_chrome`` says of its schedules."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    return re.search(rb'"otherData":\{"traces":\[\{"player":"\w+","schedule_hash":"\w+",', file.read()) is not None
+
+
+CHROME_TRACE = Kind("a Chrome trace", _is_chrome_trace)

@@ -51,6 +51,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size they were alone."""
     target: float | None = None
     """Largest mean error that counts as met."""
+    blind: float | None = None
+    """Mean error of the first prediction, before anyone had seen how far off it was."""
     set: tuple[str, ...] = ()
 
 
@@ -61,6 +63,7 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of: list[str]
     """Names of the groups."""
     target: float | None = None
+    blind: float | None = None
 
 
 class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,6 +83,8 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together: list[Together] = []
     select: dict[str, Any] = {}
     """What all cases have in common."""
+    notes: str = ""
+    """What explains the errors and no command computes, as Markdown."""
 
 
 class Case(NamedTuple):

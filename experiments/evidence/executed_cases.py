@@ -12,7 +12,8 @@ from experiments.evidence.cells import Cell
 from experiments.evidence.published import profile_sha256
 from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
 from sim.errors import InputError
-from sim.profile import Profile, load_profile, save_profile, write_whole
+from sim.files import Kind, Output, marked
+from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, save_profile
 from sim.setup.setup import Setup
 
 _OF_CASES = ("schedule", "seq")
@@ -26,13 +27,18 @@ def common_fields(base: Setup) -> Fields:
     return {key: value for key, value in case_fields(base).items() if key not in Cell._fields}
 
 
-def save_cases(record: Record, path: str) -> None:
+_MARK = "# longstep validate --cases-out"
+CASES_FILE = Kind("a case file", marked(_MARK))
+
+
+def save_cases(record: Record, output: Output) -> None:
     """Write a record as a case file, with its profile next to it; raises InputError where what its cells have in common
     lies in files of the user's.
     """
     require_portable(record.select, [cell for cell, _ in record.comparisons])
-    profile = _profile_beside(record.profile, Path(path))
-    write_whole(Path(path), case_file(record, profile, profile_sha256(str(Path(path).with_name(profile)))).encode())
+    profile = _profile_beside(record.profile, output)
+    sha256 = profile_sha256(str(Path(output.path).with_name(profile)))
+    output.write(case_file(record, profile, sha256).encode())
 
 
 def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
@@ -50,17 +56,23 @@ def require_portable(select: Fields, cells: Sequence[Cell]) -> None:
             )
 
 
-def _profile_beside(profile: Profile, path: Path) -> str:
+def own_profile(output: Output) -> Output:
+    """Return the file next to a case file for its profile, where another one is called profile.json."""
+    path = Path(output.path)
+    return PROFILE_FILE.at(path.with_name(f"{path.stem}-profile.json"), force=output.force)
+
+
+def _profile_beside(profile: Profile, output: Output) -> str:
     """Return the name of a file with the profile next to a case file: profile.json, written if there is none, or one of
     its own where another profile has that name.
     """
-    shared, own = path.with_name("profile.json"), path.with_name(f"{path.stem}-profile.json")
+    shared, own = Path(output.path).with_name("profile.json"), own_profile(output)
     if not shared.exists():
         save_profile(profile, shared)
     if _holds(shared, profile):
         return shared.name
-    save_profile(profile, own)
-    return own.name
+    own.write(encode_profile(profile))
+    return Path(own.path).name
 
 
 def _holds(path: Path, profile: Profile) -> bool:
@@ -76,7 +88,7 @@ def case_file(record: Record, profile: str, sha256: str) -> str:
     described = [_fields(record, one.cell) for one in cells]
     common = _common(described)
     head = {"title": record.title, "source": "; ".join(provenance(record)), "quality": _quality(record, cells)}
-    lines = [*_lines(head | {"profile": profile, "profile_sha256": sha256}), "", "[select]", *_lines(common)]
+    lines = [_MARK, *_lines(head | {"profile": profile, "profile_sha256": sha256}), "", "[select]", *_lines(common)]
     groups: dict[tuple[str, float], list[str]] = {}
     for one, fields in zip(cells, described, strict=True):
         rest = {key: value for key, value in fields.items() if key not in common}

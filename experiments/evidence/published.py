@@ -18,7 +18,7 @@ from experiments.evidence.cases import FOLDER, Case, CaseFile, read_cases
 from experiments.evidence.units import percent
 from sim.engine.interval import bounds
 from sim.presets import preset_names
-from sim.profile import profile_bytes
+from sim.profile import load_profile, profile_bytes
 from sim.setup.names import DATASHEET
 
 _APART = 0.02
@@ -108,14 +108,26 @@ def read_all(names: Sequence[str]) -> list[tuple[CaseFile, list[Case]]]:
 
 def provenance(file: CaseFile) -> list[str]:
     """Return what cases are of, where they come from, and what predictions of them rest on."""
-    head = [file.title, f"  {file.source}; {file.quality}"]
+    return [file.title, f"  {file.source}; {file.quality}", *(f"  {line}" for line in rests_on(file))]
+
+
+def rests_on(file: CaseFile) -> list[str]:
+    """Return which profile predictions of a file's cases rest on, and whether it is another one by now."""
     if file.profile == DATASHEET:
-        return [*head, "  rates of datasheets"]
+        return ["rates of datasheets"]
     sha256 = profile_sha256(file.profile)
-    head.append(f"  profile {Path(file.profile).name!r}, sha256 {sha256[:16]}")
+    lines = [f"profile {Path(file.profile).name!r}, sha256 {sha256[:16]}"]
     if not sha256.startswith(file.profile_sha256):
-        head.append(f"  not the profile that the cases were written with: that was sha256 {file.profile_sha256[:16]}")
-    return head
+        lines.append(f"not the profile that the cases were written with: that was sha256 {file.profile_sha256[:16]}")
+    return lines
+
+
+def measured_on(file: CaseFile) -> list[str]:
+    """Return of which machine and when the profile of a case file is, and by which command."""
+    if file.profile == DATASHEET:
+        return []
+    profile = load_profile(file.profile)
+    return [f"that profile: {profile.machine.gpu}, {len(profile.points)} points, {profile.created}, {profile.command}"]
 
 
 HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 90 %", "target", "worst is")
@@ -137,6 +149,7 @@ def _judged(found: Sequence[CasePrediction], target: float | None) -> list[str]:
     mean = statistics.mean(map(abs, errors))
     worst = max(found, key=lambda one: abs(one.error))
     right, pairs = order(found)
+    inside = coverage(found)
     met = "" if target is None else f"{100 * target:g} %" + (": missed" if mean > target else "")
     return [
         str(len(found)),
@@ -145,10 +158,15 @@ def _judged(found: Sequence[CasePrediction], target: float | None) -> list[str]:
         percent(statistics.mean(errors)),
         f"{r_squared(found):.3f}" if len(found) > 1 else "",
         f"{right} of {pairs}",
-        f"{100 * statistics.mean(one.covered for one in found):.0f} %" if any(one.bounded for one in found) else "",
+        "" if inside is None else f"{100 * inside:.0f} %",
         met,
         worst.what,
     ]
+
+
+def coverage(found: Sequence[CasePrediction]) -> float | None:
+    """Return the share of measured times that lie in their intervals; None where no prediction has one."""
+    return statistics.mean(one.covered for one in found) if any(one.bounded for one in found) else None
 
 
 def order(found: Sequence[CasePrediction]) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from experiments.evidence.comparison import Comparison, Measured, calibrated, me
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
+from sim.engine.interval import Interval
 from sim.errors import InputError
+from sim.files import Kind, Output, decoded_by
 from sim.presets import from_json, read_bytes
-from sim.profile import Profile, write_whole
+from sim.profile import Profile
 from sim.setup.setup import Configuration
 
 ENOUGH = 0.8
@@ -65,9 +67,12 @@ def _title(found: Configuration) -> str:
     return f"{w.model.name}, {passes}, {w.dtype}, {w.mask}{batch}{where}"
 
 
-def save_record(record: Record, path: str) -> None:
+def save_record(record: Record, output: Output) -> None:
     """Write a record; a reader sees the old file or the whole new one."""
-    write_whole(Path(path), msgspec.json.encode(record))
+    output.write(msgspec.json.encode(record))
+
+
+RECORD_FILE = Kind("a record", decoded_by(msgspec.json.Decoder(Record).decode))
 
 
 def read_record(path: str) -> Record:
@@ -77,6 +82,39 @@ def read_record(path: str) -> Record:
     if not any(found for _, found in record.comparisons):
         raise InputError(f"record {path!r} holds no comparison; longstep validate --out writes one")
     return record
+
+
+class Kept(NamedTuple):
+    """A record, and where it lies."""
+
+    path: Path
+    record: Record
+
+    @property
+    def notes(self) -> str:
+        """What ``notes.md`` in its folder says of it: what explains the errors and no command computes."""
+        beside = self.path.with_name("notes.md")
+        return beside.read_text().strip() if beside.is_file() else ""
+
+    @property
+    def figure(self) -> Path | None:
+        """Its figure, if there is one in its folder: under the record's name, or parity.svg."""
+        names = (f"{self.path.stem}.svg", "parity.svg")
+        return next((found for name in names if (found := self.path.with_name(name)).is_file()), None)
+
+
+def kept_records(path: str) -> list[Kept]:
+    """Return the record in a file, or all that lie in a folder; raises InputError if there is none."""
+    if not Path(path).is_dir():
+        return [Kept(Path(path), read_record(path))]
+    found = []
+    for file in sorted(Path(path).rglob("*.json")):
+        with file.open("rb") as opened:
+            if RECORD_FILE.is_ours(opened):
+                found.append(Kept(file, read_record(str(file))))
+    if not found:
+        raise InputError(f"`record` {path}: that folder holds no record; longstep validate --out writes one")
+    return found
 
 
 def joined(records: Sequence[Record]) -> Record:
@@ -126,6 +164,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Of each repeat, as it came."""
     quiet: list[bool]
     """Whether the machine was, before and after each repeat, the one that was calibrated."""
+    interval_s: Interval | None = None
+    """Where nine of ten executed times should lie."""
 
     @property
     def low(self) -> float:
@@ -161,6 +201,7 @@ def _judge(cell: Cell, found: list[Comparison]) -> Judged:
         times=measured(simulated, [result.step.median_s for result in found]),
         errors=[result.step.error for result in found],
         quiet=[all(abs(drift) <= DRIFT for drift in result.drift) for result in found],
+        interval_s=found[0].report.interval_s,
     )
 
 
@@ -175,7 +216,9 @@ def summary(record: Record) -> list[str]:
     met = sum(not cell.met.missed for cell in cells)
     middle = statistics.median(abs(cell.times.error) for cell in cells)
     verdict = f"{met} of {len(cells)} cells met their target in {100 * ENOUGH:g} % of their repeats"
-    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", steadiness(record), *_order(record)]
+    right, clear = order(record)
+    said = [f"the faster of two schedules: predicted right in {right} of {clear} clear cases"] if clear else []
+    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", steadiness(record), *said]
 
 
 def steadiness(record: Record) -> str:
@@ -185,8 +228,10 @@ def steadiness(record: Record) -> str:
     return f"{drift}; {quiet_repeats(judged(record))} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
 
 
-def _order(record: Record) -> list[str]:
-    """Return how often the faster of two schedules was predicted right, where their executed steps do not overlap."""
+def order(record: Record) -> tuple[int, int]:
+    """Return how often the faster of two schedules was predicted right, and of how many whose executed steps do not
+    overlap.
+    """
     steps: dict[tuple[int, str, int, str], list[list[Measured]]] = {}
     for cell, found in record.comparisons:
         steps.setdefault(cell.workload, []).append([result.step for result in found])
@@ -198,7 +243,7 @@ def _order(record: Record) -> list[str]:
     ]
     clear = [(one, other) for one, other in pairs if one.high_s < other.low_s or other.high_s < one.low_s]
     right = sum((one.simulated_s < other.simulated_s) == (one.median_s < other.median_s) for one, other in clear)
-    return [f"the faster of two schedules: predicted right in {right} of {len(clear)} clear cases"] if clear else []
+    return right, len(clear)
 
 
 def provenance(record: Record) -> list[str]:

@@ -9,6 +9,10 @@ import jinja2
 
 from experiments.evidence.units import percent, seconds
 from experiments.pages.plots import HUES, THEMES
+from sim.files import Kind, marked
+
+PAGE_FILE = Kind("an HTML page", marked('<meta name="generator" content="longstep">'))
+FIGURE_FILE = Kind("an SVG figure", marked("<!-- generator: longstep -->"))
 
 
 def render(template: str, **values: Any) -> str:

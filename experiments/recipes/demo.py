@@ -13,13 +13,15 @@ from experiments.evidence.units import percent, seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import comparison_table, schedules_table
+from sim.trace import CHROME_TRACE
 
-TRACE_FILE = "demo-trace.json"
+TRACE_FILE = CHROME_TRACE.at("demo-trace.json")
 LENGTHS = ("128K", "256K", "512K", "1M")
 
 
 def demo(console: Console) -> None:
     """Calibrate this machine, execute and simulate two schedules on it, and predict both for 8 x H100."""
+    TRACE_FILE.require()
     console.rule("1. Calibrate: time the kernels and links of this machine")
     calibrate(Calibrate(quick=True), console)
     console.rule("2. Ring and Ulysses on this machine: the same schedule, simulated and executed")
@@ -52,7 +54,7 @@ def compare_here(console: Console) -> None:
     console.print(table)
     console.print(drift_line([found[0][2].drift[0], found[-1][2].drift[1]]), markup=False)
     console.print(f"largest relative error of the executed ring at S = 2K: {errors}", markup=False)
-    console.print(f"trace of the last comparison: {TRACE_FILE} (open it in https://ui.perfetto.dev)", markup=False)
+    console.print(f"trace of the last comparison: {TRACE_FILE.path} (open it in https://ui.perfetto.dev)", markup=False)
 
 
 def predict_h100(console: Console) -> None:

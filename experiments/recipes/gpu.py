@@ -23,8 +23,9 @@ from experiments.verbs.selection import Selection
 from experiments.verbs.sweep import Sweep
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
+from sim.files import make_folder
 from sim.presets import preset_names
-from sim.profile import load_profile, make_folder
+from sim.profile import load_profile
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import DATASHEET
 from topology.cluster import load_cluster

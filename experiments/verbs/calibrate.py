@@ -21,11 +21,20 @@ from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent, seconds
 from experiments.verbs.profile_diff import show_profile_diff
-from experiments.verbs.simulate import writable
+from experiments.verbs.writes import Writes
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError, RankError, unknown
+from sim.files import Output, make_folder, require_outputs
 from sim.presets import read_bytes
-from sim.profile import Profile, load_profile, make_folder, profile_folder, profile_names, save_profile
+from sim.profile import (
+    OWN_PROFILE_FILE,
+    PROFILE_FILE,
+    Profile,
+    encode_profile,
+    load_profile,
+    profile_folder,
+    profile_names,
+)
 from sim.setup.names import DATASHEET, one_of
 from sim.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
@@ -41,7 +50,7 @@ GPU_S = 450.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class Calibrate(Writes):
     """Time the kernels and links that execute runs on this machine. Ctrl-C keeps what has been measured."""
 
     quick: bool = False
@@ -91,7 +100,7 @@ def calibrate(command: Calibrate, console: Console) -> None:
     elif command.published is not None:
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
-        _published(command.published, command.out, console)
+        _published(command.published, command.output(command.out, PROFILE_FILE), console)
     else:
         _calibrated(command, name, console)
 
@@ -128,10 +137,11 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
     model = load_model(command.model or ("llama3-8b" if on_gpu else "tiny"))
     dtypes = [one_of("dtype", dtype, FLOATS) for dtype in command.dtype or (model.dtype,)]
     require_machine(spec, 1, dtypes, command.attention)
-    path = Path(command.out) if command.out else profile_folder() / f"{name}.json"
-    if not command.out:
-        make_folder(path.parent)
-    writable(str(path))
+    output = command.output(command.out, PROFILE_FILE)
+    if output is None:
+        make_folder(profile_folder())
+        output = OWN_PROFILE_FILE.at(profile_folder() / f"{name}.json", force=command.force)
+    output.require()
     plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)
     limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
     state, failure = "interrupted", None
@@ -144,8 +154,8 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
             failure = error
         profile = calibration.profile(complete=not state)
     if profile.points:
-        save_profile(profile, path)
-        _summary(profile, state, path, console)
+        output.write(encode_profile(profile))
+        _summary(profile, state, output.path, console)
         _interference(profile, model, console)
     if failure:
         raise failure
@@ -163,16 +173,16 @@ def _calibration(plan: Plan, spec: ClusterSpec) -> Calibration:
     return HostCalibration(plan) if spec.gpu.kind == "cpu" else GpuCalibration(plan, spec, gpus_here(spec))
 
 
-def _published(name: str, out: str | None, console: Console) -> None:
+def _published(name: str, output: Output | None, console: Console) -> None:
     """Make the profile of a machine that others have measured; one of that name ships, so it only goes where asked."""
     from calibrate.published import published
 
+    require_outputs([output])
     profile = published(name)
     where = "--out FILE writes it"
-    if out:
-        writable(out)
-        save_profile(profile, Path(out))
-        where = f"written to {out}"
+    if output:
+        output.write(encode_profile(profile))
+        where = f"written to {output.path}"
     console.print(f"profile {name!r}: {len(profile.points)} points; {where}", markup=False)
     _residuals(profile, console)
 
@@ -236,7 +246,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=not console.is_terminal)
 
 
-def _summary(profile: Profile, missing: str, path: Path, console: Console) -> None:
+def _summary(profile: Profile, missing: str, path: str, console: Console) -> None:
     """Print what was found, in the figures that the simulator uses, and how well the points predict each other."""
     state = f" ({missing}: larger sizes will be extrapolated)" if missing else ""
     console.print(f"profile {profile.name!r}: {len(profile.points)} points{state}, written to {path}", markup=False)

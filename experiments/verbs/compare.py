@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -12,17 +11,20 @@ from rich.console import Console
 from experiments.evidence.comparison import calibrated, comparison, comparison_lines
 from experiments.evidence.execution import Execution, open_session
 from experiments.pages.comparison_page import page
+from experiments.pages.render import PAGE_FILE
 from experiments.verbs.selection import Selection
-from experiments.verbs.simulate import writable, write_trace
+from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import comparison_table, print_json
-from sim.profile import write_whole
+from experiments.verbs.writes import Writes
+from sim.files import require_outputs
+from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare:
+class Compare(Writes):
     """Execute and simulate the same schedule, and compare op kinds and the step."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
@@ -37,17 +39,16 @@ class Compare:
 
 def compare(command: Compare, console: Console, workers: Workers | None = None) -> None:
     """Execute and simulate, and print both."""
-    for path in (command.trace, command.html):
-        if path:
-            writable(path)
+    trace, html = command.output(command.trace, CHROME_TRACE), command.output(command.html, PAGE_FILE)
+    require_outputs([trace, html])
     predicted = command.selection.setup().predicted()
     checked, spec, profile = predicted.checked, predicted.cluster.spec, calibrated(predicted.profile)
     with open_session(checked, spec, profile, command.execution, workers) as session:
         found, traces = comparison(predicted, session, command.execution.repeats)
-    if command.trace:
-        write_trace(command.trace, checked, traces)
-    if command.html:
-        write_whole(Path(command.html), page(predicted.title, found, *traces).encode())
+    if trace:
+        write_trace(trace, checked, traces)
+    if html:
+        html.write(page(predicted.title, found, *traces).encode())
     if command.json:
         print_json(found, console)
         return

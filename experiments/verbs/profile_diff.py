@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.units import seconds
-from sim.profile import Profile, write_whole
+from sim.files import write_whole
+from sim.profile import Profile
 
 _WIDTH = 200
 """Columns of the tables in a file."""

@@ -15,17 +15,20 @@ from rich.table import Table
 from experiments.evidence.execution import Execution, measured_steps, median_step, open_session
 from experiments.evidence.units import seconds, size
 from experiments.verbs.selection import Selection
-from experiments.verbs.simulate import writable, write_trace
+from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import parts_line, print_json
+from experiments.verbs.writes import Writes
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import RankError
+from sim.files import require_outputs
+from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Writes):
     """Execute a schedule for real, one process per rank."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
@@ -44,8 +47,8 @@ def run(command: Run, console: Console, workers: Workers | None = None) -> None:
     from runtime.run import ScheduleRun
 
     found = command.selection.setup().resolved()
-    if command.trace:
-        writable(command.trace)
+    trace = command.output(command.trace, CHROME_TRACE)
+    require_outputs([trace])
     checked = found.checked()
     if command.verify or not found.workload.forward:  # one pass alone gets its out and lse from the reference
         verifiable(found.workload)
@@ -54,8 +57,8 @@ def run(command: Run, console: Console, workers: Workers | None = None) -> None:
         steps = measured_steps(schedule_run.step, command.execution.repeats)
         errors = schedule_run.errors() if command.verify else {}
     median = median_step(steps)
-    if command.trace:
-        write_trace(command.trace, checked, [median.trace])
+    if trace:
+        write_trace(trace, checked, [median.trace])
     rank = critical_rank(median.trace)
     times = [step.trace.step_time_s for step in steps]
     result: dict[str, Any] = {

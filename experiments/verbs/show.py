@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.verbs.selection import Selection
-from experiments.verbs.simulate import writable
+from experiments.verbs.writes import Writes
 from sim.errors import InputError, ScheduleError
+from sim.files import Kind, decoded_by, marked, require_outputs
 from sim.presets import preset_names
-from sim.profile import load_profile, profile_names, write_whole
+from sim.profile import load_profile, profile_names
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import one_of
 from sim.workload import load_model
@@ -23,6 +24,8 @@ from topology.cluster import load_cluster
 
 KINDS = ("models", "clusters", "schedules", "profiles")
 FORMATS = ("grid", "json", "dot")
+_MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
+"""First lines of files, by which ``--out`` knows its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class List:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Show:
+class Show(Writes):
     """Show a schedule: its grid of logical time x rank, its JSON, or its graph."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
@@ -57,8 +60,8 @@ def list_names(command: List, console: Console) -> None:
 def show(command: Show, console: Console) -> None:
     """Print a schedule in one of its forms."""
     one_of("format", command.format, FORMATS)
-    if command.out:
-        writable(command.out)
+    out = command.output(command.out, _SHOWN)
+    require_outputs([out])
     found = command.selection.setup().resolved()
     try:
         checked = found.checked()
@@ -82,10 +85,20 @@ def show(command: Show, console: Console) -> None:
             for time, row in enumerate(cells)
         ]
         text = "\n".join([found.title, head, *(line.rstrip() for line in body), LEGEND])
-    if command.out:
-        write_whole(Path(command.out), text.encode())
+    if out:
+        out.write((_MARKS.get(command.format, "") + text).encode())
     else:
         console.print(text, markup=False)
+
+
+def _is_shown(file: BinaryIO) -> bool:
+    if marked(*_MARKS.values())(file):
+        return True
+    file.seek(0)
+    return decoded_by(Schedule.from_json)(file)
+
+
+_SHOWN = Kind("a schedule", _is_shown)
 
 
 def _ranks(text: str | None, count: int) -> list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -15,15 +13,16 @@ import longstep
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import print_json, report_table, schedules_table
+from experiments.verbs.writes import Writes
 from sim.errors import InputError
+from sim.files import Output, require_outputs
 from sim.memory import counters
-from sim.profile import write_whole
 from sim.schedule.proof.check import Checked
-from sim.trace import Trace, to_chrome
+from sim.trace import CHROME_TRACE, Trace, to_chrome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Simulate:
+class Simulate(Writes):
     """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
@@ -36,15 +35,15 @@ class Simulate:
 def simulate(command: Simulate, console: Console) -> None:
     """Predict one step, and print what came out."""
     setup = command.selection.setup()
-    if command.trace:
-        writable(command.trace)
+    trace = command.output(command.trace, CHROME_TRACE)
+    require_outputs([trace])
     first, *others = command.selection.schedule.split(",")
     if others:
         _several([setup.replace(schedule=name) for name in (first, *others)], command, console)
         return
     predicted = setup.predicted()
-    if command.trace:
-        write_trace(command.trace, predicted.checked, [predicted.trace])
+    if trace:
+        write_trace(trace, predicted.checked, [predicted.trace])
     if command.json:
         print_json(predicted.report, console)
         return
@@ -71,19 +70,6 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
         console.print(line, markup=False)
 
 
-def writable(path: str) -> None:
-    """Raise InputError before any work is done if a file cannot be written there."""
-    folder, wrong = Path(path).parent, ""
-    if not folder.is_dir():
-        wrong = f"there is no folder {str(folder)!r}"
-    elif Path(path).is_dir():
-        wrong = "it is a folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        wrong = f"you may not write to {str(folder)!r}"
-    if wrong:
-        raise InputError(f"{path!r} cannot be written: {wrong}; choose another file")
-
-
-def write_trace(path: str, checked: Checked, traces: list[Trace]) -> None:
+def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:
     """Write traces of one schedule side by side, with the memory that its buffers take."""
-    write_whole(Path(path), to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))
+    output.write(to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import tyro
@@ -20,35 +20,41 @@ from rich.table import Table
 
 from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
-from experiments.evidence.executed_cases import common_fields, require_portable, save_cases
+from experiments.evidence.executed_cases import CASES_FILE, common_fields, own_profile, require_portable, save_cases
 from experiments.evidence.execution import Execution
+from experiments.evidence.provenance import command_line
 from experiments.evidence.published import HEADS, Evidence, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
+    RECORD_FILE,
     Judged,
     Record,
     Tally,
     begun,
     joined,
     judged,
-    read_record,
+    kept_records,
     save_record,
     summary,
 )
 from experiments.evidence.units import percent, seconds
+from experiments.pages.chapter import CHAPTER_FILE, chapter
 from experiments.pages.evidence_page import page as evidence_page
+from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.simulate import writable
 from experiments.verbs.sweep import Sweep, cells_of, playable
+from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
-from sim.profile import profile_names, write_whole
+from sim.files import Output, require_outputs
+from sim.presets import preset_names
+from sim.profile import load_profile, profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Validate:
+class Validate(Writes):
     """Compare simulated and executed steps over several lengths, ranks and schedules. Ctrl-C keeps what there is."""
 
     sweep: Annotated[Sweep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sweep)
@@ -58,7 +64,7 @@ class Validate:
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
     the profile was calibrated with, else the first of them that is installed and runs the data type."""
     record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Measure nothing: show this record, or several as one."""
+    """Measure nothing: show this record, or several as one; of a folder all records in it."""
     cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
     out: str | None = None
@@ -67,20 +73,39 @@ class Validate:
     """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
     figure: str | None = None
     """Write both plots to this SVG file."""
+    markdown: str | None = None
+    """Write all that --cases and --record say, each by itself, as a chapter of Markdown to this FILE.md."""
     cases_out: str | None = None
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
 
+class _Outputs(NamedTuple):
+    """Files to write, as far as they are asked for."""
+
+    out: Output | None
+    html: Output | None
+    figure: Output | None
+    cases_out: Output | None
+    markdown: Output | None
+
+
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
-    _require_outputs(command)
+    outputs = _outputs(command)
+    if outputs.markdown:
+        _write_chapter(command, outputs.markdown, console)
+        return
     if command.cases:
         found = show_cases(command.cases, console)
-        if command.html:
-            write_whole(Path(command.html), evidence_page(found).encode())
+        if outputs.html:
+            outputs.html.write(evidence_page(found).encode())
         return
     if command.record:
-        show(joined([read_record(path) for path in command.record]), command, console)
+        record = joined([kept.record for path in command.record for kept in kept_records(path)])
+        show(record, console)
+        if outputs.out:
+            save_record(record, outputs.out)
+        _write(record, outputs)
         return
     if command.repeats < 1:
         raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
@@ -95,14 +120,25 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {why}", markup=False)
-    _sweep(cells, command, console, workers)
+    _sweep(cells, command, outputs, console, workers)
 
 
-def _require_outputs(command: Validate) -> None:
-    """Raise InputError for files that cannot be written, or that what is asked for does not fill."""
-    for path in (command.out, command.html, command.figure, command.cases_out):
-        if path:
-            writable(path)
+def _outputs(command: Validate) -> _Outputs:
+    """Return the files to write; raises InputError for one that cannot be written, or that what is asked for does not
+    fill.
+    """
+    outputs = _Outputs(
+        command.output(command.out, RECORD_FILE),
+        command.output(command.html, PAGE_FILE),
+        command.output(command.figure, FIGURE_FILE),
+        command.output(command.cases_out, CASES_FILE),
+        command.output(command.markdown, CHAPTER_FILE),
+    )
+    require_outputs([*outputs, own_profile(outputs.cases_out) if outputs.cases_out else None])
+    if command.markdown and not (command.cases or command.record):
+        raise InputError("`markdown` writes what `cases` and `record` say: name some, such as --cases all")
+    if command.markdown and any((command.out, command.html, command.figure, command.cases_out, command.sweep.named)):
+        raise InputError("`markdown` goes with `cases` and `record` only: write other files by a command of their own")
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases_out and not command.cases_out.endswith(".toml"):
@@ -112,8 +148,24 @@ def _require_outputs(command: Validate) -> None:
             "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
             "--cases-out a --record"
         )
-    if command.cases and (command.figure or command.out or command.record or command.sweep.named):
-        raise InputError("--cases goes with --html only: what is predicted stands in the files")
+    if command.cases and (command.figure or command.out or command.sweep.named):
+        raise InputError("`cases` goes with `html` or `markdown` only: what is predicted stands in the files")
+    if command.cases and command.record and not command.markdown:
+        raise InputError("`cases` goes with `record` only where `markdown` writes both: leave one of them out")
+    return outputs
+
+
+def _write_chapter(command: Validate, to: Output, console: Console) -> None:
+    """Print what cases and records say, each by itself, and write it as a chapter."""
+    from calibrate.leave_one_out import leave_one_out
+
+    records = [kept for path in command.record for kept in kept_records(path)]
+    evidence = show_cases(command.cases, console)
+    for kept in records:
+        show(kept.record, console)
+    shipped = preset_names("sim/profiles", ".json") if "all" in command.cases else []
+    profiles = {name: leave_one_out(load_profile(name)) for name in shipped}
+    to.write(chapter(evidence, records, profiles, command_line(), Path(to.path).parent).encode())
 
 
 def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
@@ -136,7 +188,7 @@ def _progress(console: Console) -> Progress:
     return Progress(console=type(console)(stderr=True), transient=True)
 
 
-def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Workers | None) -> None:
+def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
     record = begun(cells[0].setup(command.sweep.setup()).resolved(), common_fields(command.sweep.setup()))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
@@ -145,8 +197,8 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
         nonlocal record
         found[cell].append(result)
         record = msgspec.structs.replace(record, comparisons=[(cell, some) for cell, some in found.items() if some])
-        if command.out:
-            save_record(record, command.out)
+        if outputs.out:
+            save_record(record, outputs.out)
 
     stopped: BaseException | None = None
     sweep = Repeated(cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention))
@@ -157,13 +209,14 @@ def _sweep(cells: list[Cell], command: Validate, console: Console, workers: Work
     except (KeyboardInterrupt, LongstepError) as error:
         stopped = error
     if record.comparisons:
-        show(record, command, console)
+        show(record, console)
+        _write(record, outputs)
     if stopped:
         raise stopped
 
 
-def show(record: Record, command: Validate, console: Console) -> None:
-    """Print a record's table and write what else was asked for."""
+def show(record: Record, console: Console) -> None:
+    """Print a record's table, and what its cells say together."""
     cells = judged(record)
     heads = ("P", "what", "S", "schedule", "simulated", "measured", "errors", "target", "quiet", "all")
     table = Table(*heads, title=record.title, title_justify="left")
@@ -172,14 +225,16 @@ def show(record: Record, command: Validate, console: Console) -> None:
     console.print(table)
     for line in summary(record):
         console.print(line, markup=False)
-    if command.record and command.out:
-        save_record(record, command.out)
-    if command.html:
-        write_whole(Path(command.html), page(record).encode())
-    if command.figure:
-        write_whole(Path(command.figure), figure(record).encode())
-    if command.cases_out:
-        save_cases(record, command.cases_out)
+
+
+def _write(record: Record, outputs: _Outputs) -> None:
+    """Write what a record is to fill."""
+    if outputs.html:
+        outputs.html.write(page(record).encode())
+    if outputs.figure:
+        outputs.figure.write(figure(record).encode())
+    if outputs.cases_out:
+        save_cases(record, outputs.cases_out)
 
 
 def _row(found: Judged) -> list[str]:

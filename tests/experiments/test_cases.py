@@ -49,7 +49,7 @@ def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> Non
         ("measured_s = 0.01", "measured_s = true", "no measured_s above 0"),
         ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
         ('"64K"', '"8001"', "the nearest are 8000 or 8008"),
-        ("target", "goal", "unknown key 'goal'.*allowed are name, cases, target, set"),
+        ("target", "goal", "unknown key 'goal'.*allowed are name, cases, target, blind, set"),
         ('"a800-ultraattn"', '"none.json"', "case file .*ours.toml', profile = 'none.json': .* cannot be read"),
         ("cases = [", "cases = []\nothers = [", "unknown key 'others'"),
     ],

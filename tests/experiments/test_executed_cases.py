@@ -12,9 +12,9 @@ import pytest
 
 from experiments.evidence.cases import read_cases
 from experiments.evidence.cells import Cell
-from experiments.evidence.executed_cases import common_fields, save_cases
+from experiments.evidence.executed_cases import CASES_FILE, common_fields, save_cases
 from experiments.evidence.published import predicted, provenance
-from experiments.evidence.record import Record, judged, read_record, save_record
+from experiments.evidence.record import RECORD_FILE, Record, judged, read_record, save_record
 from experiments.verbs.cli import main, with_flags
 from experiments.verbs.sweep import Sweep
 from sim.errors import InputError
@@ -37,7 +37,7 @@ def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
     elsewhere = msgspec.structs.replace(record.profile.machine, gpu="a CPU of another make")
     profile = msgspec.structs.replace(record.profile, machine=elsewhere)
     path = str(tmp_path / "cases.toml")
-    save_cases(msgspec.structs.replace(record, profile=profile), path)
+    save_cases(msgspec.structs.replace(record, profile=profile), CASES_FILE.at(path))
     file, cases = read_cases(path)
     cells = judged(record)
     assert {group.target for group in file.group} == {one.cell.target for one in cells}
@@ -66,8 +66,8 @@ def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> 
     layers = sweep.layers if "layers" in options else 1
     cells = [Cell(4, "layer", layers, "1K", "ring", 0.1), Cell(4, "layer", layers, "4K", "zigzag", 0.1)]
     record = on_h100(sweep, cells)
-    save_record(record, str(tmp_path / "record.json"))
-    save_cases(read_record(str(tmp_path / "record.json")), str(tmp_path / "cases.toml"))
+    save_record(record, RECORD_FILE.at(tmp_path / "record.json"))
+    save_cases(read_record(str(tmp_path / "record.json")), CASES_FILE.at(tmp_path / "cases.toml"))
     _, cases = read_cases(str(tmp_path / "cases.toml"))
     names = [field.name for field in dataclasses.fields(Setup) if field.name != "profile"]
     for case, cell in zip(cases, cells, strict=True):
@@ -80,9 +80,9 @@ def test_the_profile_lies_next_to_the_cases(tmp_path: Path) -> None:
     """One for all that rest on it; another one does not take its place."""
     record = on_h100(Sweep(cluster="hgx-h100"), [RING])
     for name in ("first", "second"):
-        save_cases(record, str(tmp_path / f"{name}.toml"))
+        save_cases(record, CASES_FILE.at(tmp_path / f"{name}.toml"))
     other = msgspec.structs.replace(record, profile=msgspec.structs.replace(record.profile, created="later"))
-    save_cases(other, str(tmp_path / "third.toml"))
+    save_cases(other, CASES_FILE.at(tmp_path / "third.toml"))
     assert {path.name for path in tmp_path.iterdir()} == {
         "first.toml", "second.toml", "third.toml", "profile.json", "third-profile.json",
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_profile_lies_next_to_the_cases(tmp_path: Path) -> None:
 
 def test_what_is_no_profile_stays(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{}")
-    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), str(tmp_path / "cases.toml"))
+    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), CASES_FILE.at(tmp_path / "cases.toml"))
     assert (tmp_path / "profile.json").read_text() == "{}"
     assert Path(read_cases(str(tmp_path / "cases.toml"))[0].profile).name == "cases-profile.json"
 
@@ -114,7 +114,7 @@ def test_files_of_the_user_are_in_no_case_file(
     path = str(tmp_path / "cases.toml")
     record = on_h100(Sweep(**({"cluster": "hgx-h100"} | options)), [RING._replace(schedule=schedule)])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=message):
-        save_cases(record, path)
+        save_cases(record, CASES_FILE.at(path))
     typed = [word for name, value in options.items() for word in (f"--{name}", value)]
     with pytest.raises(SystemExit):
         main(["validate", *typed, "--seq", "1K", "--ranks", "2", "--schedules", schedule, "--profile", "datasheet",
@@ -126,7 +126,7 @@ def test_files_of_the_user_are_in_no_case_file(
 def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
     """The cases are predicted all the same."""
     path = str(tmp_path / "cases.toml")
-    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), path)
+    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), CASES_FILE.at(path))
     file, _ = read_cases(path)
     assert file.profile_sha256 == hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
     as_written = provenance(file)
@@ -143,7 +143,7 @@ def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
 
 def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, cases = tmp_path / "record.json", tmp_path / "cases.toml"
-    save_record(on_h100(Sweep(cluster="hgx-h100"), [RING]), str(record))
+    save_record(on_h100(Sweep(cluster="hgx-h100"), [RING]), RECORD_FILE.at(record))
     main(["validate", "--record", str(record), "--cases-out", str(cases)])
     capsys.readouterr()
     main(["validate", "--cases", str(cases)])

@@ -13,7 +13,16 @@ import pytest
 
 from experiments.evidence.cells import Cell
 from experiments.evidence.comparison import Comparison, measured
-from experiments.evidence.record import Record, joined, judged, provenance, read_record, save_record, summary
+from experiments.evidence.record import (
+    RECORD_FILE,
+    Record,
+    joined,
+    judged,
+    provenance,
+    read_record,
+    save_record,
+    summary,
+)
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
 from experiments.verbs.cli import main
@@ -100,7 +109,7 @@ def test_a_sweep_is_summed_up() -> None:
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     record = make_sweep()
-    save_record(record, str(tmp_path / "record.json"))
+    save_record(record, RECORD_FILE.at(tmp_path / "record.json"))
     assert read_record(str(tmp_path / "record.json")) == record
 
 
@@ -111,7 +120,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
             path.write_text(text)
         with pytest.raises(InputError, match=message):
             read_record(str(path if text else tmp_path / "none.json"))
-    save_record(make_record({RING: []}), str(path))
+    save_record(make_record({RING: []}), RECORD_FILE.at(path, force=True))
     with pytest.raises(InputError, match="holds no comparison"):
         read_record(str(path))
 
@@ -250,7 +259,7 @@ def test_what_was_found_is_kept(
 
 def test_a_record_is_shown_without_measuring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, drawn = tmp_path / "record.json", tmp_path / "figure.svg"
-    save_record(make_sweep(), str(record))
+    save_record(make_sweep(), RECORD_FILE.at(record))
     main(["validate", "--record", str(record), "--figure", str(drawn), "--out", str(tmp_path / "copy.json")])
     assert capsys.readouterr().out.count("ulysses") == 12
     assert drawn.read_text() == figure(make_sweep())

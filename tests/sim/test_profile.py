@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sim.errors import InputError
-from sim.profile import Machine, Profile, load_profile, profile_names, save_profile, write_whole
+from sim.profile import Machine, Profile, load_profile, profile_names, save_profile
 
 
 def some_profile() -> Profile:
@@ -53,16 +53,3 @@ def test_unknown_and_broken_profiles(own_profiles: Path, tmp_path: Path) -> None
     for name in ("\0", "\0.json", "x" * 5000, "x" * 5000 + ".json", "\ud800", "/dev/zero"):
         with pytest.raises(InputError, match="cannot be read|unknown profile"):
             load_profile(name)
-
-
-def test_nothing_half_written_stays(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_bytes(b"old")
-    write_whole(target, b"new")
-    assert target.read_bytes() == b"new"
-    with pytest.raises(InputError, match="cannot be written"):
-        write_whole(tmp_path / "no folder" / "file", b"x")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match="cannot be written"):
-        write_whole(tmp_path / "folder", b"x")
-    assert not list(tmp_path.rglob(".*"))

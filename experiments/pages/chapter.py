@@ -1,0 +1,150 @@
+"""The evidence as one chapter of Markdown: in a few rows, then every record and every case file by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.published import HEADS, Evidence, judged_groups, measured_on, rests_on
+from experiments.evidence.record import Judged, Kept, judged, provenance, summary
+from experiments.evidence.units import percent, seconds
+from sim.files import Kind, marked
+from sim.profile import Profile, encode_profile
+
+if TYPE_CHECKING:
+    from calibrate.leave_one_out import Residual
+
+_MARK = "<!-- generator: longstep -->"
+CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))
+
+_ABOUT = (
+    "How far predicted times are from measured ones, executed on machines that we had, or published by others. This "
+    "page is written by a command, with the figures of the version that runs it:"
+)
+_TERMS = (
+    "An error is predicted / measured - 1. Of two schedules whose measured times are apart, the order is right where "
+    "the faster one is predicted to be. Where the 90 % interval is empty, nothing is known of how far predictions may "
+    "be off. A blind error is the mean of the first prediction, before anyone had seen how far off it was."
+)
+_POINTS = (
+    "Each point of a profile is predicted from the others, but for the ends of series that have no tile model. Per "
+    "kernel: median error (points), worst error. `longstep calibrate --published NAME` makes a profile anew from the "
+    "tables of its sources, and prints the same."
+)
+
+
+def chapter(
+    evidence: Sequence[Evidence],
+    records: Sequence[Kept],
+    profiles: Mapping[str, Sequence[Residual]],
+    command: str,
+    folder: Path,
+) -> str:
+    """Return the chapter of case files, records and profiles, written by ``command``, to lie in a folder."""
+    found = headlines(evidence, [kept.record for kept in records])
+    parts = [
+        _MARK,
+        "# Evidence",
+        _ABOUT,
+        f"```text\n{command}\n```",
+        _TERMS,
+        markdown_table(HEADLINE_HEADS, [one.row for one in found]),
+    ]
+    if records:
+        parts += ["## Executed", *(part for kept in records for part in executed_section(kept, folder))]
+    if evidence:
+        parts += ["## Published", *(part for one in evidence for part in _published_section(one))]
+    if profiles:
+        parts += ["## Profiles", _POINTS, _points(profiles)]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+
+
+def executed_section(kept: Kept, folder: Path) -> list[str]:
+    """Return what a record says: where it comes from, its summary, its figure, its notes and all of its cells."""
+    record, cells = kept.record, judged(kept.record)
+    heads = ("P", "what", "S", "schedule", "predicted", "executed", "error", "target", "met")
+    lines = [*provenance(record), _sha256(record.profile), *summary(record)]
+    figure = [f"![Predicted against executed times]({_relative(kept.figure, folder)})"] if kept.figure else []
+    return [
+        f"### {_escaped(f'{record.title}: {len(cells)} cells on {record.profile.machine.gpu}')}",
+        _list([f"record: [{kept.path.name}]({_relative(kept.path, folder)})", *map(_escaped, lines)]),
+        *([kept.notes] if kept.notes else []),
+        *figure,
+        markdown_table(heads, [_cell(one) for one in cells]),
+    ]
+
+
+def _cell(found: Judged) -> list[str]:
+    """Return a cell's row: times and error of the median repeat, with the least and greatest error of all repeats."""
+    return [
+        str(found.cell.gpus),
+        found.cell.what,
+        found.cell.seq,
+        found.cell.schedule,
+        seconds(found.times.simulated_s),
+        seconds(found.times.median_s),
+        f"{percent(found.times.error)} [{percent(found.low)}, {percent(found.high)}]",
+        f"{100 * found.cell.target:g} %",
+        str(found.met),
+    ]
+
+
+def _published_section(evidence: Evidence) -> list[str]:
+    """Return what a case file says: where it comes from, its notes, and the table of its groups."""
+    file = evidence.file
+    heads, rows = list(HEADS), judged_groups(evidence)
+    blind = {group.name: group.blind for group in file.group} | {some.name: some.blind for some in file.together}
+    if any(share is not None for share in blind.values()):
+        after = heads.index("mean") + 1
+        heads.insert(after, "blind")
+        rows = [[*row[:after], _percent(blind.get(row[0])), *row[after:]] for row in rows]
+    lines = [f"source: {file.source}", f"quality: {file.quality}", *rests_on(file), *measured_on(file)]
+    return [
+        f"### {_escaped(file.title)}",
+        _list(map(_escaped, lines)),
+        *([file.notes.strip()] if file.notes else []),
+        markdown_table(heads, rows),
+    ]
+
+
+def _sha256(profile: Profile) -> str:
+    return f"profile sha256 {hashlib.sha256(encode_profile(profile)).hexdigest()[:16]}"
+
+
+def _points(profiles: Mapping[str, Sequence[Residual]]) -> str:
+    found = {
+        (one.kernel, name): f"{_percent(one.median)} ({one.points}), {percent(one.worst)}"
+        for name, residuals in profiles.items()
+        for one in residuals
+    }
+    kernels = sorted({kernel for kernel, _ in found})
+    rows = [[kernel, *(found.get((kernel, name), "") for name in profiles)] for kernel in kernels]
+    return markdown_table(["kernel", *profiles], rows)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Return a text whose characters mean nothing to Markdown."""
+    return re.sub(r"([\\*<|`])", r"\\\1", text)

@@ -1,0 +1,136 @@
+"""The chapter of evidence: of small case files and records whose errors are known, and the one that is committed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from experiments.evidence.cases import FOLDER
+from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.published import measured_on, read_all, rests_on
+from experiments.evidence.record import RECORD_FILE, Kept, kept_records, save_record, summary
+from experiments.pages.chapter import executed_section, markdown_table
+from experiments.verbs.cli import main
+from sim.engine.interval import Interval
+from sim.errors import InputError
+from sim.presets import preset_names
+from tests.experiments.case_files import OPS
+from tests.experiments.test_sweep_page import RING, ULYSSES, make_found, make_record
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+ATTEND = 'measure = "Attend", gpus = 1, queries = 16384, keys = 16384, measured_s = 0.0067871088'
+"""Predicted: half of it."""
+GATHER = 'measure = "AllGather", gpus = 8, nbytes = 268435456, measured_s = 0.000582986'
+"""Predicted: five quarters of it."""
+
+
+def own_cases(tmp_path: Path) -> str:
+    text = OPS.format(f"{ATTEND} }},\n  {{ {GATHER}")
+    text = text.replace('quality = "one run"', 'quality = "a*b | c"\nnotes = "Why **so**."')
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace('name = "ops"', 'name = "ops"\nblind = 0.4\ntarget = 0.3'))
+    return str(path)
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Return all tables: rows of cells, without the line below the heads."""
+    found = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    split = [[[cell.strip() for cell in row[1:-1].split(" | ")] for row in table.splitlines()] for table in found]
+    return [[table[0], *table[2:]] for table in split]
+
+
+def test_a_chapter_of_small_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of two repeats, ring is met once and 20 % too slow once; Ulysses is 20 % too fast, and so wrongly the faster."""
+    ring, ulysses = make_found(1.0, [(1.0, 0.0), (1.0 / 1.2, 0.0)]), make_found(0.8, [(1.0, 0.0), (1.0, 0.0)])
+    (tmp_path / "some run").mkdir()
+    record = make_record({RING: ring, ULYSSES: ulysses}, title="toy | all", command="longstep validate")
+    save_record(record, RECORD_FILE.at(tmp_path / "some run" / "record.json"))
+    (tmp_path / "some run" / "no-record.json").write_text("{}")
+    (tmp_path / "some run" / "notes.md").write_text("The machine was *loud*.\n")
+    (tmp_path / "some run" / "record.svg").write_text("<svg/>")
+    out = tmp_path / "README.md"
+    command = ["validate", "--cases", own_cases(tmp_path), "--record", str(tmp_path / "some run"), "--markdown"]
+    main([*command, str(out)])
+    printed, text = capsys.readouterr().out, out.read_text()
+    assert "Our kernels" in printed
+    assert "ulysses" in printed
+    few, cells, groups = tables(text)
+    assert few == [
+        list(HEADLINE_HEADS),
+        ["executed: steps on a CPU", "2", "14.5 %", "14.5 %", "0 of 1", ""],
+        ["published: Our kernels", "2", "37.5 %", "37.5 %", "", "0 %"],
+    ]
+    assert cells[1:] == [
+        ["2", "attention", "2K", "ring", "1 s", "916.7 ms", "+9.1 % [+0.0 %, +20.0 %]", "10 %", "1 of 2"],
+        ["2", "attention", "2K", "ulysses", "800 ms", "1 s", "-20.0 % [-20.0 %, -20.0 %]", "10 %", "0 of 2"],
+    ]
+    assert dict(zip(groups[0], groups[1], strict=True)) == {
+        "group": "ops", "cases": "2", "mean": "37.5 %", "blind": "40.0 %", "worst": "-50.0 %", "bias": "-12.5 %",
+        "R² of log": "0.824", "order": "0 of 0", "in 90 %": "0 %", "target": "30 %: missed",
+        "worst is": "Attend, 1 GPUs, 16384 x 16384, full",
+    }  # fmt: skip
+    assert re.search(r"^### toy \\\| all: 2 cells on a CPU$", text, re.MULTILINE)
+    assert "- record: [record.json](some run/record.json)" in text
+    assert "The machine was *loud*." in text
+    assert "(some run/record.svg)" in text
+    assert "- quality: a\\*b \\| c" in text
+    assert "\n\nWhy **so**.\n\n" in text
+    for line in (*summary(record), "profile 'h100-sxm', sha256", "profile sha256"):
+        assert f"- {line}" in text
+    assert re.search(r"```text\nlongstep .*\n```", text)
+
+
+def test_a_machine_is_one_row_with_its_intervals() -> None:
+    found = make_found(1.0, [(1.0, 0.0)])
+    report = found[0].report
+    inside, outside = (
+        [msgspec.structs.replace(found[0], report=msgspec.structs.replace(report, interval_s=Interval(*ends)))]
+        for ends in ((0.9, 1.1), (0.8, 0.9))
+    )
+    records = [make_record({RING: inside}), make_record({RING: outside, ULYSSES: found})]
+    (row,) = headlines([], records)
+    assert (row.cells, row.median, row.covered) == (3, 0.0, 0.5)
+
+
+def test_a_folder_without_records(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no record"):
+        kept_records(str(tmp_path))
+
+
+def committed() -> str:
+    return (RESULTS / "README.md").read_text()
+
+
+def test_the_committed_chapter_names_all_sources() -> None:
+    """Each case file with the profile that ships now; what its table says, the rows at the top say, too."""
+    text = committed()
+    few, *rest = tables(text)
+    assert len(few) - 1 <= 8
+    rows = {row[0]: row for row in few[1:]}
+    groups = [table for table in rest if table[0][0] == "group"]
+    files = [file for file, _ in read_all(["all"])]
+    assert len(groups) == len(files) == len(preset_names(FOLDER))
+    for file, table in zip(files, groups, strict=True):
+        assert f"### {file.title}" in text
+        for line in (*rests_on(file), *measured_on(file)):
+            assert f"- {line}" in text
+        names = [group.name for group in file.group] + [some.name for some in file.together]
+        assert [row[0] for row in table[1:]] == [*names, *(["all"] if len(names) > 1 else [])]
+        last, row = dict(zip(table[0], table[-1], strict=True)), rows[f"published: {file.title}"]
+        assert (row[1], row[3]) == (last["cases"], last["mean"])
+
+
+def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the letter: longstep validate --markdown writes it anew."""
+    monkeypatch.chdir(ROOT)
+    text, records = committed(), kept_records("experiments/results")
+    assert len(records) == len({kept.path for kept in records}) > 1
+    for kept in records:
+        assert "\n\n".join(executed_section(Kept(kept.path, kept.record), Path("experiments/results"))) in text
+    found = headlines([], [kept.record for kept in records])
+    for row in found:
+        assert markdown_table(HEADLINE_HEADS, [row.row]).splitlines()[-1] in text
