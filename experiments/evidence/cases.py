@@ -18,7 +18,7 @@ import msgspec
 
 from experiments.evidence.units import size
 from sim.errors import InputError, unknown
-from sim.presets import load_toml
+from sim.presets import converted, load_toml
 from sim.profile import load_profile
 from sim.schedule.ir.ops import HostSync
 from sim.schedule.ir.program import Schedule
@@ -235,17 +235,15 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
         raise InputError(f'{where}: set is a list such as ["model.num_heads=8"]')
     overrides = (*given[0], *group.set, *given[1])
-    try:
-        measure = msgspec.convert(fields.pop("measure", ""), str)
-        what, allowed = ("key of an op alone", _KEYS_ALONE) if sizes else ("key", tuple(_KEYS))
-        for key in fields:
-            if key not in allowed:
-                raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
-        chosen = {_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile}
-        setup = Setup(**chosen)
-        alone = _alone(measure, sizes, where) if sizes else None
-    except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {case}: {error}") from error
+    measure = fields.pop("measure", "")
+    if not isinstance(measure, str):
+        raise InputError(f"{where}: measure is {measure}: expected a text")
+    what, allowed = ("key of an op alone", _KEYS_ALONE) if sizes else ("key", tuple(_KEYS))
+    for key in fields:
+        if key not in allowed:
+            raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
+    setup = Setup(**{_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile})
+    alone = _alone(measure, sizes, where) if sizes else None
     return Case(group.name, setup, float(measured_s), measure, alone)
 
 
@@ -256,4 +254,4 @@ def _alone(measure: str, sizes: dict[str, Any], where: str) -> Size:
     takes = ALONE[measure]
     if set(sizes) != set(takes.__struct_fields__):
         raise InputError(f"{where}: {measure} alone takes {' and '.join(takes.__struct_fields__)}, not {sizes}")
-    return msgspec.convert(sizes, takes)
+    return converted(sizes, takes, f"{where}: {measure}", "change it in that file", strict=True)

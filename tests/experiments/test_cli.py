@@ -340,7 +340,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
     assert "unknown function 'dict'" in fails(capsys, "simulate", "--schedule", f"{path}:dict", *H100)
-    assert "failed at" in fails(capsys, "simulate", "--schedule", f"{path}:Workload", *H100)
+    assert "or a function build(workload, mesh)" in fails(capsys, "simulate", "--schedule", f"{path}:Workload", *H100)
     path.write_text(OWN.format(body="raise SystemExit(0)"))
     assert "my_module.py:9: SystemExit: 0" in fails(capsys, "simulate", *own)
     path.write_text("import sys; sys.exit(0)")
