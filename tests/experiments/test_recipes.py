@@ -75,7 +75,7 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
         "nccl": [(2, "ring", 1, 1)],
     }  # fmt: skip
     assert "predicted by profile 'a100-sxm'" in (folder / "against.txt").read_text()
-    played = {what: [case.selection for case in read_cases(str(folder / f"{what}.toml"))[1]] for what in SWEEPS}
+    played = {what: [case.setup for case in read_cases(str(folder / f"{what}.toml"))[1]] for what in SWEEPS}
     assert [(one.one_device, one.gpus) for one in played["schedules"]] == [(True, 2)]
     assert [(one.one_device, one.gpus) for one in played["nccl"]] == [(False, 2)]
     assert [(one.layers, one.set) for one in played["offloaded"]] == [(4, ("schedule.activations=host",))]
