@@ -177,7 +177,18 @@ def summary(record: Record) -> list[str]:
     met = sum(not cell.met.missed for cell in cells)
     middle = statistics.median(abs(cell.times.error) for cell in cells)
     verdict = f"{met} of {len(cells)} cells met their target in {100 * ENOUGH:g} % of their repeats"
-    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", steadiness(record), *_order(record)]
+    return [
+        f"{verdict}; the median cell is off by {100 * middle:.1f} %",
+        steadiness(record),
+        *_order(record),
+        *_attention(record),
+    ]
+
+
+def _attention(record: Record) -> list[str]:
+    """Return which implementations of attention ran, where the record says so."""
+    names = dict.fromkeys(result.attention for _, found in record.comparisons for result in found if result.attention)
+    return [f"attention kernel: {' or '.join(names)}"] if names else []
 
 
 def steadiness(record: Record) -> str:

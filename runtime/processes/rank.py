@@ -74,7 +74,7 @@ class RankContext:
         self.ranks = seat.ranks
         self.device = device
         self.attention = seat.attention
-        """Name of the attention kernel to run; empty: the best one here."""
+        """Name of the attention kernel to run; empty: the fastest one here."""
         self.limit = timedelta(seconds=seat.timeout_s + 60)
         """Longest time that communication may take: the session, which can name the op, is to notice first."""
         self.progress = board.report
