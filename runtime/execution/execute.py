@@ -14,7 +14,15 @@ from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.streams import Event, Streams, open_streams
-from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at, most_allocated, reserve, watch_allocations
+from runtime.execution.tensors import (
+    TORCH_DTYPE,
+    Storage,
+    ends_at,
+    most_allocated,
+    reserve,
+    reserve_pinned,
+    watch_allocations,
+)
 from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
@@ -67,6 +75,7 @@ class RankPlayer:
         self._progress = progress
         needed = walk(self._program, self._dependencies)
         reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
+        reserve_pinned(self._program, self._ends, device, lambda: progress(-1, False))
         self._storage = Storage(self._program, device)
         fill_inputs(self._program, workload, self._storage, lambda: progress(-1, False))
 
