@@ -1,10 +1,11 @@
-# make setup | demo | test | lint | bench | validate | gpu - each sets up what it needs on a fresh machine.
-# make gpu PARTS="test verify calibrate compare" - some of it, for a GPU that is there for minutes only.
+# make setup | demo | test | lint | bench | validate - each sets up what it needs on a fresh machine.
+# make gpu PARTS="verify calibrate layers" OUT=FOLDER - all or some parts, with the torch that is here: it installs
+# nothing and needs no network. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint bench validate gpu
+.PHONY: setup demo test lint bench validate gpu carry
 
 setup: $(READY)
 
@@ -32,5 +33,15 @@ validate: $(READY)
 	$(BIN)/longstep validate --cases all
 	$(BIN)/longstep validate --ranks 2,4 --schedules ring,ulysses
 
-gpu: $(READY)
-	$(BIN)/python -m experiments.recipes gpu $(PARTS)
+# By the first Python whose torch sees a GPU: the machine's own, or that of make setup.
+gpu:
+	@for python in $(PYTHON) $(BIN)/python; do \
+		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+			exec $$python -m experiments.recipes gpu $(PARTS) $(if $(OUT),--out $(OUT)) $(if $(PROFILE),--profile $(PROFILE)); \
+		fi; \
+	done; \
+	echo "make gpu: neither $(PYTHON) nor $(BIN)/python has a torch that sees a GPU: name one that has, as" \
+		"make gpu PYTHON=python3.12, or run make setup where there is a network" >&2; exit 2
+
+carry:
+	$(PYTHON) -m experiments.recipes.carry $(CARRY)

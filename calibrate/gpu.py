@@ -153,6 +153,7 @@ class GpuCalibration:
         return {
             "attention": attention_kernel(device, dtype, self._plan.attention).name,
             "cuda": torch.version.cuda or "",
+            "cudnn": str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
         }
 
     def _time_launch(self) -> None:

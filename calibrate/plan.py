@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import platform
+import tomllib
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
+
+import torch
 
 from sim.profile import Profile
 from sim.workload import Dtype, ModelSpec
@@ -22,7 +26,7 @@ class Plan(NamedTuple):
     quick: bool
     command: str
     attention: str = ""
-    """Name of the attention kernel of a GPU; empty: the best one."""
+    """Name of the attention kernel of a GPU; empty: the fastest one."""
 
 
 class Step(NamedTuple):
@@ -56,8 +60,18 @@ class Calibration(Protocol):
 def software() -> dict[str, str]:
     """Return the versions of what runs here."""
     return {
-        "longstep": version("longstep"),
+        "longstep": _own_version(),
         "python": platform.python_version(),
-        "torch": version("torch"),
+        "torch": str(torch.__version__),
         "kernel": platform.release(),
     }
+
+
+def _own_version() -> str:
+    """Return Longstep's version, also where it is a checkout that was not installed."""
+    try:
+        return version("longstep")
+    except PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        declared: str = tomllib.loads(project.read_text())["project"]["version"]
+        return declared

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from experiments.evidence.diagnosis import diagnosis
-from experiments.evidence.execution import Execution, measured_steps, median_step, open_session
+from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, size
 from sim.engine.report import Report
@@ -78,6 +78,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     drift: list[float]
     """Before and after: how much longer kernels take now than when the machine was calibrated."""
     report: Report
+    attention: str = ""
+    """Which implementations of attention ran; empty in records of versions that did not say it."""
 
 
 def calibrated(profile: Profile | None) -> Profile:
@@ -167,6 +169,7 @@ def laid_side_by_side(
         diagnosis=diagnosis(errors, drift, simulated, median.trace),
         drift=drift,
         report=predicted,
+        attention=attention_ran(median.trace),
     )
 
 
@@ -221,6 +224,7 @@ def comparison_lines(found: Comparison) -> list[str]:
     return [
         f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}",
         *_allocated_line(peak),
+        *([f"attention kernel: {found.attention}"] if found.attention else []),
         drift_line(found.drift),
         *(f"diagnosis: {sentence}" for sentence in found.diagnosis),
         *evidence_lines(found.report.evidence),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from experiments.evidence.machine import require_machine, require_processes
 from sim.errors import InputError
 from sim.profile import Profile
+from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
 from sim.setup.machine import require_same_host
 from sim.setup.prediction import Prediction
 from sim.trace import Trace
-from sim.workload import Dtype
+from sim.workload import Workload
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
     from runtime.run import Step
 
+ATTENTION_OPS = (Attend.__name__, AttendBackward.__name__)
 _LONGEST_S = 1e6
 WARM_UP = 3
 """Steps before those that count: by then every rank has the memory that it needs."""
@@ -38,7 +40,7 @@ class Execution:
     """Seconds that a rank may stand still before the run is ended."""
     attention: str = ""
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
-    the profile was calibrated with, else the first of them that is installed and runs the data type."""
+    the profile was calibrated with, else the fastest that is installed and runs the data type."""
 
 
 @contextmanager
@@ -59,23 +61,23 @@ def open_session(
         raise InputError(f"`repeats` {execution.repeats}: expected 1 or more")
     if not 0 < execution.timeout < _LONGEST_S:
         raise InputError(f"`timeout` {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
-    ranks, dtype = checked.schedule.num_ranks, checked.schedule.header.workload.dtype
+    ranks, workload = checked.schedule.num_ranks, checked.schedule.header.workload
     if profile and spec.gpu.kind == "cpu":
         require_same_host(profile)
     if workers:
         require_processes(spec, ranks, workers.world)
-    attention = execution.attention or timed_attention(profile, dtype)
+    attention = execution.attention or timed_attention(profile, workload)
     gpus = min(ranks, workers.world.local_size) if workers else ranks
-    require_machine(spec, gpus, [dtype], attention)
+    require_machine(spec, gpus, [workload.dtype], attention)
     with Session(
         ranks, device=spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
     ) as session:
         yield session
 
 
-def timed_attention(profile: Profile | None, dtype: Dtype) -> str:
+def timed_attention(profile: Profile | None, workload: Workload) -> str:
     """Return the name of the attention kernel that a profile was calibrated with, since what is timed is what is run;
-    empty where there is none, as on a host, or none for the data type.
+    empty where there is none, as on a host, or it is none for the data type or for windows.
     """
     timed = profile.machine.software.get("attention", "") if profile else ""
     if not timed:
@@ -83,7 +85,14 @@ def timed_attention(profile: Profile | None, dtype: Dtype) -> str:
     from runtime.execution.attention_choice import runs
     from runtime.execution.tensors import TORCH_DTYPE
 
-    return timed if runs(timed, TORCH_DTYPE[dtype]) else ""
+    windows = workload.window is not None
+    return timed if runs(timed, TORCH_DTYPE[workload.dtype], windows=windows) else ""
+
+
+def attention_ran(trace: Trace) -> str:
+    """Return which implementations of attention an executed step ran."""
+    names = dict.fromkeys(row.ran for row in trace.rows if row.kind in ATTENTION_OPS)
+    return "; ".join(names)
 
 
 def measured_steps(step: Callable[[], Step], repeats: int) -> list[Step]:

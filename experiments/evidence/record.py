@@ -218,7 +218,14 @@ def summary(record: Record) -> list[str]:
     verdict = f"{met} of {len(cells)} cells met their target in {100 * ENOUGH:g} % of their repeats"
     right, clear = order(record)
     said = [f"the faster of two schedules: predicted right in {right} of {clear} clear cases"] if clear else []
-    return [f"{verdict}; the median cell is off by {100 * middle:.1f} %", steadiness(record), *said]
+    off = f"{verdict}; the median cell is off by {100 * middle:.1f} %"
+    return [off, steadiness(record), *said, *_attention(record)]
+
+
+def _attention(record: Record) -> list[str]:
+    """Return which implementations of attention ran, where the record says so."""
+    names = dict.fromkeys(result.attention for _, found in record.comparisons for result in found if result.attention)
+    return [f"attention kernel: {' or '.join(names)}"] if names else []
 
 
 def steadiness(record: Record) -> str:

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from experiments.recipes.bench import bench
-from experiments.recipes.demo import demo
-from experiments.recipes.gpu import gpu
-from experiments.verbs.cli import guarded, open_console
-from sim.errors import InputError, unknown
-
-RECIPES: dict[str, Callable[..., None]] = {"demo": demo, "gpu": gpu, "bench": bench}
+from experiments.recipes.carry import use_carried
 
 
-def main() -> None:
-    """Run the recipe that the command line names."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES, "python -m experiments.recipes NAME")
-    if sys.argv[2:] and name != "gpu":
-        raise InputError(f"recipe {name!r} has no parts: leave out {' '.join(sys.argv[2:])}")
-    RECIPES[name](open_console(), *sys.argv[2:])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the recipe that the command line names, with what was carried to a machine without a network."""
+    use_carried()
+    from experiments.verbs.cli import guarded
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    guarded(lambda: _run(given))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    from experiments.recipes.gpu import GPU_PARTS, gpu
+    from experiments.verbs.cli import open_console
+
+    parser = argparse.ArgumentParser(prog="python -m experiments.recipes", description="Complete runs with a name.")
+    recipes = parser.add_subparsers(dest="recipe", required=True)
+    recipes.add_parser("demo", help="calibrate this machine, execute and simulate two schedules, predict 8 x H100")
+    recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
+    on_gpu = recipes.add_parser(
+        "gpu",
+        help="verify, calibrate and compare on a GPU of this machine",
+        description="Verify, calibrate and compare on a GPU of this machine. A part whose result is there is left out.",
+        epilog="\n".join(["parts, in this order:", *(f"  {part.listed}" for part in GPU_PARTS.values())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    on_gpu.add_argument("parts", nargs="*", metavar="PART", help="see below; by default all")
+    on_gpu.add_argument("--out", metavar="FOLDER", help="where results go, by default experiments/results/DATE-GPU")
+    on_gpu.add_argument("--profile", metavar="FILE", help="of an earlier calibration, by default FOLDER/profile.json")
+    on_gpu.add_argument(
+        "--attention", metavar="NAME", default="", help="kernel to verify and calibrate with, by default the fastest"
+    )
+    given = parser.parse_args(arguments)
+    console = open_console()
+    if given.recipe == "gpu":
+        gpu(console, *given.parts, out=given.out, profile=given.profile, attention=given.attention)
+    elif given.recipe == "demo":
+        from experiments.recipes.demo import demo
+
+        demo(console)
+    else:
+        from experiments.recipes.bench import bench
+
+        bench(console)
 
 
 if __name__ == "__main__":
-    guarded(main)
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -16,6 +17,7 @@ from rich.console import Console
 from calibrate.profile_diff import shipped_of
 from experiments.evidence.execution import Execution
 from experiments.evidence.machine import gpus_here, is_of
+from experiments.recipes.carry import ROOT, lacking, needed_by_tests, what_is_missing
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
@@ -23,7 +25,7 @@ from experiments.verbs.selection import Selection
 from experiments.verbs.sweep import Sweep
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
-from sim.files import make_folder
+from sim.files import make_folder, write_whole
 from sim.presets import preset_names
 from sim.profile import load_profile
 from sim.schedule.methods.catalog import SCHEDULES
@@ -49,29 +51,70 @@ class GpuPlan(NamedTuple):
     """Lengths of four layers whose activations lie in the host's memory."""
 
 
-def gpu(console: Console, *parts: str, plan: GpuPlan = GpuPlan()) -> None:  # noqa: B008 - immutable
+class Part(NamedTuple):
+    """A part of ``make gpu``, which leaves results of its own."""
+
+    name: str
+    about: str
+    minutes: int
+    """About how long it takes on one H200: estimated from FLOPs, bytes and set-up, not measured."""
+    do: Callable[[GpuRun], None]
+    several: bool = False
+    """Whether it is for several GPUs."""
+
+    @property
+    def listed(self) -> str:
+        """The part as lists show it."""
+        return f"{self.name:<11}{self.about} (about {self.minutes} minutes)"
+
+
+def gpu(
+    console: Console,
+    *parts: str,
+    out: str | None = None,
+    profile: str | None = None,
+    attention: str = "",
+    plan: GpuPlan = GpuPlan(),  # noqa: B008 - immutable
+) -> None:
     """Prove on one GPU of this machine: exact, calibrated, predicted; leave a folder that is small enough to commit.
 
     Schedules play their ranks on it in turn, with copies for transfers; where there are several GPUs they are executed
-    over NCCL, too. The profile is made before what it predicts. ``parts`` are some of ``GPU_PARTS``, for a GPU that is
-    there for minutes only; by default all.
+    over NCCL, too. ``parts`` are some of ``GPU_PARTS``, for a GPU that is there for minutes only; by default all. Each
+    leaves what it printed in ``out`` as PART.txt, and is left out where that is there. What is predicted takes the
+    profile that the part calibrate left in the same folder, or ``profile``. ``attention`` names the kernel to verify
+    and calibrate with, by default the fastest one; comparisons take the profile's.
     """
-    for part in parts:
-        if part not in GPU_PARTS:
-            raise unknown("part", part, GPU_PARTS, "PARTS of make gpu")
+    for name in parts:
+        if name not in GPU_PARTS:
+            raise unknown("part", name, [f"{part.name} ({part.about})" for part in GPU_PARTS.values()], "PART of gpu")
     cluster, name = gpu_here()
     gpus = gpus_here(load_cluster(cluster))
     counts = [2**n for n in range(1, gpus.bit_length())]  # most degrees divide heads and tokens then
-    folder = Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
+    folder = Path(out) if out else Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
     make_folder(folder)
-    run_of = GpuRun(plan, cluster, name, counts, folder, console, [])
-    for part, do in GPU_PARTS.items():
-        if not parts or part in parts:
-            console.rule(f"{part}: {name}, {gpus} here")
-            do(run_of)
+    rests_on = profile or str(folder / "profile.json")
+    run_of = GpuRun(plan, cluster, name, counts, folder, rests_on, attention, console, [])
+    console.record = True
+    for part in GPU_PARTS.values():
+        if parts and part.name not in parts:
+            continue
+        if part.several and not counts:
+            console.print(f"{part.name}: left out, it is for several GPUs and there is one", markup=False)
+        else:
+            run_of.leave(part)
     console.print(f"written to {folder}", markup=False)
     if run_of.failed:
         raise RankError(f"{len(run_of.failed)} parts failed: {'; '.join(run_of.failed)}")
+
+
+def what_runs(cluster: str, attention: str) -> str:
+    """Return the versions that count here, and the attention of a name, or the fastest one."""
+    import torch
+
+    from runtime.execution.attention_choice import attention_kernel, described
+
+    kernel = attention_kernel(torch.device(load_cluster(cluster).gpu.kind), torch.bfloat16, attention)
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}; attention: {described(kernel.name)}"
 
 
 class GpuRun(NamedTuple):
@@ -83,16 +126,30 @@ class GpuRun(NamedTuple):
     counts: list[int]
     """Numbers of ranks to execute over NCCL; none where there is one GPU."""
     folder: Path
+    profile: str
+    """The profile that comparisons rest on."""
+    attention: str
+    """Name of the kernel to verify and calibrate with; empty: the fastest one."""
     console: Console
     failed: list[str]
 
-    @property
-    def profile(self) -> str:
-        """The profile that is made here."""
-        return str(self.folder / "profile.json")
+    def leave(self, part: Part) -> None:
+        """Do a part, and leave what it printed: as PART.txt if all of it went well, else as PART-failed.txt."""
+        path, failed = (self.folder / f"{part.name}{end}.txt" for end in ("", "-failed"))
+        if path.exists():
+            self.console.print(f"{part.name}: done before, see {path}; delete that to do it again", markup=False)
+            return
+        self.console.export_text()  # which forgets what earlier parts printed
+        self.console.rule(f"{part.name}: {part.about}; about {part.minutes} minutes on one H200 (an estimate)")
+        self.console.print(f"{self.name}; {what_runs(self.cluster, self.attention)}", markup=False)
+        before, begin_s = len(self.failed), time.monotonic()
+        self.attempt(partial(part.do, self))
+        self.console.print(f"{part.name}: took {time.monotonic() - begin_s:.0f} s", markup=False)
+        failed.unlink(missing_ok=True)
+        write_whole(path if len(self.failed) == before else failed, self.console.export_text().encode())
 
     def attempt(self, part: Callable[[], None]) -> None:
-        """Do a part; what fails is told at the end, so that time on a GPU is not lost."""
+        """Do something; what fails is told at the end, so that time on a GPU is not lost."""
         try:
             part()
         except LongstepError as error:
@@ -101,15 +158,22 @@ class GpuRun(NamedTuple):
 
 
 def _test(gpu: GpuRun) -> None:
-    """Run the tests that need a GPU."""
-    gpu.attempt(gpu_tests)
+    gpu_tests(gpu.console)
 
 
-def gpu_tests() -> None:
-    """Run the tests that need a GPU; raises RankError if one fails."""
-    ended = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], check=False)
-    if ended.returncode:
-        raise RankError(f"pytest -m gpu: exit code {ended.returncode}")
+def gpu_tests(console: Console) -> None:
+    """Run the tests that need a GPU; raises RankError if one fails, InputError if what they need is not here."""
+    if not (ROOT / "tests").is_dir():
+        raise InputError(f"part test: {ROOT} is no checkout, so there are no tests: leave it out, or run it in one")
+    if missing := lacking(needed_by_tests()):
+        raise InputError(f"part test: {what_is_missing(missing)}")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rP", "-p", "no:cacheprovider", "tests"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            console.print(line.rstrip(), markup=False)
+    if tests.returncode:
+        raise RankError(f"pytest -m gpu: exit code {tests.returncode}")
 
 
 def _verify(gpu: GpuRun) -> None:
@@ -124,42 +188,77 @@ def _verify(gpu: GpuRun) -> None:
         if gpu.counts and not alone:
             also = [dataclasses.replace(one, gpus=gpu.counts[-1], one_device=False)]
         for selection in (one, *also):
-            command = Run(selection=selection, verify=True, execution=Execution(repeats=1))
+            command = Run(selection=selection, verify=True, execution=Execution(repeats=1, attention=gpu.attention))
             gpu.attempt(partial(run, command, gpu.console))
 
 
 def _calibrate(gpu: GpuRun) -> None:
     """Calibrate, and hold the profile against those that ship."""
-    calibrate(Calibrate(cluster=gpu.cluster, name=gpu.name, model=gpu.plan.model, out=gpu.profile), gpu.console)
-    gpu.attempt(partial(hold_against_shipped, gpu.profile, gpu.folder / "against.txt", gpu.console))
+    made = str(gpu.folder / "profile.json")
+    command = Calibrate(cluster=gpu.cluster, name=gpu.name, model=gpu.plan.model, attention=gpu.attention, out=made)
+    calibrate(command, gpu.console)
+    hold_against_shipped(made, gpu.folder / "against.txt", gpu.console)
 
 
-def _compare(gpu: GpuRun) -> None:
-    """Predict and execute layers, with activations on the host, too, and every schedule on one device and over NCCL."""
-    plan = gpu.plan
-    alone = Sweep(
-        model=plan.model, cluster=gpu.cluster, profile=gpu.profile, scope="layer", target=0.05, seq=plan.alone,
+def _alone(gpu: GpuRun) -> Sweep:
+    """Return the lengths of one layer on one rank."""
+    return Sweep(
+        model=gpu.plan.model, cluster=gpu.cluster, profile=gpu.profile, scope="layer", target=0.05, seq=gpu.plan.alone,
         ranks="1", schedule="single"
     )  # fmt: skip
-    split = ",".join(schedule for schedule in plan.schedules if schedule != "single")
-    together = dataclasses.replace(alone, seq=plan.together, ranks=plan.ranks, schedule=split, one_device=True)
-    offloaded = dataclasses.replace(alone, seq=plan.offloaded, layers=4, set=(_OFFLOADED,))
-    sweeps = {"layers": alone, "schedules": together, "offloaded": offloaded}
-    if gpu.counts:
-        sweeps["nccl"] = dataclasses.replace(together, ranks=",".join(map(str, gpu.counts)), one_device=False)
-    for what, sweep in sweeps.items():
-        record, html, figure, cases = (str(gpu.folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
-        command = Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases)
-        gpu.attempt(partial(validate, command, gpu.console))
 
 
-GPU_PARTS: dict[str, Callable[[GpuRun], None]] = {
-    "test": _test,
-    "verify": _verify,
-    "calibrate": _calibrate,
-    "compare": _compare,
+def _together(gpu: GpuRun) -> Sweep:
+    """Return every schedule of several ranks, all on one device."""
+    split = ",".join(schedule for schedule in gpu.plan.schedules if schedule != "single")
+    return dataclasses.replace(
+        _alone(gpu), seq=gpu.plan.together, ranks=gpu.plan.ranks, schedule=split, one_device=True
+    )
+
+
+def _layers(gpu: GpuRun) -> None:
+    _compare(gpu, "layers", _alone(gpu))
+
+
+def _schedules(gpu: GpuRun) -> None:
+    _compare(gpu, "schedules", _together(gpu))
+
+
+def _offload(gpu: GpuRun) -> None:
+    _compare(gpu, "offloaded", dataclasses.replace(_alone(gpu), seq=gpu.plan.offloaded, layers=4, set=(_OFFLOADED,)))
+
+
+def _nccl(gpu: GpuRun) -> None:
+    counts = ",".join(map(str, gpu.counts))
+    _compare(gpu, "nccl", dataclasses.replace(_together(gpu), ranks=counts, one_device=False))
+
+
+def _compare(gpu: GpuRun, what: str, sweep: Sweep) -> None:
+    """Predict and execute a sweep; raises InputError where there is no profile yet."""
+    if not Path(gpu.profile).is_file():
+        raise InputError(
+            f"part {what} predicts with {gpu.profile}, which is not there: do the part calibrate first, with the same "
+            f"--out, or name another one with --profile FILE"
+        )
+    record, html, figure, cases = (str(gpu.folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
+    validate(Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases), gpu.console)
+
+
+GPU_PARTS: dict[str, Part] = {
+    part.name: part
+    for part in (
+        Part("test", "the tests that need a GPU", 3, _test),
+        Part("verify", "every schedule against one process in fp64", 3, _verify),
+        Part("calibrate", "time kernels, launches and copies: makes the profile", 6, _calibrate),
+        Part("layers", "predict and execute a layer by itself at several lengths", 4, _layers),
+        Part("schedules", "predict and execute every schedule, all ranks on one GPU", 6, _schedules),
+        Part("offloaded", "predict and execute layers whose activations lie in the host's memory", 3, _offload),
+        Part("nccl", "predict and execute every schedule over NCCL, on several GPUs", 6, _nccl, several=True),
+    )
 }
-"""What ``make gpu`` consists of, in this order; comparing takes the profile of the same day's calibration."""
+"""What ``make gpu`` consists of, in this order. On one GPU each takes less than ten minutes; calibrating begins nothing
+new after 7.5.
+"""
 
 
 def hold_against_shipped(profile: str, path: Path, console: Console) -> None:

@@ -69,7 +69,7 @@ class Calibrate(Writes):
     """Data type to time, as often as wanted; by default the model's."""
     attention: str = ""
     """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
-    first of them that is installed and runs the data type."""
+    fastest that is installed and runs the data type."""
     name: str | None = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
     out: str | None = None
@@ -259,12 +259,15 @@ def _summary(profile: Profile, missing: str, path: str, console: Console) -> Non
 
 def _gpu_figures(profile: Profile, console: Console) -> None:
     """Print what a calibration found of a GPU."""
+    from runtime.execution.attention_choice import described
+
     launch_s, rate = profile.cluster["gpu"]["launch_s"], profile.cluster["hbm"]["bytes_per_s"]
     console.print(
         f"  {profile.machine.gpu}: {launch_s * 1e6:.3g} us to issue a small kernel; copies get "
         f"{100 * profile.memory_efficiency:.0f} % of the memory's {rate / 1e12:.3g} TB/s",
         markup=False,
     )
+    console.print(f"  attention: {described(profile.machine.software['attention'])}", markup=False)
     if profile.replayed_s:
         console.print(
             f"  {profile.replayed_s * 1e6:.3g} us from one small kernel to the next in a CUDA graph: "

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.execution import Execution, measured_steps, median_step, open_session
+from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
 from experiments.evidence.units import seconds, size
 from experiments.verbs.selection import Selection
 from experiments.verbs.simulate import write_trace
@@ -67,6 +67,7 @@ def run(command: Run, console: Console, workers: Workers | None = None) -> None:
         "peak_bytes": max(median.peak_bytes),
         "breakdown": breakdown(median.trace, rank),
         "critical_rank": rank,
+        "attention": attention_ran(median.trace),
         "schedule_hash": median.trace.schedule_hash,
         "errors": errors,
     }
@@ -88,6 +89,7 @@ def _table(name: str, result: dict[str, Any]) -> Table:
     table.add_row("  of", ", ".join(seconds(value) for value in times))
     table.add_row("peak HBM, buffers only", size(result["peak_bytes"]))
     table.add_row(f"critical rank {rank}", parts_line(result["breakdown"]))
+    table.add_row("attention kernel", result["attention"])
     table.add_row("schedule", result["schedule_hash"])
     for tensor, error in result["errors"].items():
         table.add_row(f"{tensor}: largest relative error", f"{error:.2g}")

@@ -87,7 +87,7 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
 
 def fits(found: bool | None) -> str:
     """Return whether a prediction fits into memory."""
-    return "not known below scope step" if found is None else "no: buffers alone exceed the memory"
+    return "buffers yes, step not known" if found is None else "no: buffers alone exceed the memory"
 
 
 def print_json(found: Any, console: Console) -> None:

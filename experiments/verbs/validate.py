@@ -62,7 +62,7 @@ class Validate(Writes):
     """Comparisons of every cell; all cells take turns."""
     attention: str = ""
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
-    the profile was calibrated with, else the first of them that is installed and runs the data type."""
+    the profile was calibrated with, else the fastest that is installed and runs the data type."""
     record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Measure nothing: show this record, or several as one; of a folder all records in it."""
     cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

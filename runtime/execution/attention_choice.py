@@ -5,28 +5,45 @@ from __future__ import annotations
 import torch
 
 from runtime.execution.attention import AttentionKernel, CpuFlash
-from runtime.execution.cuda_attention import AtenFlash, Cudnn, FlashAttention2, FlashAttention3, MemoryEfficient
+from runtime.execution.cuda_attention import HOPPER, AtenFlash, Cudnn, FlashAttention2, FlashAttention3, MemoryEfficient
 from sim.errors import InputError, unknown
+from sim.schedule.derive.kernels import mask_variant
+from sim.schedule.ir.ops import Attend, AttendBackward
+from sim.schedule.ir.program import Program
 
-_KERNELS = (FlashAttention3, FlashAttention2, AtenFlash, MemoryEfficient, Cudnn)
-"""Of GPUs, the best first."""
+GpuKernel = type[FlashAttention3 | FlashAttention2 | AtenFlash | MemoryEfficient | Cudnn]
+
+_BEFORE_HOPPER: tuple[GpuKernel, ...] = (FlashAttention2, AtenFlash, MemoryEfficient, Cudnn)
+_FROM_HOPPER: tuple[GpuKernel, ...] = (FlashAttention3, Cudnn, FlashAttention2, AtenFlash, MemoryEfficient)
+"""The fastest first. On H100 at 16K tokens and head dimension 128, causal, in TFLOP/s forward and backward:
+flash-attention 3 672 and 562, cuDNN 554 to 590 and 461 to 499, flash-attention 2 364 and 322, also as torch carries it
+(digitised from figures of SandAI-org/MagiAttention@2c64135): it has none of the instructions that Hopper brought.
+"""
+NAMES = tuple(kernel.name for kernel in _FROM_HOPPER)
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype, name: str = "") -> AttentionKernel:
-    """Return the implementation of a name, or the best one, for a device; raises InputError for a data type that none
-    is for.
+def attention_kernel(
+    device: torch.device, dtype: torch.dtype, name: str = "", *, windows: bool = False
+) -> AttentionKernel:
+    """Return the implementation of a name, or the fastest one, for a device, as ``cuda_kernel`` does for GPUs."""
+    return CpuFlash() if device.type == "cpu" else cuda_kernel(dtype, name, windows=windows)
+
+
+def cuda_kernel(dtype: torch.dtype, name: str = "", *, windows: bool = False) -> AttentionKernel:
+    """Return the kernel of a name, or the fastest one here, for a data type, and for sliding windows where there are
+    any; raises InputError where there is none.
     """
-    return CpuFlash() if device.type == "cpu" else cuda_kernel(dtype, name)
-
-
-def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
-    """Return the kernel of a name, or the best one here, for a data type; raises InputError where there is none."""
-    if name and name not in (names := [kernel.name for kernel in _KERNELS]):
-        raise unknown("attention kernel", name, names, "--attention")
-    possible = {kernel.name: kernel for kernel in _KERNELS if dtype in kernel.dtypes and kernel.is_here()}
+    if name and name not in NAMES:
+        raise unknown("attention kernel", name, NAMES, "--attention")
+    possible = {kernel.name: kernel for kernel in _fastest_first() if dtype in kernel.dtypes and kernel.is_here()}
     given = str(dtype).removeprefix("torch.")
     if not possible:
         raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {given}; set --dtype bf16")
+    if windows:
+        possible = {name: kernel for name, kernel in possible.items() if kernel.windows}
+        given = f"sliding windows in {given}"
+        if not possible:
+            raise InputError(f"no attention kernel on CUDA runs {given}: set --dtype bf16, or leave out --window")
     if name and name not in possible:
         raise InputError(
             f"attention kernel {name!r} does not run {given} here, {', '.join(possible)} would: set --attention, or "
@@ -35,6 +52,29 @@ def cuda_kernel(dtype: torch.dtype, name: str = "") -> AttentionKernel:
     return possible[name or next(iter(possible))]()
 
 
-def runs(name: str, dtype: torch.dtype) -> bool:
-    """Return whether there is a kernel of a name, on this machine or another one, and for a data type."""
-    return any(kernel.name == name and dtype in kernel.dtypes for kernel in _KERNELS)
+def _fastest_first() -> tuple[GpuKernel, ...]:
+    """Return the kernels of this machine's GPU; where there is none, as if it were an older one."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    return _FROM_HOPPER if major >= HOPPER else _BEFORE_HOPPER
+
+
+def runs(name: str, dtype: torch.dtype, *, windows: bool = False) -> bool:
+    """Return whether there is a kernel of a name, on this machine or another one, for a data type and, where asked, for
+    sliding windows.
+    """
+    return any(kernel.name == name and dtype in kernel.dtypes and kernel.windows >= windows for kernel in _FROM_HOPPER)
+
+
+def described(name: str) -> str:
+    """Return the name of a kernel, with what its time holds beside attention."""
+    repeats = any(kernel.name == name and kernel.repeats_keys for kernel in _FROM_HOPPER)
+    return f"{name}, after copying shared keys and values for every query head" if repeats else name
+
+
+def needs_windows(program: Program) -> bool:
+    """Return whether attention of a program has masks that are neither full nor causal."""
+    return any(
+        mask_variant(op.band, op.q.shape[1], op.k.shape[1]) == "masked"
+        for op in program.ops
+        if isinstance(op, Attend | AttendBackward) and op.kernel == "flash"
+    )

@@ -9,12 +9,20 @@ from typing import NamedTuple, assert_never
 
 import torch
 
-from runtime.execution.attention_choice import attention_kernel
+from runtime.execution.attention_choice import attention_kernel, needs_windows
 from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.streams import Event, Streams, open_streams
-from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at, most_allocated, reserve, watch_allocations
+from runtime.execution.tensors import (
+    TORCH_DTYPE,
+    Storage,
+    ends_at,
+    most_allocated,
+    reserve,
+    reserve_pinned,
+    watch_allocations,
+)
 from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
@@ -42,8 +50,8 @@ class Executed(NamedTuple):
 class RankPlayer:
     """One rank of one schedule, ready to be played as often as wanted.
 
-    ``attention`` names the kernel of a GPU, by default the best one. ``progress`` is told the number of the op that the
-    host is at, and whether it waits there, so that a watcher can name it; ``limit`` is what its process groups may
+    ``attention`` names the kernel of a GPU, by default the fastest one. ``progress`` is told the number of the op that
+    the host is at, and whether it waits there, so that a watcher can name it; ``limit`` is what its process groups may
     take for an op, by default torch's.
     """
 
@@ -60,11 +68,14 @@ class RankPlayer:
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
         self._groups = Groups(communicators, self._program.rank, limit)
-        self._attention = attention_kernel(device, TORCH_DTYPE[workload.dtype], attention)
+        self._attention = attention_kernel(
+            device, TORCH_DTYPE[workload.dtype], attention, windows=needs_windows(self._program)
+        )
         self._streams = open_streams(device)
         self._progress = progress
         needed = walk(self._program, self._dependencies)
         reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
+        reserve_pinned(self._program, self._ends, device, lambda: progress(-1, False))
         self._storage = Storage(self._program, device)
         fill_inputs(self._program, workload, self._storage, lambda: progress(-1, False))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,16 @@ from sim.schedule.ir.views import Split
 
 
 class Groups:
-    """The process groups of one schedule. Every rank makes them all, in the same order."""
+    """The process groups of one schedule. Every rank makes them all, in the same order; a rank that is the only one of
+    its group needs none.
+    """
 
     def __init__(self, communicators: Iterable[Communicator], rank: int, limit: timedelta | None) -> None:
         self._mine: dict[str, dist.ProcessGroup] = {}
         for communicator in communicators:
             for ranks in communicator.groups:
+                if len(ranks) == 1:
+                    continue
                 group = dist.new_group(list(ranks), timeout=limit)
                 if rank in ranks:
                     self._mine[communicator.name] = group
@@ -40,7 +44,9 @@ class Groups:
 
         Receive buffers are taken here, in the order of issue, whenever the op begins.
         """
-        group = self._mine[op.communicator]
+        group = self._mine.get(op.communicator)
+        if group is None:
+            return _alone(op, storage)
         if isinstance(op, Exchange):
             sent = [(storage.read(message.view), message.peer) for message in op.sends]
             received = [(storage.write(message.view), message.peer) for message in op.recvs]
@@ -57,16 +63,41 @@ class Groups:
                 n, taken = op.recvs.parts, _part_elements(op.recvs)
                 each = [given.numel()] * n
                 return lambda: [dist.all_to_all_single(out, given.repeat(n), taken, each, group=group, async_op=True)]
-            return lambda: [dist.all_gather_single(out, given, group=group, async_op=True)]
+            return lambda: [_all_gather(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
             out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)
-            return lambda: [dist.reduce_scatter_single(out, given, group=group, async_op=True)]
+            return lambda: [_reduce_scatter(out, given, group=group, async_op=True)]
         if isinstance(op, AllReduce):
             both = storage.read(op.view)
             return lambda: [dist.all_reduce(both, group=group, async_op=True)]
         if isinstance(op, Barrier):
             return lambda: [dist.barrier(group=group, async_op=True)]
         assert_never(op)
+
+
+def _alone(op: Exchange | Collective, storage: Storage) -> Callable[[], list[dist.Work]]:
+    """Return what does a communication op in a group of one rank, which has no peer: at most a copy."""
+    if isinstance(op, Exchange | AllReduce | Barrier):
+        return list
+    target, source = storage.write(op.writes[0]).view(-1), storage.read(op.reads[0]).view(-1)
+
+    def copy() -> list[dist.Work]:
+        target.copy_(source, non_blocking=True)
+        return []
+
+    return copy
+
+
+def _all_gather(out: torch.Tensor, given: torch.Tensor, **options: Any) -> dist.Work:
+    """Gather into one tensor. torch 2.13 renamed this call and deprecates the older name, the only one before."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, given, **options)
+
+
+def _reduce_scatter(out: torch.Tensor, given: torch.Tensor, **options: Any) -> dist.Work:
+    """Reduce and scatter one tensor; as ``_all_gather``."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, given, **options)
 
 
 def _part_elements(split: Split) -> list[int]:

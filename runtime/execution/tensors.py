@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterable
 
 import torch
 
+from sim.errors import InputError
 from sim.memory import Lifetime
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Program
@@ -66,9 +68,10 @@ class Storage:
 
     def _new(self, buffer: Buffer) -> torch.Tensor:
         """Return memory for a buffer; that of a GPU's host is pinned, so that a copy engine can reach it."""
-        pinned = buffer.place == "host" and self._device.type == "cuda"
+        if buffer.place == "host" and self._device.type == "cuda":
+            return pinned(buffer)
         device = self._device if buffer.place == "hbm" else torch.device("cpu")
-        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device, pin_memory=pinned)
+        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device)
 
     def put(self, view: View, value: torch.Tensor) -> None:
         """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
@@ -113,6 +116,34 @@ def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
     if device.type == "cpu" and sys.platform == "linux":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         torch.empty(min(_HEAP * peak_bytes, free // (2 * ranks)), dtype=torch.uint8).fill_(0)
+
+
+def pinned(buffer: Buffer) -> torch.Tensor:
+    """Return pinned memory of the host for a buffer; raises InputError where the system gives none."""
+    try:
+        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
+    except RuntimeError as error:
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {locked} bytes"
+        why = str(error).partition("\n")[0]
+        raise InputError(
+            f"pinning {buffer.nbytes} bytes of the host's memory for {buffer.name!r} failed ({why}; locked memory has "
+            f"{limit} here): raise ulimit -l or take a shorter --seq, or set schedule.activations=pageable"
+        ) from error
+
+
+def reserve_pinned(program: Program, ends: list[list[int]], device: torch.device, advance: Callable[[], None]) -> None:
+    """Pin as much of a GPU's host as a program holds at a time, which torch then keeps for its steps: the system takes
+    tens of seconds for tens of GB. ``ends`` as of ``ends_at``; ``advance`` is called after each buffer.
+    """
+    held: dict[int, torch.Tensor] = {}
+    for op, ended in zip(program.ops if device.type == "cuda" else (), ends, strict=False):
+        for buffer in ended:
+            held.pop(buffer, None)
+        for view in op.writes:
+            if view.buffer not in held and program.buffers[view.buffer].place == "host":
+                held[view.buffer] = pinned(program.buffers[view.buffer])
+                advance()
 
 
 def watch_allocations(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 import torch
 
-from runtime.execution.attention_choice import attention_kernel
+from runtime.execution.attention_choice import attention_kernel, needs_windows
 from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage
@@ -40,7 +40,11 @@ class _VirtualCluster:
     def __init__(self, checked: Checked, device: torch.device, order_seed: int | None) -> None:
         self._checked = checked
         self._programs = checked.schedule.programs
-        self._attention = attention_kernel(device, TORCH_DTYPE[checked.schedule.header.workload.dtype])
+        self._attention = attention_kernel(
+            device,
+            TORCH_DTYPE[checked.schedule.header.workload.dtype],
+            windows=any(map(needs_windows, self._programs)),
+        )
         self._storage = [Storage(program, device, poison=True) for program in self._programs]
         self._random = None if order_seed is None else random.Random(order_seed)
         self._left: dict[Key, int] = {}

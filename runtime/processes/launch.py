@@ -29,8 +29,8 @@ class Session:
     """The processes of a run. A context manager: on leaving it no process stays.
 
     ``workers`` are those that torchrun has started, each for the rank of its number; without them all ranks run here.
-    ``attention`` names the kernel that GPUs run; by default the best that is installed. Rank i computes on this host's
-    device ``placement[i]``, by default i.
+    ``attention`` names the kernel that GPUs run; by default the fastest that is installed. Rank i computes on this
+    host's device ``placement[i]``, by default i.
     """
 
     def __init__(

@@ -18,6 +18,11 @@ from sim.errors import LongstepError
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries communication, by the kind of device that ranks compute on."""
 
+CONNECTIONS = "32"
+"""Hardware queues of a GPU: streams that share one wait for each other. The default is 8, and layers over two levels of
+rings with offload use up to 11 streams (own ones and NCCL's). A value that the user has set stands.
+"""
+
 
 class Seen(NamedTuple):
     """How far a rank is."""
@@ -69,7 +74,7 @@ class RankContext:
         self.ranks = seat.ranks
         self.device = device
         self.attention = seat.attention
-        """Name of the attention kernel to run; empty: the best one here."""
+        """Name of the attention kernel to run; empty: the fastest one here."""
         self.limit = timedelta(seconds=seat.timeout_s + 60)
         """Longest time that communication may take: the session, which can name the op, is to notice first."""
         self.progress = board.report
@@ -122,6 +127,7 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
     torch.set_num_interop_threads(1)
     device = torch.device("cpu") if seat.kind == "cpu" else torch.device(seat.kind, number)
     if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS)  # which CUDA reads when it starts
         torch.cuda.set_device(device)
     try:
         context = RankContext(seat, device, Board(board))
@@ -129,13 +135,16 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
         pipe.send(Answer(None, ""))
         while (job := pipe.recv()) is not None:
             pipe.send(_attempt(job, context))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)
 
 
 def _join(seat: Seat, context: RankContext) -> None:
-    """Form the process group of all ranks."""
+    """Form the process group of all ranks; one alone needs none, and no network either."""
+    if seat.ranks == 1:
+        return
     if seat.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _open_store(seat)

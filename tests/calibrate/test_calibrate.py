@@ -7,19 +7,22 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from calibrate import plan as plan_module
 from calibrate.cases import QUICK_CPU, kernel_cases
 from calibrate.fit import fitted_spec, together_of
 from calibrate.host import HostCalibration
 from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import leave_one_out
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
-from calibrate.plan import Plan
+from calibrate.plan import Plan, software
 from calibrate.residuals import repeat
 from runtime.processes.launch import Session
 from sim.engine.cost import measured_cluster
@@ -202,3 +205,15 @@ def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     assert not profile.complete
     assert profile.points
     assert not list(tmp_path.glob(".*"))
+
+
+def test_versions_are_known_where_longstep_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine to which a checkout was carried."""
+    installed = software()
+    assert installed["torch"] == torch.__version__
+
+    def none_here(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plan_module, "version", none_here)
+    assert software() == installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from experiments.verbs.cli import main
 from runtime.execution.verify import BOUNDS
 from sim.profile import load_profile, save_profile
 from sim.setup.setup import Setup
-from sim.workload import Dtype, ModelSpec, load_model
+from sim.workload import Dtype, ModelSpec, Workload, load_model
 from tests.helpers import traces_in
 from topology.specs import ClusterSpec
 
@@ -34,11 +35,14 @@ def test_run_executes_and_verifies(capsys: pytest.CaptureFixture[str], tmp_path:
     assert len(found["step_times_s"]) == 2
     assert found["errors"].keys() == {"out", "dq", "dk", "dv"}
     assert max(found["errors"].values()) < 2e-5
+    assert found["attention"] == "aten flash for cpu"
     (executed,) = traces_in(trace.read_bytes())
     assert executed.player == "executed"
     assert executed.schedule_hash == found["schedule_hash"]
     main(["run", "--gpus", "2", "--seq", "512", "--repeats", "1", "--schedule", "ulysses"])
-    assert "step time, median" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step time, median" in printed
+    assert re.search(r"attention kernel +│ aten flash for cpu ", printed)
 
 
 def test_an_executed_step_that_differs_is_an_error(
@@ -81,6 +85,7 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     main(options)
     printed = capsys.readouterr().out
     assert "Attend forward" in printed
+    assert "attention kernel: aten flash for cpu" in printed
     assert "evidence: profile 'host'" in printed
     assert ", not complete" in printed
 
@@ -93,6 +98,7 @@ def test_validate_compares_all_cells_in_turn(
     main(["validate", *sweep, "--out", str(out), "--html", str(html), "--cases-out", str(cases)])
     printed = capsys.readouterr().out
     assert "left out: single, attention, S 256, P 2: " in printed
+    assert "attention kernel: aten flash for cpu\n" in printed
     record = read_record(str(out))
     assert [(cell.gpus, cell.schedule, len(found)) for cell, found in record.comparisons] == [
         (1, "single", 2),
@@ -125,19 +131,22 @@ def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points
 
 
 def test_the_attention_of_a_profile_is_what_runs() -> None:
-    """Where it is for the data type."""
+    """Where it is for the data type, and for windows."""
 
-    def timed(kernel: str, dtype: str) -> str:
-        chosen = Setup(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype).resolved()
+    def timed(kernel: str, dtype: str, window: str | None = None) -> str:
+        setup = Setup(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype, window=window)
+        chosen = setup.resolved()
         assert chosen.profile
         machine = msgspec.structs.replace(chosen.profile.machine, software={"attention": kernel})
         profile = msgspec.structs.replace(chosen.profile, machine=machine)
-        return timed_attention(profile, dtype)
+        return timed_attention(profile, chosen.workload)
 
     assert timed("flash-attn-3", "bf16") == "flash-attn-3"
     assert timed("flash-attn-3", "fp32") == ""
     assert timed("aten flash for cpu", "bf16") == ""
-    assert timed_attention(None, "fp32") == ""
+    assert timed("aten-cudnn", "bf16") == "aten-cudnn"
+    assert timed("aten-cudnn", "bf16", window="1K") == ""
+    assert timed_attention(None, Workload(model=load_model("tiny"), seq=256)) == ""
 
 
 def test_a_calibration_of_a_gpu_from_the_command_line(
@@ -161,6 +170,7 @@ def test_a_calibration_of_a_gpu_from_the_command_line(
     main(["calibrate", "--quick", "--out", str(profile)])
     printed = capsys.readouterr().out
     assert "us to issue a small kernel" in printed
+    assert "\n  attention: aten flash for cpu\n" in printed
     assert [plan.quick for plan in plans] == [True]
     found = load_profile(str(profile))
     assert found.complete

@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import venv
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from calibrate.host import HostCalibration
-from calibrate.plan import Plan
 from experiments.evidence.cases import read_cases
 from experiments.evidence.record import read_record
 from experiments.recipes import gpu as recipe
-from experiments.verbs.calibrate import Calibrate
+from experiments.recipes.__main__ import main
+from experiments.recipes.carry import ROOT, folder_of, lacking, needed_by_tests, requirements, this_python
 from experiments.verbs.cli import open_console
 from experiments.verbs.run import Run
 from experiments.verbs.validate import Validate
 from sim.errors import InputError, RankError
 from sim.profile import load_profile, save_profile
-from sim.workload import load_model
+from sim.schedule.methods.catalog import SCHEDULES
+from tests.experiments.rehearsal import in_place_of_a_gpu, small_plan
 from tests.experiments.test_sweep_page import make_profile
-
-
-def few_points(command: Calibrate, _: object) -> None:
-    """Calibrate, but for a few kernels only."""
-    assert command.out
-    plan = Plan("toy", load_model("tiny"), ("fp32",), quick=True, command="test")
-    with HostCalibration(plan) as calibration:
-        for step in calibration.steps():
-            if "1x256x256x8x" in step.label:
-                step.run()
-        save_profile(calibration.profile(complete=False), Path(command.out))
-
 
 SWEEPS = ("layers", "schedules", "offloaded", "nccl")
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The host in place of a GPU, in a folder of its own; where results go."""
+    """The host in place of two GPUs, in a folder of its own; where results go."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe, "gpu_here", lambda: ("host", "toy"))
-    monkeypatch.setattr(recipe, "gpus_here", lambda _: 2)
-    monkeypatch.setattr(recipe, "gpu_tests", lambda: None)
-    monkeypatch.setattr(recipe, "calibrate", few_points)
-    monkeypatch.setattr(recipe, "shipped_of", lambda _: [load_profile("a100-sxm")])
+    for name, value in in_place_of_a_gpu(2).items():
+        monkeypatch.setattr(recipe, name, value)
+    monkeypatch.setattr(recipe, "gpu_tests", lambda _: None)
     return tmp_path / "experiments" / "results"
 
 
 @pytest.mark.gloo
 def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = recipe.GpuPlan(
-        schedules=("single", "ring"), verified="16", model="tiny", alone="256", together="256", ranks="2",
-        offloaded="128",
-    )  # fmt: skip
-    recipe.gpu(open_console(), plan=plan)
+    recipe.gpu(open_console(), plan=small_plan())
     printed = capsys.readouterr().out
     assert printed.count("dwq: largest relative error") == 4
     (folder,) = toy.iterdir()
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
-        "profile.json", "against.txt",
-        *(f"{what}.{kind}" for what in SWEEPS for kind in ("json", "html", "svg", "toml")),
+        "test.txt", "verify.txt", "calibrate.txt", "profile.json", "against.txt",
+        *(f"{what}.{kind}" for what in SWEEPS for kind in ("txt", "json", "html", "svg", "toml")),
     }  # fmt: skip
+    assert (folder / "verify.txt").read_text().count("dwq: largest relative error") == 4
+    assert "about 3 minutes on one H200 (an estimate)" in (folder / "test.txt").read_text()
+    said = (folder / "layers.txt").read_text()
+    assert f"toy; torch {torch.__version__}, CUDA " in said
+    assert "; attention: aten flash for cpu\n" in said
+    assert "dwq" not in said
     cells = {
         what: [
             (cell.gpus, cell.schedule, cell.layers, len(found))
@@ -106,23 +103,75 @@ def test_a_part_that_fails_does_not_end_it(
         recipe.gpu(open_console())
     assert [command.sweep.one_device for command in swept] == [False, True, False, False]
     assert "failed: out of memory" in capsys.readouterr().out
+    (folder,) = toy.iterdir()
+    assert "failed: out of memory" in (folder / "verify-failed.txt").read_text()
+    monkeypatch.setattr(recipe, "run", lambda *_: None)
+    recipe.gpu(open_console())  # what failed is done again, and nothing else
+    assert "verify: took" in (printed := capsys.readouterr().out)
+    assert printed.count("done before, see") == len(recipe.GPU_PARTS) - 1
+    assert {path.name for path in folder.glob("verify*")} == {"verify.txt"}
+    assert len(swept) == 4
 
 
-def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """For a GPU that is there for minutes: the profile of one run is what a later one takes."""
-    done: list[str] = []
-    monkeypatch.setattr(recipe, "calibrate", lambda command, _: done.append(command.out))
+    done: list[Any] = []
+
+    def made(command: Any, _: object) -> None:
+        done.append(command.out)
+        Path(command.out).write_text("{}")
+
+    monkeypatch.setattr(recipe, "calibrate", made)
     monkeypatch.setattr(recipe, "hold_against_shipped", lambda *_: done.append("against"))
     monkeypatch.setattr(recipe, "validate", lambda command, _: done.append(command.sweep.profile))
-    recipe.gpu(open_console(), "calibrate")
-    recipe.gpu(open_console(), "compare")
-    (folder,) = toy.iterdir()
-    assert folder.name.endswith("-toy")
-    profile = done[0]
-    assert profile.endswith("-toy/profile.json")
-    assert done == [profile, "against", *[profile] * len(SWEEPS)]
-    with pytest.raises(InputError, match="test, verify, calibrate, compare"):
-        recipe.gpu(open_console(), "calibrat")
+    with pytest.raises(RankError, match="part layers predicts with out/profile.json, which is not there: do the"):
+        recipe.gpu(open_console(), "layers", out="out")
+    for part in ("calibrate", *SWEEPS):
+        recipe.gpu(open_console(), part, out="out")
+    assert done == ["out/profile.json", "against", *["out/profile.json"] * len(SWEEPS)]
+    recipe.gpu(open_console(), "layers", out="other", profile="out/profile.json")
+    assert done[-1] == "out/profile.json"
+    assert not toy.exists()
+    capsys.readouterr()
+    monkeypatch.setattr(recipe, "gpus_here", lambda _: 1)
+    recipe.gpu(open_console(), "nccl", out="one")
+    assert "nccl: left out, it is for several GPUs and there is one" in capsys.readouterr().out
+    assert not list(Path("one").iterdir())
+
+
+def test_its_command_line(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    swept: list[Validate] = []
+    monkeypatch.setattr(recipe, "validate", lambda command, _: swept.append(command))
+    (tmp_path / "made.json").write_text("{}")
+    main(["gpu", "layers", "offloaded", "--out", "here", "--profile", "made.json"])
+    assert [command.sweep.profile for command in swept] == ["made.json"] * 2
+    assert [command.out for command in swept] == ["here/layers.json", "here/offloaded.json"]
+    asked: list[Any] = []
+    monkeypatch.setattr(recipe, "run", lambda command, _: asked.append(command.execution.attention))
+    monkeypatch.setattr(recipe, "calibrate", lambda command, _: asked.append(command.attention))
+    monkeypatch.setattr(recipe, "hold_against_shipped", lambda *_: None)
+    main(["gpu", "verify", "calibrate", "--out", "here", "--attention", "aten-cudnn"])
+    assert len(asked) > len(SCHEDULES)
+    assert set(asked) == {"aten-cudnn"}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["gpu", "--help"])
+    assert stop.value.code == 0
+    listed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["gpu", "calibrat"])
+    assert stop.value.code == 2
+    refused = capsys.readouterr().err
+    assert refused.count("\n") == 1
+    for part in recipe.GPU_PARTS.values():
+        assert f"  {part.listed}\n" in listed
+        assert f"{part.name} ({part.about})" in refused
+        assert part.minutes < 10
+    with pytest.raises(SystemExit):
+        main(["demo", "calibrate"])
+    assert "unrecognized arguments: calibrate" in capsys.readouterr().err
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +199,118 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         pretend(monkeypatch, *properties)
         with pytest.raises(InputError, match=f"no cluster preset has '{properties[0]}'"):
             recipe.gpu_here()
+
+
+# A machine without a network, and with nothing but torch
+
+
+def with_needs(name: str, found: dict[str, None]) -> None:
+    """Add an installed package and all that it needs."""
+    try:
+        wanted = requires(name) or []
+    except PackageNotFoundError:
+        return
+    if name not in found:
+        found[name] = None
+        for one in wanted:
+            if "extra ==" not in one:
+                with_needs(re.split(r"[<>=!~\[; ]", one, maxsplit=1)[0], found)
+
+
+def linked(names: Iterable[str], folder: Path) -> Path:
+    """Fill a folder with some packages of those that are installed here, and with what they need."""
+    found: dict[str, None] = {}
+    for name in names:
+        with_needs(name, found)
+    folder.mkdir(parents=True)
+    for name in found:
+        package = distribution(name)
+        for top in {path.parts[0] for path in package.files or () if path.parts[0] not in {"..", "__pycache__"}}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(package.locate_file(top))
+    return folder
+
+
+class Machine:
+    """A checkout that was copied to a Python without pip, with torch, what that needs, and numpy, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout, self._folder = folder / "checkout", folder
+        for name in ("sim", "topology", "runtime", "calibrate", "experiments", "tests"):
+            unneeded = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / name, self.checkout / name, ignore=unneeded)
+        for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+            shutil.copy(ROOT / name, self.checkout)
+        venv.create(folder / "python", with_pip=False, symlinks=True)
+        self.python = folder / "python" / "bin" / "python"
+        torch = linked(("torch", "numpy"), folder / "torch")
+        next((folder / "python").glob("lib/python*/site-packages")).joinpath("torch.pth").write_text(str(torch))
+        (folder / "bin").mkdir()
+        for name in ("pip", "pip3", "curl", "wget"):
+            (folder / "bin" / name).write_text(f"#!/bin/sh\necho {name} >> {folder}/forbidden\nexit 1\n")
+            (folder / "bin" / name).chmod(0o755)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the checkout, without a network where this machine lets us take it away."""
+        path = f"{self._folder / 'bin'}:{os.environ['PATH']}"
+        offline = ["unshare", "--net", "--map-root-user"]
+        if shutil.which("unshare") is None or subprocess.run([*offline, "true"], check=False).returncode:
+            offline = []
+        kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "XDG_DATA_HOME") if name in os.environ}
+        return subprocess.run(
+            [*offline, *command], cwd=self.checkout, env={"PATH": path, "HOME": str(self._folder), **kept},
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether something tried to install or to fetch."""
+        return (self._folder / "forbidden").exists()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("machine"))
+
+
+@pytest.mark.slow
+def test_a_bare_machine_is_told_what_to_carry(machine: Machine) -> None:
+    told = machine.run(str(machine.python), "-m", "experiments.recipes", "gpu", "test")
+    assert told.returncode == 2
+    assert re.search(
+        rf"^longstep: .*lacks .*msgspec>=[\d.]+, .*tyro>=[\d.]+: .* make carry CARRY=\"--python {this_python()}\"",
+        told.stderr,
+    )
+    assert "numpy" not in told.stderr
+    made = machine.run("make", "gpu", f"PYTHON={machine.python}")
+    assert made.returncode == 2
+    assert "has a torch that sees a GPU" in made.stderr
+    assert not machine.forbidden
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_it_runs_without_pip_and_network(machine: Machine) -> None:
+    """In parts, with what was carried; one rank at a time, which needs no network, not even this host's own."""
+    needed = [re.split("[<>=]", one)[0] for one in (*requirements(), *needed_by_tests())]
+    carried = linked(needed, folder_of(this_python(), machine.checkout))
+    for name in ("numpy", "numpy.libs"):
+        (carried / name).unlink(missing_ok=True)
+    parts = ("test", "verify", "calibrate", "layers", "schedules")
+    for part in parts:
+        done = machine.run(str(machine.python), "-m", "tests.experiments.rehearsal", part, "--out", "results")
+        assert done.returncode == 0, done.stdout + done.stderr
+    results = machine.checkout / "results"
+    assert {path.name for path in results.iterdir()} == {
+        *(f"{part}.txt" for part in parts), "profile.json", "against.txt",
+        *(f"{what}.{kind}" for what in ("layers", "schedules") for kind in ("json", "html", "svg", "toml")),
+    }  # fmt: skip
+    assert "skipped" in (results / "test.txt").read_text()
+    assert (results / "verify.txt").read_text().count("dwq: largest relative error") == 3
+    assert load_profile(str(results / "profile.json")).machine.software["longstep"] == "0.1.0"
+    assert not machine.forbidden
+
+
+def test_packages_that_are_too_old_are_missing() -> None:
+    assert lacking(requirements()) == []
+    assert lacking(["msgspec>=999", "msgspec>=0.1", "no-such-package>=1"]) == ["msgspec>=999", "no-such-package>=1"]

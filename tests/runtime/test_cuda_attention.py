@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from experiments.evidence.execution import Execution
 from experiments.verbs.calibrate import Calibrate
 from experiments.verbs.validate import Validate
 from runtime.execution.attention import AttentionKernel
-from runtime.execution.attention_choice import _KERNELS, cuda_kernel, runs
+from runtime.execution.attention_choice import NAMES, cuda_kernel, described, needs_windows, runs
 from runtime.execution.cuda_attention import (
     AtenFlash,
     Cudnn,
@@ -33,6 +34,8 @@ from runtime.execution.cuda_attention import (
 from runtime.execution.reference import attention, relative_error
 from sim.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
+from sim.workload import Workload
+from tests.helpers import make_checked, make_model
 
 Tensor = torch.Tensor
 BLOCKS = [(48, 48, FULL), (48, 48, CAUSAL), (24, 48, FULL), (48, 24, FULL), (24, 48, Band(right=24))]
@@ -87,7 +90,7 @@ def test_what_no_kernel_can_do_is_refused() -> None:
         cuda_kernel(torch.float64)
 
 
-def test_kernels_are_chosen_by_name_or_the_best_one_is() -> None:
+def test_kernels_are_chosen_by_name_or_the_fastest_one_is() -> None:
     """Without packages, as here."""
     assert cuda_kernel(torch.bfloat16).name == "aten-flash"
     assert cuda_kernel(torch.float32).name == "aten-efficient"
@@ -99,10 +102,55 @@ def test_kernels_are_chosen_by_name_or_the_best_one_is() -> None:
     with pytest.raises(InputError, match="unknown attention kernel 'aten-cudn'"):
         cuda_kernel(torch.bfloat16, "aten-cudn")
     for verb in (Calibrate, Execution, Validate):
-        assert all(kernel.name in inspect.getsource(verb) for kernel in _KERNELS)
+        assert all(name in inspect.getsource(verb) for name in NAMES)
     assert runs("flash-attn-3", torch.bfloat16)
     assert not runs("flash-attn-3", torch.float32)
     assert not runs("", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "half", "single", "windowed"),
+    [
+        (8, "", "aten-flash", "aten-efficient", "aten-flash"),
+        (8, "flash_attn", "flash-attn-2", "aten-efficient", "flash-attn-2"),
+        (8, "flash_attn_interface", "aten-flash", "aten-efficient", "aten-flash"),
+        (9, "", "aten-cudnn", "aten-efficient", "aten-flash"),
+        (9, "flash_attn", "aten-cudnn", "aten-efficient", "flash-attn-2"),
+        (9, "flash_attn_interface", "flash-attn-3", "aten-efficient", "flash-attn-3"),
+        (10, "flash_attn_interface", "aten-cudnn", "aten-efficient", "aten-flash"),
+    ],
+)
+def test_the_fastest_depends_on_the_gpu_and_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, major: int, installed: str, half: str, single: str, windowed: str
+) -> None:
+    """Ampere, Hopper, Blackwell: flash-attention 2 has no instructions of the latter, version 3 is Hopper's alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    modules = {
+        "flash_attn": {"flash_attn": ModuleType("flash_attn"), "flash_attn.flash_attn_interface": package_2()},
+        "flash_attn_interface": {"flash_attn_interface": package_3()},
+    }
+    for name, module in modules.get(installed, {}).items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert cuda_kernel(torch.bfloat16).name == half
+    assert cuda_kernel(torch.float32).name == single
+    assert cuda_kernel(torch.bfloat16, windows=True).name == windowed
+    assert ("copying shared keys" in described(half)) == (half == "aten-cudnn")
+
+
+def test_windows_take_a_kernel_that_has_them() -> None:
+    with pytest.raises(
+        InputError, match="'aten-cudnn' does not run sliding windows in bfloat16 here, aten-flash would"
+    ):
+        cuda_kernel(torch.bfloat16, "aten-cudnn", windows=True)
+    with pytest.raises(InputError, match="no attention kernel on CUDA runs sliding windows in float32: set --dtype"):
+        cuda_kernel(torch.float32, windows=True)
+    assert runs("aten-flash", torch.bfloat16, windows=True)
+    assert not runs("aten-cudnn", torch.bfloat16, windows=True)
+    for window, needed in ((None, False), (8, True)):
+        workload = Workload(model=make_model(8, 4), seq=64, window=window)
+        assert needs_windows(make_checked("single", workload, 1).schedule.program(0)) == needed
 
 
 def answered(q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from runtime.execution import streams as module
 from runtime.execution.streams import CudaStreams, Event
 from sim.schedule.ir.ops import COMPUTE, HostSync, Kernel
 from sim.schedule.proof.check import Checked
@@ -96,6 +98,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: fake.run())
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 1e-3 * fake.clock))
     return fake
 
 
@@ -146,3 +149,31 @@ def test_whatever_order_the_device_takes_nothing_begins_before_what_it_needs(nam
                           for other in range(index) if program.ops[other].stream != op.stream)  # fmt: skip
         last[op.stream] = index
     assert overlapped or name == "ring, no overlap"
+
+
+@pytest.mark.parametrize("device", range(8), indirect=True)
+def test_a_wait_of_the_host_ends_when_the_host_goes_on(device: Device) -> None:
+    """Not after what else is queued: one copy is waited for while many kernels lie on the compute stream."""
+    streams = CudaStreams(torch.device("cuda"))
+    streams.start()
+    done: list[str] = []
+
+    def work(name: str) -> Callable[[], list[torch.distributed.Work]]:
+        def begin() -> list[torch.distributed.Work]:
+            device.current.put(lambda: done.append(name))
+            return []
+
+        return begin
+
+    copy = streams.issue("to host", work("copy"), [])
+    kernels = [streams.issue(COMPUTE, work("kernel"), []) for _ in range(100)]
+    moment = streams.synchronize([copy])
+    assert "copy" in done
+    went_on_s, queued = 1e-3 * device.clock, len(done)
+    later = streams.issue(COMPUTE, work("later"), [moment])
+    for event in (*kernels, later):
+        event.wait()
+    assert queued < len(done)
+    assert moment.times() == (went_on_s, went_on_s)
+    assert copy.times()[1] <= went_on_s < later.times()[1]
+    streams.close()

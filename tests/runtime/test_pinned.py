@@ -1,0 +1,67 @@
+"""Pinned memory of a GPU's host: taken before a step and its time limits, as much as it holds, or a clear error."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import pytest
+import torch
+
+from runtime.execution import tensors as module
+from runtime.execution.tensors import TORCH_DTYPE, ends_at, pinned, reserve_pinned
+from sim.errors import InputError
+from sim.memory import lifetimes, walk
+from sim.schedule.ir.views import Buffer
+from sim.workload import Workload
+from tests.helpers import make_checked, make_model
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_as_much_is_pinned_as_a_step_holds(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    checked = make_checked(
+        "single, offloaded", Workload(model=make_model(8, 4), seq=64, scope="layer", layers=layers), 1
+    )
+    program, dependencies = checked.schedule.program(0), checked.dependencies[0]
+    ends = ends_at(lifetimes(program, dependencies), len(program.ops))
+    live, peaks, advanced = 0, [0], []
+
+    def taken(buffer: Buffer) -> torch.Tensor:
+        nonlocal live
+        live += buffer.nbytes
+        peaks.append(live)
+        tensor = torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype])
+        weakref.finalize(tensor, given_back, buffer.nbytes)
+        return tensor
+
+    def given_back(nbytes: int) -> None:
+        nonlocal live
+        live -= nbytes
+
+    monkeypatch.setattr(module, "pinned", taken)
+    reserve_pinned(program, ends, GPU, lambda: advanced.append(live))
+    assert max(peaks) == walk(program, dependencies).host_peak_bytes
+    assert (max(peaks) > 0) == (layers > 1)
+    assert len(advanced) == len(peaks) - 1
+    assert live == 0
+    reserve_pinned(program, ends, torch.device("cpu"), lambda: pytest.fail("a CPU pins nothing"))
+
+
+def test_a_system_that_pins_nothing_more_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **given: object) -> torch.Tensor:
+        assert given["pin_memory"]
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")
+
+    monkeypatch.setattr(torch, "empty", refused)
+    monkeypatch.setattr(module.resource, "getrlimit", lambda _: (65536, 65536))
+    checked = make_checked("single, offloaded", Workload(model=make_model(8, 4), seq=64, scope="layer", layers=3), 1)
+    buffer = next(buffer for buffer in checked.schedule.program(0).buffers if buffer.place == "host")
+    expected = (
+        f"pinning {buffer.nbytes} bytes of the host's memory for '{buffer.name}' failed (CUDA error: out of memory; "
+        f"locked memory has a limit of 65536 bytes here): raise ulimit -l or take a shorter --seq, or set "
+        f"schedule.activations=pageable"
+    )
+    with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
+        pinned(buffer)
