@@ -34,19 +34,19 @@ def cuda_kernel(dtype: torch.dtype, name: str = "", *, windows: bool = False) ->
     any; raises InputError where there is none.
     """
     if name and name not in NAMES:
-        raise unknown("attention kernel", name, NAMES, "--attention")
+        raise unknown("attention kernel", name, NAMES, "`attention`")
     possible = {kernel.name: kernel for kernel in _fastest_first() if dtype in kernel.dtypes and kernel.is_here()}
     given = str(dtype).removeprefix("torch.")
     if not possible:
-        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {given}; set --dtype bf16")
+        raise InputError(f"attention on CUDA runs bf16, fp16 and fp32, not {given}; set `dtype` bf16")
     if windows:
         possible = {name: kernel for name, kernel in possible.items() if kernel.windows}
         given = f"sliding windows in {given}"
         if not possible:
-            raise InputError(f"no attention kernel on CUDA runs {given}: set --dtype bf16, or leave out --window")
+            raise InputError(f"no attention kernel on CUDA runs {given}: set `dtype` bf16, or leave out `window`")
     if name and name not in possible:
         raise InputError(
-            f"attention kernel {name!r} does not run {given} here, {', '.join(possible)} would: set --attention, or "
+            f"attention kernel {name!r} does not run {given} here, {', '.join(possible)} would: set `attention`, or "
             f"calibrate with one of them"
         )
     return possible[name or next(iter(possible))]()

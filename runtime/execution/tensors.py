@@ -128,7 +128,7 @@ def pinned(buffer: Buffer) -> torch.Tensor:
         why = str(error).partition("\n")[0]
         raise InputError(
             f"pinning {buffer.nbytes} bytes of the host's memory for {buffer.name!r} failed ({why}; locked memory has "
-            f"{limit} here): raise ulimit -l or take a shorter --seq, or set schedule.activations=pageable"
+            f"{limit} here): raise ulimit -l or take a shorter `seq`, or `set` schedule.activations=pageable"
         ) from error
 
 

@@ -236,11 +236,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self._folder = folder / "checkout", folder
-        for name in ("sim", "topology", "runtime", "calibrate", "experiments", "tests"):
-            unneeded = shutil.ignore_patterns("__pycache__", "results")
-            shutil.copytree(ROOT / name, self.checkout / name, ignore=unneeded)
-        for name in ("pyproject.toml", "constraints.txt", "Makefile"):
-            shutil.copy(ROOT / name, self.checkout)
+        shutil.copytree(ROOT, self.checkout, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
         venv.create(folder / "python", with_pip=False, symlinks=True)
         self.python = folder / "python" / "bin" / "python"
         torch = linked(("torch", "numpy"), folder / "torch")

@@ -144,7 +144,7 @@ def test_windows_take_a_kernel_that_has_them() -> None:
         InputError, match="'aten-cudnn' does not run sliding windows in bfloat16 here, aten-flash would"
     ):
         cuda_kernel(torch.bfloat16, "aten-cudnn", windows=True)
-    with pytest.raises(InputError, match="no attention kernel on CUDA runs sliding windows in float32: set --dtype"):
+    with pytest.raises(InputError, match="no attention kernel on CUDA runs sliding windows in float32: set `dtype`"):
         cuda_kernel(torch.float32, windows=True)
     assert runs("aten-flash", torch.bfloat16, windows=True)
     assert not runs("aten-cudnn", torch.bfloat16, windows=True)
