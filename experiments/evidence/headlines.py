@@ -38,6 +38,14 @@ class Headline(NamedTuple):
 HEADLINE_HEADS = ("measured", "cells", "median error", "mean error", "faster schedule right", "in the 90 % interval")
 
 
+def headline_rows(evidence: Sequence[Evidence], records: Sequence[Record]) -> list[list[str]]:
+    """Return the rows of a table of ``HEADLINE_HEADS``; where nothing was executed on a GPU yet, one says so."""
+    rows = [one.row for one in headlines(evidence, records)]
+    if all(record.profile.machine.cores for record in records):  # which a GPU's profile has none of
+        rows.append(["executed: steps on a GPU", "not yet", *[""] * (len(HEADLINE_HEADS) - 2)])
+    return rows
+
+
 def headlines(evidence: Sequence[Evidence], records: Sequence[Record]) -> list[Headline]:
     """Return a row for every machine that executed records, then one for every case file."""
     by_machine: dict[str, list[Record]] = {}

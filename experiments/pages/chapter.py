@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.headlines import HEADLINE_HEADS, headline_rows
 from experiments.evidence.published import HEADS, Evidence, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Kept, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
@@ -46,14 +46,14 @@ def chapter(
     folder: Path,
 ) -> str:
     """Return the chapter of case files, records and profiles, written by ``command``, to lie in a folder."""
-    found = headlines(evidence, [kept.record for kept in records])
+    rows = headline_rows(evidence, [kept.record for kept in records])
     parts = [
         _MARK,
         "# Evidence",
         _ABOUT,
         f"```text\n{command}\n```",
         _TERMS,
-        markdown_table(HEADLINE_HEADS, [one.row for one in found]),
+        markdown_table(HEADLINE_HEADS, rows),
     ]
     if records:
         parts += ["## Executed", *(part for kept in records for part in executed_section(kept, folder))]

@@ -63,6 +63,7 @@ def test_a_chapter_of_small_sources(capsys: pytest.CaptureFixture[str], tmp_path
         list(HEADLINE_HEADS),
         ["executed: steps on a CPU", "2", "14.5 %", "14.5 %", "0 of 1", ""],
         ["published: Our kernels", "2", "37.5 %", "37.5 %", "", "0 %"],
+        ["executed: steps on a GPU", "not yet", "", "", "", ""],
     ]
     assert cells[1:] == [
         ["2", "attention", "2K", "ring", "1 s", "916.7 ms", "+9.1 % [+0.0 %, +20.0 %]", "10 %", "1 of 2"],
@@ -134,3 +135,10 @@ def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.M
     found = headlines([], [kept.record for kept in records])
     for row in found:
         assert markdown_table(HEADLINE_HEADS, [row.row]).splitlines()[-1] in text
+
+
+def test_the_front_page_shows_the_first_table_of_the_chapter() -> None:
+    table = markdown_table(HEADLINE_HEADS, []).splitlines()[0]
+    shown = committed().partition(table)[2].partition("\n\n")[0]
+    assert table + shown in (ROOT / "README.md").read_text()
+    assert "GPU" in shown
