@@ -1,12 +1,10 @@
-from sim.engine.simulate import simulate
-from sim.mesh import Mesh
-from sim.schedule.methods import ring, ulysses
-from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
-from topology.cluster import Cluster, load_cluster
+import longstep
 
-work = Workload(model=load_model("llama3-8b"), seq=1024 * 1024, dtype="bf16")
-h100 = Cluster(load_cluster("hgx-h100"))
-for schedule in (ring.build(work, Mesh(ring=8)), ulysses.build(work, Mesh(ulysses=8))):
-    step_s = simulate(check(schedule), h100, profile=None).trace.step_time_s
-    print(f"{schedule.header.name}: {step_s:.6g} s")
+p = longstep.predict("ring", model="llama3-8b", seq="1M", cluster="hgx-h100")
+for schedule in ("ring", "zigzag", "ulysses"):
+    step = p.replace(schedule=schedule)
+    low_s, high_s = step.interval
+    print(f"{schedule}: {step.step_time_s:.4g} s, 90 % in {low_s:.4g} to {high_s:.4g} s")
+
+twice = p.replace(schedule="ulysses", set={"cluster.nvlink.bytes_per_s": "*2"})
+print(f"ulysses with twice the NVLink: {twice.step_time_s:.4g} s, buffers of {twice.peak_hbm_bytes / 2**30:.3g} GiB")
