@@ -15,6 +15,7 @@ from sim.engine.cost import measured_cluster
 from sim.engine.tables import series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
+from topology.cluster import Cluster
 
 
 class Residual(NamedTuple):
@@ -49,17 +50,18 @@ def _errors(profile: Profile) -> dict[str, list[float]]:
     extrapolated.
     """
     idle = [point for point in profile.points if point.condition == "idle"]
+    measured = Cluster(measured_cluster(profile))
     errors: dict[str, list[float]] = defaultdict(list)
     for point in idle:
-        rest = _without(profile, idle, point)
+        rest = _without(profile, idle, point, measured.spec.gpu.sms)
         if rest:
-            found = Predictor(rest).seconds(point)
+            found = Predictor(rest, measured=measured).seconds(point)
             assert found is not None
             errors[point.kernel].append(found / measured_s(point) - 1)
     return errors
 
 
-def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | None:
+def _without(profile: Profile, idle: list[Point], point: Point, sms: float) -> Profile | None:
     """Return what speaks of a point in a profile without it, of attention with a tile model the model too; None at the
     ends of a series.
     """
@@ -67,7 +69,7 @@ def _without(profile: Profile, idle: list[Point], point: Point) -> Profile | Non
     others = [other for other in idle if other is not point and other.kernel in kernels]
     rest = msgspec.structs.replace(profile, points=tuple(others))
     if any((model.kernel, model.dtype) == (point.kernel, point.dtype) for model in profile.tiles):
-        return msgspec.structs.replace(rest, tiles=tile_models(others, measured_cluster(profile).gpu.sms))
+        return msgspec.structs.replace(rest, tiles=tile_models(others, sms))
     sizes = [size_of(other) for other in others if _series(other) == _series(point)]
     return rest if sizes and min(sizes) < size_of(point) < max(sizes) else None
 

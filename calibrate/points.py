@@ -26,11 +26,15 @@ def size_of(point: Point) -> float:
 
 
 class Predictor:
-    """What one profile says of points of a machine: by default of the one that it was measured on."""
+    """What one profile says of points of a machine: by default of the one that it was measured on.
 
-    def __init__(self, profile: Profile, spec: ClusterSpec | None = None) -> None:
+    Who asks many profiles of one machine builds that machine once, and gives it as ``measured``.
+    """
+
+    def __init__(self, profile: Profile, spec: ClusterSpec | None = None, measured: Cluster | None = None) -> None:
         self._profile = profile
-        self._cluster = Cluster(spec or measured_cluster(profile))
+        self._measured = measured or Cluster(measured_cluster(profile))
+        self._cluster = Cluster(spec) if spec else self._measured
 
     def seconds(self, point: Point) -> float | None:
         """Return the predicted time of a point, None if the profile has none; raises InputError where the machine has
@@ -53,4 +57,4 @@ class Predictor:
 
     @cached_property
     def _transfers(self) -> TransferTable:
-        return TransferTable(self._profile, link_figures(Cluster(measured_cluster(self._profile))))
+        return TransferTable(self._profile, link_figures(self._measured))

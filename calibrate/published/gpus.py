@@ -167,9 +167,9 @@ def _across_nodes(fabric: str, spec: ClusterSpec) -> Iterator[Point]:
         nodes, ranks, whole = int(row["nodes"]), int(row["gpus"]), int(row["bytes"])
         if nodes > 1 and whole >= ranks * _LEAST_PART:
             found[nodes, ranks, whole].append(float(row["time_us"]) / 1e6)
+    clusters = {nodes: Cluster(msgspec.structs.replace(spec, nodes=nodes)) for nodes, _, _ in found}
     for (nodes, ranks, whole), times in sorted(found.items()):
-        cluster = Cluster(msgspec.structs.replace(spec, nodes=nodes))
-        yield _collective_point("all_reduce", "nic", ranks, whole, times, cluster)
+        yield _collective_point("all_reduce", "nic", ranks, whole, times, clusters[nodes])
 
 
 def _of_fabric(fabric: str) -> Iterator[Row]:
