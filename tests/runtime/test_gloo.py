@@ -218,6 +218,23 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
 
 
 @pytest.mark.usefixtures("hearing")
+def test_ctrl_c_that_reaches_another_thread_waits_too() -> None:
+    """As in a notebook: the system gives a signal of the process to any thread that has not blocked it."""
+    done, ended = threading.Event(), []
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), deaf():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            ended.append(True)
+    finally:
+        done.set()
+        other.join()
+    assert ended
+
+
+@pytest.mark.usefixtures("hearing")
 def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[ForkedProcess] = []
 
