@@ -1,24 +1,32 @@
-# make setup | demo | test | lint | bench | validate - each sets up what it needs on a fresh machine.
+# make setup | demo | quick | test | test-all | lint | bench | validate - each sets up what it needs on a fresh machine.
+# make quick: the inner loop, without processes; test: what must hold; test-all: the same at large.
 # make gpu PARTS="verify calibrate layers" OUT=FOLDER - all or some parts, with the torch that is here: it installs
 # nothing and needs no network. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo test lint bench validate gpu carry
+.PHONY: setup demo quick test test-all lint bench validate gpu carry
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[runtime,dev]'
 	touch $(READY)
 
 demo: $(READY)
 	$(BIN)/python -m experiments.recipes demo
 
+quick: $(READY)
+	$(PYTEST) -m "not (sweep or gloo or slow)"
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-all: $(READY)
+	$(PYTEST) -m ""
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from runtime.processes.launch import Session
 
 # Small tensors in several threads are no faster, and many times slower where something else runs on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,8 +26,62 @@ hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None
 hypothesis.settings.load_profile("longstep")
 
 
+EXECUTING = {"experiments.evidence.execution.execute"}
+"""Doctests that start processes: they cannot say so themselves."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in EXECUTING:
+            item.add_marker(pytest.mark.gloo)
+
+
 @pytest.fixture(autouse=True)
 def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the profiles of whoever runs the tests out of them."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "data" / "longstep" / "profiles"
+
+
+@pytest.fixture(autouse=True)
+def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the inner loop quick: what starts processes says so by its mark."""
+    if request.node.get_closest_marker("gloo") or request.node.get_closest_marker("gpu"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("this test starts a process: mark it with pytest.mark.gloo")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", refuse)
+
+
+@pytest.fixture
+def hearing() -> Iterator[None]:
+    """Let this process, and those that it starts, hear Ctrl-C, to which shells make jobs in the background deaf."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Session]]:
+    """Give the session of so many ranks that all tests share; after a test that ends it, a new one.
+
+    What a test leaves in them (heaps, kernels that it has loaded) is there in the next one too: tests that must find
+    fresh processes start their own.
+    """
+    from runtime.processes.launch import Session  # here, so that tests of words alone do not wait for torch
+
+    shared: dict[int, Session] = {}
+
+    def of(number: int) -> Session:
+        if number not in shared or not all(process.is_alive() for process in shared[number].processes):
+            shared[number] = Session(number, timeout_s=60)
+        return shared[number]
+
+    yield of
+    for session in shared.values():
+        session.close()
+        assert not any(process.is_alive() for process in session.processes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 
 from sim.errors import InputError, ScheduleError
 from sim.mesh import AXES, Axis, Mesh
@@ -16,6 +18,22 @@ from sim.schedule.proof.check import Checked, check
 from sim.trace import Row, Trace
 from sim.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
+
+
+def slow_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, of which ``make test`` plays those that are kept, ``make test-all`` all."""
+    return _marked_but(kept, values, pytest.mark.slow)
+
+
+def sweep_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, of which ``make quick`` plays those that are kept, ``make test`` all."""
+    return _marked_but(kept, values, pytest.mark.sweep)
+
+
+def _marked_but(kept: Collection[Any], values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    found = list(values)
+    assert set(kept) <= set(found)
+    return [value if value in kept else pytest.param(value, marks=mark) for value in found]
 
 
 def make_model(heads: int = 8, kv_heads: int = 4, head_dim: int = 16, dtype: str = "fp32") -> ModelSpec:

@@ -51,6 +51,7 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
         _ = longstep.predikt  # type: ignore[attr-defined]
 
 
+@pytest.mark.gloo
 def test_importing_loads_neither_torch_nor_simpy(tmp_path: Path) -> None:
     code = (
         "import sys, longstep; print(sorted({'torch', 'simpy', 'networkx', 'numpy'} & set(sys.modules)));"
@@ -61,6 +62,7 @@ def test_importing_loads_neither_torch_nor_simpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sim", "runtime"])
+@pytest.mark.gloo
 def test_a_module_of_the_users_that_hides_a_package_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("x = 1\n")
     ended = python("import longstep; longstep.predict('ring')", tmp_path)
@@ -70,6 +72,7 @@ def test_a_module_of_the_users_that_hides_a_package_is_named(tmp_path: Path, nam
     )
 
 
+@pytest.mark.gloo
 def test_a_folder_of_the_users_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "experiments").mkdir()
     assert python("import longstep; print(longstep.names('models'))", tmp_path).returncode == 0
@@ -109,6 +112,7 @@ def test_the_data_type_is_the_models() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
 def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """Outside the checkout. What it depends on is that of the environment that runs the tests."""
     subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -77,10 +79,9 @@ def test_points_have_the_bytes_that_a_port_carries(kind: str, expected: int, ses
     assert 0 < point.low_s <= point.median_s < 1
 
 
-@pytest.fixture(scope="module")
-def session() -> Session:  # type: ignore[misc]
-    with Session(2, timeout_s=60) as opened:
-        yield opened
+@pytest.fixture
+def session(ranks: Callable[[int], Session]) -> Session:
+    return ranks(2)
 
 
 @pytest.mark.gloo

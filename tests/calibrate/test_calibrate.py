@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -130,29 +131,29 @@ def test_points_that_follow_the_model_predict_each_other() -> None:
 
 
 @pytest.mark.gloo
-def test_timing_kernels_and_links_on_real_processes(tmp_path: Path) -> None:
-    """A few steps of a real calibration; the profile that they make simulates."""
-    with Session(2, timeout_s=60) as session:
-        cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", QUICK_CPU))}
-        assert len(cases) == 14
-        for case in cases.values():
-            alone, together = (time_kernel(session, case, when, 0.01).point for when in ("idle", "busy"))  # type: ignore[arg-type]
-            assert 0 < alone.low_s <= alone.median_s <= alone.high_s
-            assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)
-            assert together.runs >= 2 * 5
-        for kind in ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
-            for condition in ("idle", "busy"):
-                case_ = LinkCase(kind, 2**14, condition)  # type: ignore[arg-type]
-                found = time_link(session, case_, TINY, "fp32")
-                assert found.point.shape == (2, 2**14)
-                assert found.point.median_s > 0
-                assert bool(found.lost_s) == (condition == "busy")
-                assert bool(found.handoff_s) == (condition == "idle")
-        assert 0 < time_launch(session, TINY, "fp32", inline=True) < 1e-2
+def test_timing_kernels_and_links_on_real_processes(ranks: Callable[[int], Session]) -> None:
+    """A few steps of a real calibration."""
+    session = ranks(2)
+    cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", QUICK_CPU))}
+    assert len(cases) == 14
+    for case in cases.values():
+        alone, together = (time_kernel(session, case, when, 0.01).point for when in ("idle", "busy"))  # type: ignore[arg-type]
+        assert 0 < alone.low_s <= alone.median_s <= alone.high_s
+        assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)
+        assert together.runs >= 2 * 5
+    for kind in ("exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
+        for condition in ("idle", "busy"):
+            case_ = LinkCase(kind, 2**14, condition)  # type: ignore[arg-type]
+            found = time_link(session, case_, TINY, "fp32")
+            assert found.point.shape == (2, 2**14)
+            assert found.point.median_s > 0
+            assert bool(found.lost_s) == (condition == "busy")
+            assert bool(found.handoff_s) == (condition == "idle")
+    assert 0 < time_launch(session, TINY, "fp32", inline=True) < 1e-2
 
 
 @pytest.mark.gloo
-def test_a_calibration_keeps_what_it_has() -> None:
+def test_a_calibration_keeps_what_it_has(ranks: Callable[[int], Session]) -> None:
     with HostCalibration(Plan("host", TINY, ("fp32",), quick=True, command="test")) as calibration:
         assert calibration.profile(complete=False).points == ()
         steps = {step.label: step for step in calibration.steps()}
@@ -160,8 +161,7 @@ def test_a_calibration_keeps_what_it_has() -> None:
         for label in ("exchange of 4096 bytes, 2 ranks", "attention_forward causal 1x256x256x8x4x64, idle"):
             steps[label].run()
         profile = calibration.profile(complete=False)
-    with Session(1) as session:
-        (again,) = repeat(profile, session, most=3, budget_s=0.01)
+    (again,) = repeat(profile, ranks(1), most=3, budget_s=0.01)
     assert again.now_s > 0
     assert not profile.complete
     assert len(profile.points) == 2

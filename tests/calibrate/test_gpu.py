@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -68,29 +69,27 @@ def test_its_steps_time_launches_and_kernels() -> None:
 
 
 @pytest.mark.gloo
-def test_load_is_timed_on_the_heaviest_kernels_that_end_soon() -> None:
+def test_load_is_timed_on_the_heaviest_kernels_that_end_soon(ranks: Callable[[int], Session]) -> None:
     plan = Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")
     calibration = GpuCalibration(plan, load_cluster("host"))
     labels = [step.label for step in calibration.steps() if step.label.endswith(", 1 s")]
     assert len(labels) == 3
     case = next(case for case in kernel_cases(plan.model, "fp32", QUICK_GPU) if case.use.kernel == "gemm")
-    with Session(1) as session:
-        calibration._session, calibration._sustained_s = session, 0.3
-        calibration._time_sustained(case)
+    calibration._session, calibration._sustained_s = ranks(1), 0.3
+    calibration._time_sustained(case)
     sustained = calibration.profile(complete=False).sustained
     assert sustained.keys() == {"gemm"}
     assert 1 <= sustained["gemm"] < 100
 
 
 @pytest.mark.gloo
-def test_what_copies_do_to_kernels_is_timed_and_explained() -> None:
+def test_what_copies_do_to_kernels_is_timed_and_explained(ranks: Callable[[int], Session]) -> None:
     """Timed on the CPU; explained for a GPU, where a copy takes but little of the memory and no SMs."""
     model = make_model(4, 2)
     calibration = GpuCalibration(Plan("toy", model, ("fp32",), quick=False, command=""), load_cluster("hgx-h200"))
     assert {"every kernel during offload", "every kernel during fetch"} <= {step.label for step in calibration.steps()}
-    with Session(1) as session:
-        calibration._session = session
-        calibration._time_interference("offload")
+    calibration._session = ranks(1)
+    calibration._time_interference("offload")
     profile = calibration.profile(complete=False)
     assert {(one.slowed, one.kernel) for one in profile.interference} >= {("kernel", "gemm"), ("transfer", "gemm")}
     assert all(one.beside == "offload" and one.alone_s > 0 for one in profile.interference)
@@ -98,15 +97,14 @@ def test_what_copies_do_to_kernels_is_timed_and_explained() -> None:
 
 
 @pytest.mark.gloo
-def test_host_copies_are_timed_alone_and_together() -> None:
+def test_host_copies_are_timed_alone_and_together(ranks: Callable[[int], Session]) -> None:
     """On a CPU all are copies of threads."""
     kinds: dict[Place, tuple[str, str]] = {"host": HOST_COPIES, "pageable": PAGEABLE_COPIES}
-    with Session(1) as session:
-        for place, names in kinds.items():
-            times = time_host_copies(session, 2**20, make_model(8, 4), "fp32", place)
-            assert [(point.kernel, point.shape) for point in times.points] == [(name, (1, 2**20)) for name in names]
-            assert all(point.runs == 12 and 0 < point.low_s <= point.median_s <= point.high_s for point in times.points)
-            assert times.both_bytes_per_s is None if place == "pageable" else 0 < (times.both_bytes_per_s or 0) < 1e13
+    for place, names in kinds.items():
+        times = time_host_copies(ranks(1), 2**20, make_model(8, 4), "fp32", place)
+        assert [(point.kernel, point.shape) for point in times.points] == [(name, (1, 2**20)) for name in names]
+        assert all(point.runs == 12 and 0 < point.low_s <= point.median_s <= point.high_s for point in times.points)
+        assert times.both_bytes_per_s is None if place == "pageable" else 0 < (times.both_bytes_per_s or 0) < 1e13
 
 
 def test_measured_host_copies_are_what_copies_take() -> None:

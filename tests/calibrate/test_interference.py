@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -170,15 +171,14 @@ def test_only_a_full_calibration_measures_interference() -> None:
 
 
 @pytest.mark.gloo
-def test_timing_interference_on_real_processes() -> None:
-    model = make_model(8, 4)
-    with Session(2, timeout_s=60) as session:
-        case = next(case for case in crowded_cases(model, "fp32") if case.use.kernel == "swiglu")
-        crowd = time_crowded(session, case)
-        assert [(one.ranks, one.clock) for one in crowd.slowdowns] == [(2, "wall"), (2, "thread")]
-        assert all(0 < one.low <= one.median <= one.high for one in crowd.slowdowns)
-        assert {len(turn) for turn in crowd.together} == {2}
-        found = time_interference(session, "all_to_all", model, "fp32")
+def test_timing_interference_on_real_processes(ranks: Callable[[int], Session]) -> None:
+    session, model = ranks(2), make_model(8, 4)
+    case = next(case for case in crowded_cases(model, "fp32") if case.use.kernel == "swiglu")
+    crowd = time_crowded(session, case)
+    assert [(one.ranks, one.clock) for one in crowd.slowdowns] == [(2, "wall"), (2, "thread")]
+    assert all(0 < one.low <= one.median <= one.high for one in crowd.slowdowns)
+    assert {len(turn) for turn in crowd.together} == {2}
+    found = time_interference(session, "all_to_all", model, "fp32")
     assert {one.slowed for one in found} == {"kernel", "transfer"}
     assert len(found) == 2 * len(crowded_cases(model, "fp32"))
     assert len(explained(profile([], [*crowd.slowdowns, *found], {}), model)) == len(found) + 1

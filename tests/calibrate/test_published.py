@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,21 +31,27 @@ from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
+from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 
 
 @pytest.fixture(scope="module", params=PUBLISHED)
 def profile(request: pytest.FixtureRequest) -> Profile:
-    made: Profile = published(request.param)
-    return made
+    """As it ships."""
+    return load_profile(request.param)
 
 
-def test_what_ships_is_what_the_tables_give(profile: Profile) -> None:
-    assert load_profile(profile.name) == profile
-    assert resources.files("sim").joinpath("profiles", f"{profile.name}.json").is_file()
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", slow_but({"a800-ultraattn", "h100-sxm"}, PUBLISHED))
+def test_what_ships_is_what_the_tables_give(name: str) -> None:
+    assert load_profile(name) == published(name)
+    assert resources.files("sim").joinpath("profiles", f"{name}.json").is_file()
 
 
-def test_points_predict_each_other(profile: Profile) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", slow_but({"h800-ultraattn", "a100-sxm", "b200-sxm"}, PUBLISHED))
+def test_points_predict_each_other(name: str) -> None:
+    profile = load_profile(name)
     for kernel, points, median, _ in leave_one_out(profile):
         many = kernel in {*TRANSFERS, *ATTENTION_KERNELS, "gemm"}
         few = (profile.name, kernel) == ("b200-sxm", "attention_backward")
@@ -194,10 +201,10 @@ def in_a_node(profile: Profile) -> list[Point]:
 
 def across_nodes(profile: Profile) -> Iterator[tuple[int, int, float, Cluster]]:
     """Yield ranks, bytes and seconds of all-reduce on several A100 nodes, with their cluster."""
+    cluster_of = cache(lambda nodes: Cluster(msgspec.structs.replace(measured_cluster(profile), nodes=nodes)))
     for row in rows("nccl_multi_node"):
         if row["system"] == GPUS["a100-sxm"].fabric and int(row["nodes"]) > 1:
-            cluster = Cluster(msgspec.structs.replace(measured_cluster(profile), nodes=int(row["nodes"])))
-            yield int(row["gpus"]), int(row["bytes"]), float(row["time_us"]) / 1e6, cluster
+            yield int(row["gpus"]), int(row["bytes"]), float(row["time_us"]) / 1e6, cluster_of(int(row["nodes"]))
 
 
 def without(profile: Profile, ranks: int) -> Profile:
@@ -264,6 +271,7 @@ def test_profiles_carry_where_they_come_from(profile: Profile) -> None:
     assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
 
 
+@pytest.mark.gloo
 def test_what_the_host_takes_can_be_measured_again() -> None:
     """In a process of its own, as it needs a process group: the ops of the table that ships, each some microseconds."""
     code = "import calibrate.eager as eager; eager._RUNS, eager._TURNS = 20, 3; eager.main()"

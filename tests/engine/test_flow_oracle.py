@@ -19,6 +19,7 @@ import pytest
 
 from sim.engine.collectives import link_traffic
 from sim.schedule.ir.ops import CollectiveName
+from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 
 
@@ -113,7 +114,7 @@ def on_links_s(kind: CollectiveName, cluster: Cluster) -> float:
     return traffic.seconds(cluster) - traffic.latency_s
 
 
-@pytest.mark.parametrize("nodes", [1, 8, 64])
+@pytest.mark.parametrize("nodes", slow_but({1, 8}, [1, 8, 64]))
 def test_collectives_take_what_their_messages_take(nodes: int) -> None:
     """8, 64 and 512 A100."""
     cluster = a100(nodes)

@@ -14,6 +14,7 @@ from sim.setup.names import DATASHEET
 from tests.experiments.case_files import OWN, one_case
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", preset_names(FOLDER))
 def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     file, cases = read_cases(name)

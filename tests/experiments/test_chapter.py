@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,10 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[table[0], *table[2:]] for table in split]
 
 
-def test_a_chapter_of_small_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.gloo
+def test_a_chapter_of_small_sources(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Of two repeats, ring is met once and 20 % too slow once; Ulysses is 20 % too fast, and so wrongly the faster."""
     ring, ulysses = make_found(1.0, [(1.0, 0.0), (1.0 / 1.2, 0.0)]), make_found(0.8, [(1.0, 0.0), (1.0, 0.0)])
     (tmp_path / "some run").mkdir()
@@ -54,6 +58,7 @@ def test_a_chapter_of_small_sources(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "some run" / "record.svg").write_text("<svg/>")
     out = tmp_path / "README.md"
     command = ["validate", "--cases", own_cases(tmp_path), "--record", str(tmp_path / "some run"), "--markdown"]
+    monkeypatch.setattr(sys, "argv", ["longstep", *command])
     main([*command, str(out)])
     printed, text = capsys.readouterr().out, out.read_text()
     assert "Our kernels" in printed
@@ -106,6 +111,7 @@ def committed() -> str:
     return (RESULTS / "README.md").read_text()
 
 
+@pytest.mark.sweep
 def test_the_committed_chapter_names_all_sources() -> None:
     """Each case file with the profile that ships now; what its table says, the rows at the top say, too."""
     text = committed()

@@ -124,6 +124,7 @@ def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture
     assert "no: buffers alone exceed the memory" in capsys.readouterr().out
 
 
+@pytest.mark.gloo
 def test_simulating_is_the_same_in_every_process() -> None:
     """Whatever the hash seed of Python."""
     options = ["simulate", "--json", "--cluster", "hgx-h100", "--gpus", "16", "--dtype", "bf16"]
@@ -153,6 +154,7 @@ def test_more_gpus_take_more_nodes_and_the_nic(capsys: pytest.CaptureFixture[str
     assert simulate(capsys, *H100, "--nodes", "2")["schedule_hash"] == found["schedule_hash"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cluster", [name for name in preset_names("topology/hardware") if name != "host"])
 def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
     spec = load_cluster(cluster)
@@ -177,6 +179,7 @@ def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture
             assert found["step_time_s"] > 0
 
 
+@pytest.mark.sweep
 def test_a_faster_nic_is_never_slower(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the way to it limits then: the measured efficiency is kept."""
     options = ("--cluster", "dgx-a100", "--gpus", "16", "--profile", "a100-sxm", "--dtype", "bf16", "--seq", "64K")
@@ -321,6 +324,7 @@ def test_a_schedule_of_ones_own_hides_no_module(name: str, capsys: pytest.Captur
     assert importlib.import_module(name) is module
 
 
+@pytest.mark.gloo
 def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "my_module.py"
     dropped = """import msgspec
@@ -501,6 +505,8 @@ def longstep(*arguments: str, code: str = "", **options: Any) -> subprocess.Comp
 
 
 @pytest.mark.parametrize("module", ["signal", "rich", "numpy", "experiments.verbs.show"])
+@pytest.mark.gloo
+@pytest.mark.usefixtures("hearing")
 def test_an_interrupt_while_importing(module: str) -> None:
     """Even one that whoever imports would take for a failure of its own."""
     code = f"""
@@ -516,6 +522,7 @@ sys.meta_path.insert(0, Interrupting())
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "longstep: interrupted\n")
 
 
+@pytest.mark.gloo
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     for arguments in (("list",), ("--version",), ("simulate", "--help")):
         read, write = os.pipe()
@@ -525,6 +532,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.gloo
 def test_a_disk_that_is_full() -> None:
     with Path("/dev/full").open("w") as full:
         ended = longstep("list", stdout=full)
@@ -532,6 +540,7 @@ def test_a_disk_that_is_full() -> None:
     assert "cannot be written (No space left on device)" in ended.stderr
 
 
+@pytest.mark.gloo
 def test_nothing_to_print_on() -> None:
     ended = longstep("list", "models", code="import os; os.close(1); import sys; sys.stdout = None")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -548,6 +557,7 @@ def test_memory_that_ends_is_one_line(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().err.startswith("longstep: this machine has too little memory")
 
 
+@pytest.mark.gloo
 def test_the_version() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "experiments.verbs", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -624,6 +634,7 @@ def without(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.gloo
 def test_the_base_install_simulates_without_torch() -> None:
     play = "from experiments.verbs.cli import main; main(['simulate', '--cluster', 'hgx-h100', '--dtype', 'bf16'])"
     ended = without({"torch"}, play)
@@ -631,6 +642,7 @@ def test_the_base_install_simulates_without_torch() -> None:
     assert "step time" in ended.stdout
 
 
+@pytest.mark.gloo
 def test_the_words_need_neither_torch_nor_simpy() -> None:
     words = (
         "import sim, sim.schedule.methods.catalog, sim.schedule.proof.check, sim.profile, sim.memory, sim.breakdown, "
@@ -640,6 +652,7 @@ def test_the_words_need_neither_torch_nor_simpy() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.gloo
 def test_executing_without_torch_says_what_to_install() -> None:
     ended = without({"torch"}, "from experiments.verbs.cli import main; main(['run', '--gpus', '2'])")
     assert ended.returncode == 2

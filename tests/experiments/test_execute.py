@@ -19,7 +19,7 @@ from experiments.evidence.published import predicted
 from experiments.evidence.record import judged, read_record
 from experiments.verbs.cli import main
 from runtime.execution.verify import BOUNDS
-from sim.profile import load_profile, save_profile
+from sim.profile import Profile, load_profile, save_profile
 from sim.setup.setup import Setup
 from sim.workload import Dtype, ModelSpec, Workload, load_model
 from tests.helpers import traces_in
@@ -55,14 +55,20 @@ def test_an_executed_step_that_differs_is_an_error(
     assert "differ from the reference by more than 1e-09: x 1" in capsys.readouterr().err
 
 
-@pytest.fixture
-def few_points(own_profiles: Path) -> None:
-    """A profile of this machine with few points: what it lacks is said."""
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    """A few points of this machine."""
     with HostCalibration(Plan("host", load_model("tiny"), ("fp32",), quick=True, command="test")) as calibration:
         for step in calibration.steps():
             if "1x256x256x8x" in step.label:
                 step.run()
-        save_profile(calibration.profile(complete=False), own_profiles / "host.json")
+        return calibration.profile(complete=False)
+
+
+@pytest.fixture
+def few_points(own_profiles: Path, measured: Profile) -> None:
+    """A profile of this machine with few points: what it lacks is said."""
+    save_profile(measured, own_profiles / "host.json")
 
 
 def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path, few_points: None) -> None:

@@ -31,6 +31,7 @@ def on_h100(sweep: Sweep, cells: list[Cell]) -> Record:
 
 
 @pytest.mark.parametrize("name", ["2026-11-21-epyc-2-cores/cells", "2026-11-21-schedules-epyc-2-cores/schedules"])
+@pytest.mark.gloo
 def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
     """Wherever it is read: to predict, nobody has to have the machine."""
     record = read_record(str(RESULTS / f"{name}.json"))
@@ -141,6 +142,7 @@ def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
     assert len(as_written) == 3
 
 
+@pytest.mark.gloo
 def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, cases = tmp_path / "record.json", tmp_path / "cases.toml"
     save_record(on_h100(Sweep(cluster="hgx-h100"), [RING]), RECORD_FILE.at(record))

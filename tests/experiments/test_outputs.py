@@ -22,8 +22,8 @@ WRITING = [
     (("validate", "--record", RECORD), "--figure", "figure.svg"),
     (("validate", "--record", RECORD), "--cases-out", "cases.toml"),
     (("validate", "--record", RECORD), "--markdown", "chapter.md"),
-    (("validate", "--cases", "ring_iteration_h100"), "--html", "page.html"),
-    (("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json"),
+    pytest.param(("validate", "--cases", "ring_iteration_h100"), "--html", "page.html", marks=pytest.mark.gloo),
+    pytest.param(("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json", marks=pytest.mark.sweep),
 ]
 EXECUTING = [
     (("run", "--gpus", "2"), "--trace"),

@@ -40,6 +40,7 @@ def prediction(step_s: float, measured_s: float, schedule: str = "ring", **field
     return CasePrediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
 
 
+@pytest.mark.gloo
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, shown = tmp_path / "ours.toml", tmp_path / "page.html"
     path.write_text(OWN.format(more="").replace("Our cluster", "Our cluster " + HOSTILE.replace('"', "")))
@@ -106,6 +107,7 @@ def test_groups_are_judged_once_more_together(tmp_path: Path) -> None:
             read_cases(str(path))
 
 
+@pytest.mark.gloo
 def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(OWN.format(more="").replace("a800-ultraattn", DATASHEET))
@@ -135,6 +137,7 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
         ('measure = "AllReduce", nbytes = 268435456', 0.0010921),
     ],
 )
+@pytest.mark.gloo
 def test_ops_take_what_their_profile_has_measured(tmp_path: Path, fields: str, seconds: float) -> None:
     (found,) = predicted([one_case(tmp_path, f"{fields}, measured_s = {2 * seconds}")])
     assert found.predicted_s == pytest.approx(seconds, rel=1e-6)
@@ -154,6 +157,7 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
 
 
+@pytest.mark.gloo
 def test_how_ops_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, shown = tmp_path / "ops.toml", tmp_path / "page.html"
     cases = [
@@ -182,6 +186,7 @@ def test_sizes_of_the_ring_of_four_hosts() -> None:
     assert sizes == [*attention, *sent, *(Sent(nbytes=4 * n * 16 * (row + 4)) for n in new)]
 
 
+@pytest.mark.gloo
 def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork holds the locks that another thread, such as that of the progress, held when it was made."""
 
@@ -194,6 +199,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.gloo
 def test_no_worker_outlives_its_command(ended_by: signal.Signals) -> None:
     script = "from experiments.verbs.cli import main; main(['validate', '--cases', 'usp_l20'])"
     command = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])

@@ -44,6 +44,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.gpu(open_console(), plan=small_plan())
     printed = capsys.readouterr().out

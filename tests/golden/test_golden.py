@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -21,11 +21,14 @@ ROOT = FOLDER.parents[1]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.out")))
-def test_examples_print_what_they_printed(name: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, FOLDER / f"{name}.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout == (FOLDER / f"{name}.out").read_text()
+def test_examples_print_what_they_printed(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As programs of their own, in this process."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out == (FOLDER / f"{name}.out").read_text()
 
 
 def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text(), dtype: str = "fp32") -> Setup:

@@ -71,6 +71,7 @@ def in_python(*arguments: str, folder: Path) -> str:
     return subprocess.run(program, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("block", "after"), PYTHON, ids=[block.name for block, _ in PYTHON])
 def test_python_prints_what_stands_behind_it(block: Block, after: Block | None, tmp_path: Path) -> None:
     if after is not None and after.language == "text" and after.follows and after.page == block.page:
@@ -104,6 +105,7 @@ def shown() -> Iterator[tuple[str, str]]:
                     yield command, output
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("command", "output"), list(shown()))
 def test_commands_print_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
     program, verb, *rest = shlex.split(command)

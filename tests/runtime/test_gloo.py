@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,18 +30,16 @@ from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
 
 pytestmark = pytest.mark.gloo
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
-def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    with Session(request.param, timeout_s=60) as opened:
-        yield opened
-    assert not any(process.is_alive() for process in opened.processes)
+@pytest.fixture(params=[1, 2, 4])
+def session(request: pytest.FixtureRequest, ranks: Callable[[int], Session]) -> Session:
+    return ranks(request.param)
 
 
 def run_or_refused(session: Session, name: str, workload: Workload) -> dict[str, float]:
@@ -60,26 +58,53 @@ def run_or_refused(session: Session, name: str, workload: Workload) -> dict[str,
     return errors
 
 
+def most_ranks(name: str) -> int:
+    return 1 if VARIANTS[name].schedule == "single" else 4
+
+
+def attention_equals_the_reference(session: Session, name: str, dtype: Dtype, heads: tuple[int, int]) -> None:
+    workload = Workload(model=make_model(*heads), seq=48, batch=2, dtype=dtype)
+    errors = run_or_refused(session, name, workload)
+    assert errors.keys() == ({"out", "dq", "dk", "dv"} if session.ranks <= most_ranks(name) else set())
+    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+
+
+def layers_equal_the_reference(session: Session, name: str, dtype: Dtype) -> None:
+    workload = Workload(model=make_model(8, 4), seq=32, dtype=dtype, scope="layer", layers=2)
+    errors = run_or_refused(session, name, workload)
+    assert len(errors) == (2 + 2 * 9 if session.ranks <= most_ranks(name) else 0)
+    assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_outputs_and_gradients_equal_the_reference(session: Session, name: str) -> None:
-    played = 0
-    cells = [("fp64", (8, 4)), ("fp32", (8, 1))] + [("bf16", (8, 8)), ("fp64", (8, 2))] * (name in SCHEDULES)
-    for dtype, heads in cells:
-        options: dict[str, Any] = {"model": make_model(*heads), "seq": 48, "batch": 2, "dtype": dtype}
-        errors = run_or_refused(session, name, Workload(**options))
-        assert errors.keys() in ({"out", "dq", "dk", "dv"}, set())
-        assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
-        played += bool(errors)
-    assert played == (len(cells) if VARIANTS[name].schedule != "single" or session.ranks == 1 else 0)
+def test_outputs_and_gradients_equal_the_reference(ranks: Callable[[int], Session], name: str) -> None:
+    attention_equals_the_reference(ranks(most_ranks(name)), name, "fp64", (8, 4))
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [("fp32", (8, 1)), ("bf16", (8, 8))])
+@pytest.mark.parametrize("name", ["zigzag", "ulysses"])
+def test_narrower_data_types(session: Session, name: str, dtype: Dtype, heads: tuple[int, int]) -> None:
+    attention_equals_the_reference(session, name, dtype, heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_data_types_and_numbers_of_ranks(session: Session, name: str) -> None:
+    cells: list[tuple[Dtype, tuple[int, int]]] = [("fp64", (8, 4)), ("fp32", (8, 1))]
+    for dtype, heads in cells + [("bf16", (8, 8)), ("fp64", (8, 2))] * (name in SCHEDULES):
+        attention_equals_the_reference(session, name, dtype, heads)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_two_layers_equal_the_reference(session: Session, name: str) -> None:
+def test_two_layers_equal_the_reference(ranks: Callable[[int], Session], name: str) -> None:
+    layers_equal_the_reference(ranks(most_ranks(name)), name, "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_layers_in_all_data_types_and_numbers_of_ranks(session: Session, name: str) -> None:
     for dtype in ("fp64", "fp32"):
-        options: dict[str, Any] = {"model": make_model(8, 4), "dtype": dtype, "scope": "layer", "layers": 2}
-        errors = run_or_refused(session, name, Workload(seq=32, **options))
-        assert len(errors) == (2 + 2 * 9 if name != "single" or session.ranks == 1 else 0)
-        assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
+        layers_equal_the_reference(session, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["single, offloaded", "zigzag, offloaded", "ulysses, offloaded"])
@@ -214,7 +239,7 @@ def test_ctrl_c_is_the_parents_alone_and_none_is_lost_while_ranks_start() -> Non
             os.kill(process.pid, signal.SIGINT)
         assert session.call(their_rank) == [0, 1]
     with pytest.raises(KeyboardInterrupt), deaf():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("hearing")
@@ -224,10 +249,12 @@ def test_ctrl_c_that_reaches_another_thread_waits_too() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        with pytest.raises(KeyboardInterrupt), deaf():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-            ended.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            with deaf():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+                ended.append(True)
+            time.sleep(60)  # on a loaded machine the other thread takes the signal later
     finally:
         done.set()
         other.join()
@@ -242,7 +269,7 @@ def test_a_rank_that_starts_as_ctrl_c_comes_is_ended_too(monkeypatch: pytest.Mon
         start(process, *ends)
         started.append(process)
         if len(started) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     start = ForkedProcess.__init__
     monkeypatch.setattr(ForkedProcess, "__init__", interrupted)

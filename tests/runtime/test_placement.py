@@ -10,6 +10,7 @@ from runtime.processes.rank import Seat
 from sim.errors import InputError, RankError
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("placement", "expected"), [(None, [0, 1, 2]), ((2, 0, 3), [2, 0, 3])])
 def test_each_rank_is_started_on_its_device(
     monkeypatch: pytest.MonkeyPatch, placement: Any, expected: list[int]

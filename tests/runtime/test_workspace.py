@@ -19,10 +19,11 @@ from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes
 from sim.schedule.derive.workspace import flash_backward_bytes, workspace_bytes
 from sim.schedule.ir.ops import Attend, AttendBackward, Kernel
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 
 META = torch.device("meta")
 
@@ -119,8 +120,12 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "kernel" not in variant.options])
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", slow_but({"bf16"}, ["bf16", "fp32"]))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(set(SCHEDULES), [name for name, variant in VARIANTS.items() if "kernel" not in variant.options]),
+)
 def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
     """To the byte, but for log-sum-exps, which attention of parts of a buffer gives back early or holds twice."""
     for ranks in (1, 4):

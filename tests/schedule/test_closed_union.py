@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.ops import KINDS, Collective, Copy, Exchange, Fold, Gemm
 
@@ -44,6 +46,7 @@ one more file that mypy cannot know, the equations of a block; everything else f
 """
 
 
+@pytest.mark.gloo
 def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
     for package in ("sim", "topology", "runtime"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.json"))

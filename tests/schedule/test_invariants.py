@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -19,8 +19,9 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.setup.setup import Setup
 from sim.workload import Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but, sweep_but
 
+PARALLEL = [name for name in VARIANTS if VARIANTS[name].schedule != "single"]
 RANKS = (1, 2, 3, 4, 8)
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1))
 MASKS = ({"mask": "causal"}, {"mask": "full"}, {"mask": "causal", "window": 7})
@@ -36,26 +37,42 @@ def build(
     return checked_or_refused(name, Workload(model=make_model(*heads), **fields), ranks)
 
 
-def cells(name: str) -> Iterator[Checked]:
-    """Yield the schedules that are not refused: of all cells for the catalog, of some for the variants."""
-    for cell in EVERY[::11] if name in SCHEDULES else FEW[::5]:
-        checked = build(name, *cell)
-        if checked is not None:
-            yield checked
+def proved(name: str, *, catalog: int, variants: int) -> list[Checked]:
+    """Return schedules, without those that are refused: one of so many cells, of all or of a few for the variants."""
+    cells = EVERY[::catalog] if name in SCHEDULES else FEW[::variants]
+    return [checked for cell in cells if (checked := build(name, *cell))]
 
 
+class Some(NamedTuple):
+    """A variant, and some of its schedules."""
+
+    name: str
+    schedules: list[Checked]
+
+
+FINENESS = {name: {"catalog": 31, "variants": 13} for name in VARIANTS} | {
+    f"more of {name}": {"catalog": 11, "variants": 5} for name in VARIANTS
+}
+
+
+@pytest.fixture(scope="module", params=slow_but(VARIANTS, FINENESS))
+def some(request: pytest.FixtureRequest) -> Some:
+    """Every variant in turn; a cell that is not refused by the rules of ``is_refused`` is proved here."""
+    name = request.param.removeprefix("more of ")
+    return Some(name, proved(name, **FINENESS[request.param]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_cell_is_proved_or_refused(name: str) -> None:
-    for cell in EVERY[::5] if name in SCHEDULES else FEW[::2]:
-        build(name, *cell)
+    assert proved(name, catalog=5, variants=2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_schedules_are_deterministic_and_survive_json(name: str) -> None:
-    for checked in itertools.islice(cells(name), 0, None, 2):
+def test_schedules_are_deterministic_and_survive_json(some: Some) -> None:
+    assert some.schedules
+    for checked in some.schedules[::2]:
         schedule = checked.schedule
-        variant, workload = VARIANTS[name], schedule.header.workload
-        again = variant.build(workload, schedule.header.mesh)
+        again = VARIANTS[some.name].build(schedule.header.workload, schedule.header.mesh)
         assert again.hash == schedule.hash
         data = schedule.to_json()
         read = Schedule.from_json(data)
@@ -64,9 +81,8 @@ def test_schedules_are_deterministic_and_survive_json(name: str) -> None:
         check(read)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_buffers_are_freed_and_the_walk_returns_to_what_the_caller_holds(name: str) -> None:
-    for checked in cells(name):
+def test_buffers_are_freed_and_the_walk_returns_to_what_the_caller_holds(some: Some) -> None:
+    for checked in some.schedules:
         for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):
             spans = lifetimes(program, dependencies)
             outside = {port.view.buffer for port in (*program.inputs, *program.outputs)}
@@ -265,7 +281,7 @@ def test_upipe_needs_room_for_few_heads() -> None:
     assert peaks["upipe, kept"] - peaks["upipe"] > heads / 2
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name].schedule != "single"])
+@pytest.mark.parametrize("name", sweep_but(SCHEDULES.keys() - {"single"}, PARALLEL))
 def test_what_communication_holds_does_not_grow_with_layers(name: str) -> None:
     """Also on ranks that pass keys on without attending to them."""
     peaks = []

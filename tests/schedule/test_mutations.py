@@ -7,14 +7,17 @@ from collections import Counter
 import pytest
 
 from sim.schedule.proof import check
+from tests.helpers import slow_but
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.mutations import mutants
 
 SAMPLE = 2 * len(OPERATORS)
 
 
-def test_no_mutant_is_accepted_that_is_wrong() -> None:
-    found = list(mutants(SAMPLE, seed=2026))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", slow_but({2026}, [2026, *range(8)]))
+def test_no_mutant_is_accepted_that_is_wrong(seed: int) -> None:
+    found = list(mutants(SAMPLE, seed=seed))
     assert [mutant for mutant in found if mutant.verdict in {"wrong", "other"}] == []
     assert {mutant.operator for mutant in found} == OPERATORS.keys()
     assert Counter(mutant.verdict for mutant in found).keys() == {"refused", "exact"}
@@ -25,6 +28,7 @@ def test_a_mutant_is_the_same_whoever_came_before() -> None:
     assert list(mutants(3, seed=7, first=5)) == whole[5:]
 
 
+@pytest.mark.sweep
 def test_what_a_blind_check_lets_through_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the proof-reader's contents and claims, mutants of every sort are accepted and found to be wrong."""
     monkeypatch.setattr(check.AbstractPlayer, "run", lambda _: None)
