@@ -111,7 +111,7 @@ def test_nodes_are_those_of_the_cluster() -> None:
     h100, world = load_cluster("hgx-h100"), World(rank=0, size=16, local_rank=0, local_size=8)
     require_processes(h100, 16, world)
     require_processes(h100, 4, world)
-    with pytest.raises(InputError, match="--nproc-per-node 8, or --set cluster.gpus_per_node=4"):
+    with pytest.raises(InputError, match="--nproc-per-node 8, or `set` cluster.gpus_per_node=4"):
         require_processes(h100, 16, world._replace(local_size=4))
     with pytest.raises(InputError, match="torchrun has started 16"):
         require_processes(h100, 24, world)
