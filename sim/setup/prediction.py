@@ -16,6 +16,7 @@ from sim.engine.report import Report, report
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
 from sim.errors import InputError, LongstepError
+from sim.files import Output
 from sim.memory import counters
 from sim.mesh import Mesh
 from sim.profile import Profile
@@ -25,7 +26,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import at_least_one
-from sim.trace import Trace, to_chrome
+from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
@@ -121,13 +122,21 @@ class Prediction:
         found: dict[str, Any] = msgspec.to_builtins(self.report)
         return found
 
-    def save_trace(self, path: str) -> None:
-        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take."""
-        Path(path).write_bytes(to_chrome([self.trace], {self.trace.player: counters(self.checked, self.trace)}))
+    def save_trace(self, path: str | Path, *, force: bool = False) -> None:
+        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take.
+
+        Raises InputError where there is a file that is no such trace, unless ``force``.
+        """
+        write_trace(CHROME_TRACE.at(path, force=force), self.checked, [self.trace])
 
     def __repr__(self) -> str:
         rates = "" if self.profile else " (datasheet rates)"
         return f"<Prediction {self.step_time_s:.4g} s{rates}: {self.title}>"
+
+
+def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:
+    """Write traces of one schedule side by side, with the memory that its buffers take."""
+    output.write(to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))
 
 
 @contextlib.contextmanager
