@@ -56,12 +56,14 @@ def model(name: str | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  # noqa: 
     return override(load_model(name) if isinstance(name, str) else name, pairs(set), "`set` model.")
 
 
-def cluster_spec(name: str | ClusterSpec) -> ClusterSpec:
+def cluster_spec(name: str | ClusterSpec | Cluster) -> ClusterSpec:
     """Return what a cluster is made of: a preset, FILE.toml, or ``host``, which is this machine."""
+    if isinstance(name, Cluster):
+        return name.spec
     return load_cluster(name) if isinstance(name, str) else name
 
 
-def cluster(name: str | ClusterSpec, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
+def cluster(name: str | ClusterSpec | Cluster, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
     """Return a cluster: a preset, FILE.toml, or ``host``, which is this machine.
 
     >>> len(cluster("hgx-h100", nodes=2).devices)
@@ -71,15 +73,16 @@ def cluster(name: str | ClusterSpec, *, nodes: int | None = None, set: Overrides
     return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
 
 
-def profile(name: str | Profile) -> Profile | None:
-    """Return measured times of kernels and links by name or FILE.json; None for ``datasheet``.
+def profile(name: str | Profile) -> Profile:
+    """Return measured times of kernels and links by name or FILE.json; raises InputError for ``datasheet``, which has
+    none: predictions take it by name.
 
     >>> profile("h100-sxm").machine.gpu
     'H100-SXM-80GB'
     """
-    if not isinstance(name, str):
-        return name
-    return None if name == DATASHEET else load_profile(name)
+    if name == DATASHEET:
+        raise InputError(f"`profile` {name}: it has no measured times to return; give predictions the name itself")
+    return load_profile(name) if isinstance(name, str) else name
 
 
 def workload(

@@ -189,7 +189,7 @@ def simulate(
     >>> p.replace(profile="datasheet").step_time_s < p.step_time_s
     True
     """
-    spec, measured = equipped(cluster.spec if isinstance(cluster, Cluster) else cluster, profile)
+    spec, measured = equipped(cluster, profile)
     found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
     given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
 

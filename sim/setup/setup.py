@@ -50,7 +50,7 @@ class Setup:
     _: KW_ONLY
     model: str | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
-    cluster: str | ClusterSpec = "host"
+    cluster: str | ClusterSpec | Cluster = "host"
     """Name or FILE.toml; ``host`` is this machine."""
     nodes: int | None = None
     """Nodes of the cluster; by default as many as ``gpus`` needs."""

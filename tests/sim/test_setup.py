@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import longstep
 from sim.errors import InputError
+from sim.profile import Machine, Profile, profile_folder, save_profile
+from sim.setup.machine import equipped
 from tests.helpers import traces_in
+from topology.host import device_name, host_facts
+from topology.specs import LinkSpec
 
 SMALL = {"model": "llama3-8b", "seq": "1K", "cluster": "hgx-h100", "gpus": 2}
 
@@ -24,3 +29,36 @@ def test_a_trace_replaces_traces_only(tmp_path: Path) -> None:
     assert path.read_text() == "somebody else's"
     predicted.save_trace(path, force=True)
     assert traces_in(path.read_bytes())
+
+
+def test_what_names_stand_for_can_be_given_in_their_place() -> None:
+    by_name = longstep.predict("ring", **SMALL)
+    cluster, profile = longstep.cluster("hgx-h100"), longstep.profile("h100-sxm")
+    by_object = longstep.predict("ring", **SMALL | {"cluster": cluster, "profile": profile})
+    assert by_object.report == by_name.report
+    assert longstep.simulate(by_name.checked, cluster, profile).step_time_s == by_name.step_time_s
+    with pytest.raises(InputError, match="`profile` datasheet: it has no measured times"):
+        longstep.profile("datasheet")
+
+
+def test_a_calibrated_host_is_as_it_was_measured_however_it_is_named() -> None:
+    """Unless some of its figures were set."""
+    nominal = longstep.cluster("host").spec
+    measured = msgspec.structs.replace(nominal, loopback=LinkSpec(bytes_per_s=1e6, latency_s=0.0))
+    gpu = device_name(host_facts(), 1)
+    profile = Profile(
+        name="host",
+        created="",
+        command="",
+        complete=True,
+        machine=Machine(gpu=gpu, software={}),
+        cluster=measured.figures(),
+        points=(),
+    )
+    save_profile(profile, profile_folder() / "host.json")
+    for name in ("host", longstep.cluster("host"), nominal, equipped("host", None)[0]):
+        spec, found = equipped(name, None)
+        assert (spec, found) == (measured, profile)
+    changed = longstep.cluster("host", set={"loopback.bytes_per_s": "*2"})
+    assert equipped(changed, None) == (changed.spec, profile)
+    assert equipped("host", "datasheet") == (nominal, None)
