@@ -139,17 +139,17 @@ def entry(schedule: str | Build | Entry) -> Entry:
 
 
 def options(
-    schedule: str | Build | Entry, given: Sequence[tuple[str, str]], where: str, beside: Sequence[str] = ()
+    entry: Entry, schedule: str, given: Sequence[tuple[str, str]], where: str, beside: Sequence[str] = ()
 ) -> Any:
-    """Return the options of a schedule with some set; raises InputError for what it has not. ``beside`` are names that
-    it takes without being its options.
+    """Return the options of a schedule, of which errors say the name, with some set; raises InputError for what it has
+    not. ``beside`` are names that it takes without being its options.
     """
-    default = entry(schedule).options
+    default = entry.options
     takes = [*msgspec.to_builtins(default or {}), *beside]
     for name, _ in given:
         if name not in takes:
             raise InputError(
-                f"schedule {schedule_name(schedule)!r} has no option {name}: it takes {', '.join(takes) or 'none'}; "
+                f"schedule {schedule!r} has no option {name}: it takes {', '.join(takes) or 'none'}; "
                 f"leave out {where}{name}, or choose another `schedule`"
             )
     return override(default, given, where) if given else default

@@ -20,6 +20,7 @@ from sim.files import Output
 from sim.memory import counters
 from sim.mesh import Mesh
 from sim.profile import Profile
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
@@ -152,6 +153,17 @@ def blaming_the_builder() -> Iterator[None]:
         raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
 
 
+def built(entry: Entry, workload: Workload, mesh: Mesh, options: Any, hints: Hints) -> Schedule:
+    """Return the schedule that a builder makes; raises InputError where it fails, or returns something else."""
+    with blaming_the_builder():
+        schedule = entry.schedule(workload, mesh, options, hints)
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"`schedule`: its builder returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule"
+        )
+    return schedule
+
+
 def build(
     schedule: str | Build | Entry, workload: Workload, mesh: Mesh | int, *, hints: Hints = Hints(), **options: object
 ) -> Checked:
@@ -166,9 +178,10 @@ def build(
     entry = names.entry(schedule)
     if isinstance(mesh, int):
         mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
-    chosen = names.options(entry, names.pairs(options), "the option ")
+    own = names.options(entry, names.schedule_name(schedule), names.pairs(options), "the option ")
+    program = built(entry, workload, mesh, own, hints)
     with blaming_the_builder():
-        return check(entry.schedule(workload, mesh, chosen, hints))
+        return check(program)
 
 
 def simulate(

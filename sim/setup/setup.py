@@ -26,7 +26,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
-from sim.setup.prediction import Prediction, blaming_the_builder
+from sim.setup.prediction import Prediction, blaming_the_builder, built
 from sim.workload import ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -179,8 +179,9 @@ class Setup:
             if placed and name == "placement":
                 order = PLACEMENTS[one_of("set schedule.placement", value, PLACEMENTS)]
                 mesh = msgspec.structs.replace(mesh, order=order)
+        beside = ["placement"] if placed else []
         own = [(name, value) for name, value in given if not placed or name != "placement"]
-        return mesh, names.options(self.schedule, own, "`set` schedule.", ["placement"] if placed else [])
+        return mesh, names.options(entry, names.schedule_name(self.schedule), own, "`set` schedule.", beside)
 
     def _sized(self, spec: ClusterSpec, ranks: int) -> ClusterSpec:
         """Return the spec with enough nodes, or as many as were asked for."""
@@ -221,11 +222,7 @@ class Configuration:
 
     def built(self) -> Schedule:
         """Return the schedule; raises InputError also where a builder of the user's fails."""
-        with blaming_the_builder():
-            schedule = self.entry.schedule(self.workload, self.mesh, self.options, self.hints)
-            if not isinstance(schedule, Schedule):
-                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
-            return schedule
+        return built(self.entry, self.workload, self.mesh, self.options, self.hints)
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""

@@ -62,3 +62,28 @@ def test_a_calibrated_host_is_as_it_was_measured_however_it_is_named() -> None:
     changed = longstep.cluster("host", set={"loopback.bytes_per_s": "*2"})
     assert equipped(changed, None) == (changed.spec, profile)
     assert equipped("host", "datasheet") == (nominal, None)
+
+
+def test_a_python_file_is_run_once(tmp_path: Path) -> None:
+    ran, mine = tmp_path / "ran", tmp_path / "mine.py"
+    mine.write_text(
+        f"""
+with open({str(ran)!r}, "a") as file:
+    file.write("once ")
+from sim.schedule.methods.ring import build
+"""
+    )
+    longstep.predict(f"{mine}:build", **SMALL)
+    assert ran.read_text() == "once "
+    workload = longstep.workload("tiny", "1K")
+    with pytest.raises(InputError, match=r"schedule '.*mine.py:build' has no option layouts: it takes .*layout"):
+        longstep.build(f"{mine}:build", workload, 2, layouts="zigzag")
+    assert ran.read_text() == "once once "
+
+
+def test_a_builder_that_returns_no_schedule_is_told_what_to_return() -> None:
+    returns = "its builder returned NoneType, expected sim.schedule.ir.program.Schedule"
+    with pytest.raises(InputError, match=returns):
+        longstep.build(lambda _workload, _mesh: None, longstep.workload("tiny", "1K"), 2)  # type: ignore[arg-type, return-value]
+    with pytest.raises(InputError, match=returns):
+        longstep.predict(lambda _workload, _mesh: None, **SMALL)  # type: ignore[arg-type, return-value]
