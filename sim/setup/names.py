@@ -219,7 +219,7 @@ def text_of(value: object) -> str:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
+    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not key.strip() or not value:
         raise InputError(f"`set` {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
     return key.strip(), value.strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
@@ -91,6 +91,13 @@ class Setup:
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag"}``, or a list of texts KEY=VALUE."""
 
+    def __post_init__(self) -> None:
+        """Keep ``set`` as it is now: what a caller does to its dict or list later is of no what-if of this one."""
+        if isinstance(self.set, Mapping):
+            object.__setattr__(self, "set", dict(self.set))
+        elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
+            object.__setattr__(self, "set", tuple(self.set))
+
     def predicted(self) -> Prediction:
         """Return the prediction of one step; raises InputError as ``resolved`` does."""
         found = self.resolved()
@@ -100,7 +107,9 @@ class Setup:
     def replace(self, **changes: Any) -> Setup:
         """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew."""
         if "set" in changes:
-            changes["set"] = dict(names.pairs(self.set)) | dict(names.pairs(changes["set"]))
+            again = names.pairs(changes["set"])
+            stays = (pair for pair in names.pairs(self.set) if pair[0] not in dict(again))
+            changes["set"] = [f"{key}={value}" for key, value in (*stays, *again)]
         return dataclasses.replace(self, **changes)
 
     def resolved(self) -> Configuration:
@@ -303,7 +312,8 @@ def _of_fields(setup: Callable[P, Setup]) -> Callable[[Callable[[Setup], R]], Ca
         def called(*args: P.args, **fields: P.kwargs) -> R:
             return function(setup(*args, **fields))
 
-        vars(called)["__signature__"] = inspect.signature(setup)
+        returns = inspect.signature(function).return_annotation
+        vars(called)["__signature__"] = inspect.signature(setup).replace(return_annotation=returns)
         return called
 
     return decorated

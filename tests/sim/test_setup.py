@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import msgspec
@@ -87,3 +88,25 @@ def test_a_builder_that_returns_no_schedule_is_told_what_to_return() -> None:
         longstep.build(lambda _workload, _mesh: None, longstep.workload("tiny", "1K"), 2)  # type: ignore[arg-type, return-value]
     with pytest.raises(InputError, match=returns):
         longstep.predict(lambda _workload, _mesh: None, **SMALL)  # type: ignore[arg-type, return-value]
+
+
+def test_what_ifs_add_to_what_was_set() -> None:
+    """Also where one key was set twice, and whatever has become of the dict since."""
+    twice = longstep.Setup("ring", **SMALL, set=["cluster.nvlink.bytes_per_s=*2"] * 2)
+    more = twice.replace(set={"model.num_kv_heads": 4})
+    faster, both = (one.resolved().spec.nvlink for one in (twice, more))
+    assert both == faster
+    assert more.resolved().workload.model.num_kv_heads == 4
+    changes: dict[str, object] = {"cluster.nvlink.bytes_per_s": "*2"}
+    setup = longstep.Setup("ring", **SMALL, set=changes)
+    changes["cluster.nvlink.bytes_per_s"] = "*4"
+    assert (
+        setup.resolved().spec
+        == longstep.Setup("ring", **SMALL, set={"cluster.nvlink.bytes_per_s": "*2"}).resolved().spec
+    )
+
+
+def test_help_shows_what_predict_takes_and_returns() -> None:
+    shown = inspect.signature(longstep.predict)
+    assert shown.return_annotation == "Prediction"
+    assert list(shown.parameters) == list(inspect.signature(longstep.Setup).parameters)
