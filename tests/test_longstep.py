@@ -81,7 +81,8 @@ def test_a_folder_of_the_users_hides_nothing(tmp_path: Path) -> None:
 def test_wrong_types_are_input_errors() -> None:
     for fields, named in (
         ({"schedule": 3}, "schedule"), ({"model": None}, "model"), ({"gpus": "8"}, "gpus"), ({"pad": 1}, "pad"),
-        ({"seq": 2.5}, "seq"), ({"batch": True}, "batch"), ({"set": 5}, "set"), ({"jitter": "x"}, "jitter"),
+        ({"seq": 2.5}, "seq"), ({"batch": True}, "batch"), ({"set": 5}, "set"),
+        ({"set": [("a", 1)]}, "set"), ({"jitter": "x"}, "jitter"),
     ):  # fmt: skip
         with pytest.raises(InputError) as error:
             longstep.predict(**fields)  # type: ignore[arg-type]

@@ -28,6 +28,6 @@ PUBLISHED: Mapping[str, Callable[[str], Profile]] = {
 def published(name: str) -> Profile:
     """Return a profile with the residuals of its points; raises InputError for a name that is none of ``PUBLISHED``."""
     if name not in PUBLISHED:
-        raise unknown("published profile", name, PUBLISHED, "--published")
+        raise unknown("published profile", name, PUBLISHED, "`published`")
     profile = PUBLISHED[name](name)
     return msgspec.structs.replace(profile, residuals=spreads(profile))

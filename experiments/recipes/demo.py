@@ -11,8 +11,8 @@ from experiments.evidence.execution import Execution, open_session
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import comparison_table, schedules_table
+from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
 TRACE_FILE = CHROME_TRACE.at("demo-trace.json")

@@ -19,6 +19,7 @@ from experiments.evidence.execution import Execution
 from experiments.evidence.machine import gpus_here, is_of
 from experiments.recipes.carry import ROOT, lacking, needed_by_tests, what_is_missing
 from experiments.verbs.calibrate import Calibrate, calibrate
+from experiments.verbs.cli import with_flags
 from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
 from experiments.verbs.selection import Selection
@@ -154,7 +155,7 @@ class GpuRun(NamedTuple):
             part()
         except LongstepError as error:
             self.failed.append(str(error))
-            self.console.print(f"failed: {error}", markup=False)
+            self.console.print(f"failed: {with_flags(str(error))}", markup=False)
 
 
 def _test(gpu: GpuRun) -> None:

@@ -13,10 +13,10 @@ from experiments.evidence.execution import Execution, open_session
 from experiments.pages.comparison_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.selection import Selection
-from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import comparison_table, print_json
 from experiments.verbs.writes import Writes
 from sim.files import require_outputs
+from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from rich.table import Table
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
 from experiments.evidence.units import seconds, size
 from experiments.verbs.selection import Selection
-from experiments.verbs.simulate import write_trace
 from experiments.verbs.terminal import parts_line, print_json
 from experiments.verbs.writes import Writes
 from sim.breakdown import breakdown, critical_rank
 from sim.errors import RankError
 from sim.files import require_outputs
+from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:

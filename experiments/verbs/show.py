@@ -141,12 +141,14 @@ def _schedules() -> Table:
 
 
 def _profiles() -> Table:
+    from experiments.verbs.cli import with_flags  # which imports all verbs
+
     table = Table("profile", "measured on", "when", "points", title="profiles", title_justify="left")
     for name in profile_names():
         try:
             profile = load_profile(name)
         except InputError as error:  # one file that is broken hides no others
-            table.add_row(name, str(error), "", "")
+            table.add_row(name, with_flags(str(error)), "", "")
             continue
         state = "" if profile.complete else " (not complete)"
         table.add_row(name, profile.machine.gpu, profile.created + state, str(len(profile.points)))

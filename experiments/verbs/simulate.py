@@ -15,10 +15,9 @@ from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import print_json, report_table, schedules_table
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
-from sim.files import Output, require_outputs
-from sim.memory import counters
-from sim.schedule.proof.check import Checked
-from sim.trace import CHROME_TRACE, Trace, to_chrome
+from sim.files import require_outputs
+from sim.setup.prediction import write_trace
+from sim.trace import CHROME_TRACE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,3 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
     notes = sorted({note for one in found for note in one.report.evidence.notes})
     for line in evidence_lines(msgspec.structs.replace(evidence, notes=notes)):
         console.print(line, markup=False)
-
-
-def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:
-    """Write traces of one schedule side by side, with the memory that its buffers take."""
-    output.write(to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))

@@ -29,10 +29,10 @@ class Sweep(Selection):
 
     seq: str = ""
     """Global sequence lengths, such as 1K,2K,4K; by default 2K,4K,8K."""
-    gpus: Annotated[int | None, tyro.conf.Suppress] = None
-    ranks: str = ""
+    gpus: Annotated[int | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    ranks: Annotated[str, tyro.conf.arg(aliases=["--gpus"])] = ""
     """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
-    schedule: Annotated[str, tyro.conf.arg(name="schedules")] = ""
+    schedule: Annotated[str, tyro.conf.arg(name="schedules", aliases=["--schedule"])] = ""
     """NAMEs, such as ring,ulysses, or my_module.py:build for schedules of your own; by default all that share work."""
     scope: str = _BOTH
     """What is played: attention of one layer, whole layers, or both."""
@@ -82,7 +82,7 @@ def _ranks(sweep: Sweep) -> list[int]:
 def _schedules(sweep: Sweep) -> list[str]:
     if not sweep.schedule:
         return [name for name, entry in SCHEDULES.items() if entry.degrees]
-    return _split(sweep.schedule, "`schedules`", ",".join(SCHEDULES))
+    return _split(sweep.schedule, "`schedule`", ",".join(SCHEDULES))
 
 
 def _split(text: str, option: str, example: str) -> list[str]:

@@ -91,6 +91,8 @@ class _Outputs(NamedTuple):
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
+    from experiments.verbs.cli import with_flags  # which imports all verbs
+
     outputs = _outputs(command)
     if outputs.markdown:
         _write_chapter(command, outputs.markdown, console)
@@ -110,16 +112,16 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     if command.repeats < 1:
         raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
     cells = cells_of(command.sweep)
+    if command.cases_out:
+        require_portable(common_fields(command.sweep.setup()), cells)
+    cells, refused = playable(cells, command.sweep)
     if (command.sweep.cluster, command.sweep.profile) == ("host", None) and "host" not in profile_names():
         if workers:
             raise InputError("this host has no profile: run longstep calibrate first, without torchrun")
         dtype = (command.sweep.dtype,) if command.sweep.dtype else ()
         calibrate(Calibrate(quick=True, model=command.sweep.model, dtype=dtype), console)
-    if command.cases_out:
-        require_portable(common_fields(command.sweep.setup()), cells)
-    cells, refused = playable(cells, command.sweep)
     for cell, why in refused.items():
-        console.print(f"left out: {cell.name}: {why}", markup=False)
+        console.print(f"left out: {cell.name}: {with_flags(why)}", markup=False)
     _sweep(cells, command, outputs, console, workers)
 
 

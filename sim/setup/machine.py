@@ -9,6 +9,7 @@ from sim.engine.simulate import Jitter
 from sim.errors import InputError
 from sim.profile import HOST_COPIES, Profile, profile_names
 from sim.setup import names
+from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
 
@@ -17,25 +18,29 @@ _CALIBRATED = "longstep"
 own figures."""
 
 
-def equipped(cluster: str | ClusterSpec, profile: str | Profile | None) -> tuple[ClusterSpec, Profile | None]:
+def equipped(cluster: str | ClusterSpec | Cluster, profile: str | Profile | None) -> tuple[ClusterSpec, Profile | None]:
     """Return what a cluster is made of, and the profile to use: by default the one that the cluster names.
 
-    A host is as it was measured. Raises InputError where a host's profile, if none was named, is of another machine.
+    A host is as it was measured, unless figures of it were set. Raises InputError where a host's profile, if none was
+    named, is of another machine.
     """
     spec = names.cluster_spec(cluster)
-    found = _profile_of(spec) if profile is None else names.profile(profile)
-    if found is None:
+    named = _profile_of(spec) if profile is None else profile
+    if named == names.DATASHEET:
         return spec, None
+    found = names.profile(named)
     if profile is None and spec.gpu.kind == "cpu":
         require_same_host(found)
-    return measured_cluster(found) if cluster == "host" else _as_calibrated(spec, found), found
+    if spec.gpu.kind == "cpu" and spec == names.cluster_spec("host"):
+        return msgspec.structs.replace(measured_cluster(found), profile=spec.profile), found
+    return _as_calibrated(spec, found), found
 
 
-def _profile_of(spec: ClusterSpec) -> Profile | None:
-    """Return the profile that a cluster names; None for one that names none, or a host that was not calibrated yet."""
+def _profile_of(spec: ClusterSpec) -> str:
+    """Return the name of a cluster's profile: ``datasheet`` where it names none, or a host was not calibrated yet."""
     if spec.gpu.kind == "cpu" and spec.profile not in profile_names():
-        return None
-    return names.profile(spec.profile or names.DATASHEET)
+        return names.DATASHEET
+    return spec.profile or names.DATASHEET
 
 
 def require_same_host(profile: Profile) -> None:

@@ -56,12 +56,14 @@ def model(name: str | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  # noqa: 
     return override(load_model(name) if isinstance(name, str) else name, pairs(set), "`set` model.")
 
 
-def cluster_spec(name: str | ClusterSpec) -> ClusterSpec:
+def cluster_spec(name: str | ClusterSpec | Cluster) -> ClusterSpec:
     """Return what a cluster is made of: a preset, FILE.toml, or ``host``, which is this machine."""
+    if isinstance(name, Cluster):
+        return name.spec
     return load_cluster(name) if isinstance(name, str) else name
 
 
-def cluster(name: str | ClusterSpec, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
+def cluster(name: str | ClusterSpec | Cluster, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
     """Return a cluster: a preset, FILE.toml, or ``host``, which is this machine.
 
     >>> len(cluster("hgx-h100", nodes=2).devices)
@@ -71,15 +73,16 @@ def cluster(name: str | ClusterSpec, *, nodes: int | None = None, set: Overrides
     return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
 
 
-def profile(name: str | Profile) -> Profile | None:
-    """Return measured times of kernels and links by name or FILE.json; None for ``datasheet``.
+def profile(name: str | Profile) -> Profile:
+    """Return measured times of kernels and links by name or FILE.json; raises InputError for ``datasheet``, which has
+    none: predictions take it by name.
 
     >>> profile("h100-sxm").machine.gpu
     'H100-SXM-80GB'
     """
-    if not isinstance(name, str):
-        return name
-    return None if name == DATASHEET else load_profile(name)
+    if name == DATASHEET:
+        raise InputError(f"`profile` {name}: it has no measured times to return; give predictions the name itself")
+    return load_profile(name) if isinstance(name, str) else name
 
 
 def workload(
@@ -136,17 +139,17 @@ def entry(schedule: str | Build | Entry) -> Entry:
 
 
 def options(
-    schedule: str | Build | Entry, given: Sequence[tuple[str, str]], where: str, beside: Sequence[str] = ()
+    entry: Entry, schedule: str, given: Sequence[tuple[str, str]], where: str, beside: Sequence[str] = ()
 ) -> Any:
-    """Return the options of a schedule with some set; raises InputError for what it has not. ``beside`` are names that
-    it takes without being its options.
+    """Return the options of a schedule, of which errors say the name, with some set; raises InputError for what it has
+    not. ``beside`` are names that it takes without being its options.
     """
-    default = entry(schedule).options
+    default = entry.options
     takes = [*msgspec.to_builtins(default or {}), *beside]
     for name, _ in given:
         if name not in takes:
             raise InputError(
-                f"schedule {schedule_name(schedule)!r} has no option {name}: it takes {', '.join(takes) or 'none'}; "
+                f"schedule {schedule!r} has no option {name}: it takes {', '.join(takes) or 'none'}; "
                 f"leave out {where}{name}, or choose another `schedule`"
             )
     return override(default, given, where) if given else default
@@ -216,7 +219,7 @@ def text_of(value: object) -> str:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
+    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not key.strip() or not value:
         raise InputError(f"`set` {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
     return key.strip(), value.strip()

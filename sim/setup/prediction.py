@@ -16,16 +16,18 @@ from sim.engine.report import Report, report
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
 from sim.errors import InputError, LongstepError
+from sim.files import Output
 from sim.memory import counters
 from sim.mesh import Mesh
 from sim.profile import Profile
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import at_least_one
-from sim.trace import Trace, to_chrome
+from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
@@ -121,13 +123,21 @@ class Prediction:
         found: dict[str, Any] = msgspec.to_builtins(self.report)
         return found
 
-    def save_trace(self, path: str) -> None:
-        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take."""
-        Path(path).write_bytes(to_chrome([self.trace], {self.trace.player: counters(self.checked, self.trace)}))
+    def save_trace(self, path: str | Path, *, force: bool = False) -> None:
+        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take.
+
+        Raises InputError where there is a file that is no such trace, unless ``force``.
+        """
+        write_trace(CHROME_TRACE.at(path, force=force), self.checked, [self.trace])
 
     def __repr__(self) -> str:
         rates = "" if self.profile else " (datasheet rates)"
         return f"<Prediction {self.step_time_s:.4g} s{rates}: {self.title}>"
+
+
+def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:
+    """Write traces of one schedule side by side, with the memory that its buffers take."""
+    output.write(to_chrome(traces, {trace.player: counters(checked, trace) for trace in traces}))
 
 
 @contextlib.contextmanager
@@ -141,6 +151,17 @@ def blaming_the_builder() -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
+
+
+def built(entry: Entry, workload: Workload, mesh: Mesh, options: Any, hints: Hints) -> Schedule:
+    """Return the schedule that a builder makes; raises InputError where it fails, or returns something else."""
+    with blaming_the_builder():
+        schedule = entry.schedule(workload, mesh, options, hints)
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"`schedule`: its builder returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule"
+        )
+    return schedule
 
 
 def build(
@@ -157,9 +178,10 @@ def build(
     entry = names.entry(schedule)
     if isinstance(mesh, int):
         mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
-    chosen = names.options(entry, names.pairs(options), "the option ")
+    own = names.options(entry, names.schedule_name(schedule), names.pairs(options), "the option ")
+    program = built(entry, workload, mesh, own, hints)
     with blaming_the_builder():
-        return check(entry.schedule(workload, mesh, chosen, hints))
+        return check(program)
 
 
 def simulate(
@@ -180,7 +202,7 @@ def simulate(
     >>> p.replace(profile="datasheet").step_time_s < p.step_time_s
     True
     """
-    spec, measured = equipped(cluster.spec if isinstance(cluster, Cluster) else cluster, profile)
+    spec, measured = equipped(cluster, profile)
     found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
     given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
 

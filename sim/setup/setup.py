@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
@@ -26,7 +26,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
-from sim.setup.prediction import Prediction, blaming_the_builder
+from sim.setup.prediction import Prediction, blaming_the_builder, built
 from sim.workload import ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -50,7 +50,7 @@ class Setup:
     _: KW_ONLY
     model: str | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
-    cluster: str | ClusterSpec = "host"
+    cluster: str | ClusterSpec | Cluster = "host"
     """Name or FILE.toml; ``host`` is this machine."""
     nodes: int | None = None
     """Nodes of the cluster; by default as many as ``gpus`` needs."""
@@ -91,6 +91,13 @@ class Setup:
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag"}``, or a list of texts KEY=VALUE."""
 
+    def __post_init__(self) -> None:
+        """Keep ``set`` as it is now: what a caller does to its dict or list later is of no what-if of this one."""
+        if isinstance(self.set, Mapping):
+            object.__setattr__(self, "set", dict(self.set))
+        elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
+            object.__setattr__(self, "set", tuple(self.set))
+
     def predicted(self) -> Prediction:
         """Return the prediction of one step; raises InputError as ``resolved`` does."""
         found = self.resolved()
@@ -100,7 +107,9 @@ class Setup:
     def replace(self, **changes: Any) -> Setup:
         """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew."""
         if "set" in changes:
-            changes["set"] = dict(names.pairs(self.set)) | dict(names.pairs(changes["set"]))
+            again = names.pairs(changes["set"])
+            stays = (pair for pair in names.pairs(self.set) if pair[0] not in dict(again))
+            changes["set"] = [f"{key}={value}" for key, value in (*stays, *again)]
         return dataclasses.replace(self, **changes)
 
     def resolved(self) -> Configuration:
@@ -179,8 +188,9 @@ class Setup:
             if placed and name == "placement":
                 order = PLACEMENTS[one_of("set schedule.placement", value, PLACEMENTS)]
                 mesh = msgspec.structs.replace(mesh, order=order)
+        beside = ["placement"] if placed else []
         own = [(name, value) for name, value in given if not placed or name != "placement"]
-        return mesh, names.options(self.schedule, own, "`set` schedule.", ["placement"] if placed else [])
+        return mesh, names.options(entry, names.schedule_name(self.schedule), own, "`set` schedule.", beside)
 
     def _sized(self, spec: ClusterSpec, ranks: int) -> ClusterSpec:
         """Return the spec with enough nodes, or as many as were asked for."""
@@ -221,11 +231,7 @@ class Configuration:
 
     def built(self) -> Schedule:
         """Return the schedule; raises InputError also where a builder of the user's fails."""
-        with blaming_the_builder():
-            schedule = self.entry.schedule(self.workload, self.mesh, self.options, self.hints)
-            if not isinstance(schedule, Schedule):
-                raise TypeError(f"it returned {type(schedule).__name__}, expected sim.schedule.ir.program.Schedule")
-            return schedule
+        return built(self.entry, self.workload, self.mesh, self.options, self.hints)
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
@@ -306,7 +312,8 @@ def _of_fields(setup: Callable[P, Setup]) -> Callable[[Callable[[Setup], R]], Ca
         def called(*args: P.args, **fields: P.kwargs) -> R:
             return function(setup(*args, **fields))
 
-        vars(called)["__signature__"] = inspect.signature(setup)
+        returns = inspect.signature(function).return_annotation
+        vars(called)["__signature__"] = inspect.signature(setup).replace(return_annotation=returns)
         return called
 
     return decorated

@@ -340,7 +340,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     path.write_text(OWN.format(body="1 / 0"))
     assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own)
     assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
-    assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
+    assert "its builder returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
     assert "unknown function 'dict'" in fails(capsys, "simulate", "--schedule", f"{path}:dict", *H100)
@@ -442,6 +442,9 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("compare", "--gpus", "2"), "run longstep calibrate --quick"),
         (("compare", "--gpus", "2", "--html", "/nowhere/page.html"), "there is no folder"),
         (("validate", "--ranks", "2,x"), "--ranks x"),
+        (("validate", "--schedules", "ring,,x"), "--schedule ring,,x: expected values"),
+        (("validate", "--schedules", "rings"), "set it with --schedule"),
+        (("validate", "--schedule", "ulysses", "--gpus", "3"), "set --ulysses-degree"),
         (("validate", "--seq", "1K,,2K"), "separated by commas"),
         (("validate", "--seq", "1Q"), "8K or 1M"),
         (("validate", "--scope", "step"), "allowed are attention, layer, both"),
@@ -458,6 +461,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("validate", "--record", "none.json"), "cannot be read"),
         (("validate", "--profile", "datasheet", "--seq", "1K", "--ranks", "2"), "run longstep calibrate --quick"),
         (("run", "--cluster", "hgx-h100"), "which has no GPU: executing takes --cluster host"),
+        (("calibrate", "--published", "nope"), "set it with --published"),
         (("calibrate", "--published", "h100-sxm", "--cluster", "hgx-h100"), "goes with --out only"),
         (("calibrate", "--check", "--against", "h100-sxm"), "choose one"),
         (("calibrate", "--quick", "--against", "h100-sxm"), "--against measures nothing"),

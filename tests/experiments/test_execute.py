@@ -103,7 +103,7 @@ def test_validate_compares_all_cells_in_turn(
     sweep = ["--seq", "256", "--ranks", "1,2", "--schedules", "single,ring", "--scope", "attention", "--repeats", "2"]
     main(["validate", *sweep, "--out", str(out), "--html", str(html), "--cases-out", str(cases)])
     printed = capsys.readouterr().out
-    assert "left out: single, attention, S 256, P 2: " in printed
+    assert "left out: single, attention, S 256, P 2: --gpus 2 is not the one rank" in printed
     assert "attention kernel: aten flash for cpu\n" in printed
     record = read_record(str(out))
     assert [(cell.gpus, cell.schedule, len(found)) for cell, found in record.comparisons] == [

@@ -1,0 +1,112 @@
+"""Setups and predictions: what they take from a script, and what they leave alone."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import longstep
+from sim.errors import InputError
+from sim.profile import Machine, Profile, profile_folder, save_profile
+from sim.setup.machine import equipped
+from tests.helpers import traces_in
+from topology.host import device_name, host_facts
+from topology.specs import LinkSpec
+
+SMALL = {"model": "llama3-8b", "seq": "1K", "cluster": "hgx-h100", "gpus": 2}
+
+
+def test_a_trace_replaces_traces_only(tmp_path: Path) -> None:
+    predicted, path = longstep.predict("ring", **SMALL), tmp_path / "trace.json"
+    predicted.save_trace(path)
+    predicted.save_trace(str(path))
+    assert [trace.step_time_s for trace in traces_in(path.read_bytes())] == [pytest.approx(predicted.step_time_s)]
+    path.write_text("somebody else's")
+    with pytest.raises(InputError, match="is not a Chrome trace that Longstep wrote.*`force`"):
+        predicted.save_trace(path)
+    assert path.read_text() == "somebody else's"
+    predicted.save_trace(path, force=True)
+    assert traces_in(path.read_bytes())
+
+
+def test_what_names_stand_for_can_be_given_in_their_place() -> None:
+    by_name = longstep.predict("ring", **SMALL)
+    cluster, profile = longstep.cluster("hgx-h100"), longstep.profile("h100-sxm")
+    by_object = longstep.predict("ring", **SMALL | {"cluster": cluster, "profile": profile})
+    assert by_object.report == by_name.report
+    assert longstep.simulate(by_name.checked, cluster, profile).step_time_s == by_name.step_time_s
+    with pytest.raises(InputError, match="`profile` datasheet: it has no measured times"):
+        longstep.profile("datasheet")
+
+
+def test_a_calibrated_host_is_as_it_was_measured_however_it_is_named() -> None:
+    """Unless some of its figures were set."""
+    nominal = longstep.cluster("host").spec
+    measured = msgspec.structs.replace(nominal, loopback=LinkSpec(bytes_per_s=1e6, latency_s=0.0))
+    gpu = device_name(host_facts(), 1)
+    profile = Profile(
+        name="host",
+        created="",
+        command="",
+        complete=True,
+        machine=Machine(gpu=gpu, software={}),
+        cluster=measured.figures(),
+        points=(),
+    )
+    save_profile(profile, profile_folder() / "host.json")
+    for name in ("host", longstep.cluster("host"), nominal, equipped("host", None)[0]):
+        spec, found = equipped(name, None)
+        assert (spec, found) == (measured, profile)
+    changed = longstep.cluster("host", set={"loopback.bytes_per_s": "*2"})
+    assert equipped(changed, None) == (changed.spec, profile)
+    assert equipped("host", "datasheet") == (nominal, None)
+
+
+def test_a_python_file_is_run_once(tmp_path: Path) -> None:
+    ran, mine = tmp_path / "ran", tmp_path / "mine.py"
+    mine.write_text(
+        f"""
+with open({str(ran)!r}, "a") as file:
+    file.write("once ")
+from sim.schedule.methods.ring import build
+"""
+    )
+    longstep.predict(f"{mine}:build", **SMALL)
+    assert ran.read_text() == "once "
+    workload = longstep.workload("tiny", "1K")
+    with pytest.raises(InputError, match=r"schedule '.*mine.py:build' has no option layouts: it takes .*layout"):
+        longstep.build(f"{mine}:build", workload, 2, layouts="zigzag")
+    assert ran.read_text() == "once once "
+
+
+def test_a_builder_that_returns_no_schedule_is_told_what_to_return() -> None:
+    returns = "its builder returned NoneType, expected sim.schedule.ir.program.Schedule"
+    with pytest.raises(InputError, match=returns):
+        longstep.build(lambda _workload, _mesh: None, longstep.workload("tiny", "1K"), 2)  # type: ignore[arg-type, return-value]
+    with pytest.raises(InputError, match=returns):
+        longstep.predict(lambda _workload, _mesh: None, **SMALL)  # type: ignore[arg-type, return-value]
+
+
+def test_what_ifs_add_to_what_was_set() -> None:
+    """Also where one key was set twice, and whatever has become of the dict since."""
+    twice = longstep.Setup("ring", **SMALL, set=["cluster.nvlink.bytes_per_s=*2"] * 2)
+    more = twice.replace(set={"model.num_kv_heads": 4})
+    faster, both = (one.resolved().spec.nvlink for one in (twice, more))
+    assert both == faster
+    assert more.resolved().workload.model.num_kv_heads == 4
+    changes: dict[str, object] = {"cluster.nvlink.bytes_per_s": "*2"}
+    setup = longstep.Setup("ring", **SMALL, set=changes)
+    changes["cluster.nvlink.bytes_per_s"] = "*4"
+    assert (
+        setup.resolved().spec
+        == longstep.Setup("ring", **SMALL, set={"cluster.nvlink.bytes_per_s": "*2"}).resolved().spec
+    )
+
+
+def test_help_shows_what_predict_takes_and_returns() -> None:
+    shown = inspect.signature(longstep.predict)
+    assert shown.return_annotation == "Prediction"
+    assert list(shown.parameters) == list(inspect.signature(longstep.Setup).parameters)
