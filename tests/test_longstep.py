@@ -105,6 +105,22 @@ def test_what_ifs_start_from_what_was_asked() -> None:
     assert played.replace(profile="datasheet").step_time_s < played.step_time_s
 
 
+def test_a_trace_replaces_traces_only(tmp_path: Path) -> None:
+    predicted = longstep.predict("ring", seq=256, gpus=2, profile="datasheet")
+    trace, notes = tmp_path / "trace.json", tmp_path / "notes.txt"
+    notes.write_text("mine")
+    predicted.save_trace(trace)
+    predicted.save_trace(str(trace))
+    assert trace.read_bytes().startswith(b'{"traceEvents"')
+    with pytest.raises(InputError, match="it is not a Chrome trace that Longstep wrote.*`force`"):
+        predicted.save_trace(notes)
+    assert notes.read_text() == "mine"
+    with pytest.raises(InputError, match="there is no folder"):
+        predicted.save_trace(tmp_path / "none" / "trace.json")
+    predicted.save_trace(notes, force=True)
+    assert notes.read_bytes() == trace.read_bytes()
+
+
 def test_the_data_type_is_the_models() -> None:
     assert longstep.workload("llama3-8b", "8K").dtype == "bf16"
     assert longstep.workload("tiny", "8K").dtype == "fp32"

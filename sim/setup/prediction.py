@@ -25,7 +25,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import at_least_one
-from sim.trace import Trace, to_chrome
+from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
@@ -121,9 +121,14 @@ class Prediction:
         found: dict[str, Any] = msgspec.to_builtins(self.report)
         return found
 
-    def save_trace(self, path: str) -> None:
-        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take."""
-        Path(path).write_bytes(to_chrome([self.trace], {self.trace.player: counters(self.checked, self.trace)}))
+    def save_trace(self, path: str | Path, *, force: bool = False) -> None:
+        """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take.
+
+        Raises InputError where it cannot be written, or, unless ``force``, would replace a file of another kind.
+        """
+        output = CHROME_TRACE.at(path, force=force)
+        output.require()
+        output.write(to_chrome([self.trace], {self.trace.player: counters(self.checked, self.trace)}))
 
     def __repr__(self) -> str:
         rates = "" if self.profile else " (datasheet rates)"
