@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from sim.engine.interval import Interval, interval
 from sim.engine.report import Report, report
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
-from sim.errors import InputError, LongstepError
+from sim.errors import InputError, LongstepError, none_of
 from sim.memory import counters
 from sim.mesh import Mesh
 from sim.profile import Profile
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
@@ -159,18 +160,49 @@ def build(
     >>> build("ring", names.workload("tiny", "1K"), 4, layout="zigzag").schedule.num_ranks
     4
     """
+    if not isinstance(workload, Workload):
+        raise InputError(f"`workload` {workload!r}: expected what longstep.workload returns")
     entry = names.entry(schedule)
-    if isinstance(mesh, int):
+    if not isinstance(mesh, Mesh):
         mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
-    chosen = names.options(entry, names.pairs(options), "the option ")
+    chosen = names.options(schedule, names.pairs(options), "the option ")
+    found = built(entry, workload, mesh, chosen, hints)
     with blaming_the_builder():
-        return check(entry.schedule(workload, mesh, chosen, hints))
+        return check(found)
+
+
+def built(entry: Entry, workload: Workload, mesh: Mesh, options: Any, hints: Hints) -> Schedule:
+    """Return what a builder makes; raises InputError also where a builder of the user's fails, or makes none."""
+    with blaming_the_builder():
+        schedule = entry.schedule(workload, mesh, options, hints)
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"the builder {names.schedule_name(entry)} returned {type(schedule).__name__}: expected a Schedule, as of "
+            f"sim.schedule.model.layer.build_around"
+        )
+    return schedule
+
+
+def require_known(given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise InputError for the name of an argument that there is none of, with one that is near."""
+    known = [name for name in allowed if name != "_"]
+    for name in given:
+        if name not in known:
+            raise InputError(none_of("argument", name, known))
+
+
+def proved(played: Prediction | Checked) -> Checked:
+    """Return the schedule of a prediction, or the one that was given; raises InputError for anything else."""
+    found = played.checked if isinstance(played, Prediction) else played
+    if not isinstance(found, Checked):
+        raise InputError(f"{type(found).__name__} is no schedule that was proved: expected what longstep.build returns")
+    return found
 
 
 def simulate(
     checked: Checked,
-    cluster: str | ClusterSpec | Cluster,
-    profile: str | Profile | None = None,
+    cluster: str | Path | ClusterSpec | Cluster,
+    profile: str | Path | Profile | None = None,
     *,
     jitter: float | None = None,
     seed: int = 0,
@@ -185,11 +217,13 @@ def simulate(
     >>> p.replace(profile="datasheet").step_time_s < p.step_time_s
     True
     """
-    spec, measured = equipped(cluster.spec if isinstance(cluster, Cluster) else cluster, profile)
+    checked = proved(checked)
+    spec, measured = equipped(cluster, profile)
     found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
     given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
 
     def again(**changes: Any) -> Prediction:
+        require_known(changes, given)
         return simulate(checked, **(given | changes))
 
     header, ranks = checked.schedule.header, checked.schedule.num_ranks

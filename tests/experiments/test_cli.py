@@ -340,7 +340,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     path.write_text(OWN.format(body="1 / 0"))
     assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own)
     assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
-    assert "it returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
+    assert "the builder nothing returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
     assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
     assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
     assert "unknown function 'dict'" in fails(capsys, "simulate", "--schedule", f"{path}:dict", *H100)
