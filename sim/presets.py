@@ -239,8 +239,8 @@ def _parsed(text: str, present: object, path: str, where: str) -> object:
 
 
 def _option(where: str, path: str) -> str:
-    """Return what the user typed: ``where`` ends with a dot where the path goes on."""
-    return where + path if where.endswith(".") else f"{where} {path}"
+    """Return what the user typed: ``where`` ends with a dot or a blank where the path goes on."""
+    return where + path if where.endswith((".", " ")) else f"{where} {path}"
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:

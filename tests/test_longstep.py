@@ -5,19 +5,23 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import longstep
 from sim.errors import InputError
 
 ROOT = Path(__file__).parents[1]
+WORKLOAD = longstep.workload("tiny", 256)
 
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -87,6 +91,68 @@ def test_wrong_types_are_input_errors() -> None:
         with pytest.raises(InputError) as error:
             longstep.predict(**fields)  # type: ignore[arg-type]
         assert named in error.value.fields
+
+
+def test_paths_clusters_and_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
+    wide = longstep.cluster("hgx-h100", nodes=np.int64(2))
+    fields = {"model": "llama3-8b", "seq": "16K", "gpus": 16}
+    named = longstep.predict("ring", cluster="hgx-h100", **fields)  # type: ignore[arg-type]
+    model = ROOT / "sim/models/llama3-8b.toml"
+    profile = ROOT / "sim/profiles/h100-sxm.json"
+    given = longstep.predict(
+        "ring", model=model, seq=np.int64(2**14), cluster=wide, gpus=np.int32(16), jitter=np.float32(0), profile=profile
+    )
+    assert given.step_time_s == named.step_time_s
+    assert longstep.simulate(given.checked, wide, profile).step_time_s == named.step_time_s
+    assert longstep.cluster(wide).spec == wide.spec
+    assert longstep.build("ring", longstep.workload(model, np.int64(256)), np.int64(4)).schedule.num_ranks == 4
+    assert str(longstep.table(named)) == str(longstep.table([named]))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: longstep.predict("ring", gpu=8), r"unknown argument 'gpu' \(did you mean 'gpus'\?\): allowed are"),
+        (lambda: longstep.predict("ring", **{"pass": "forward"}), r"did you mean 'passes'\?"),
+        (lambda: longstep.Setup().replace(shedule="ring"), r"did you mean 'schedule'\?"),
+        (lambda: longstep.Setup().replace(set=None), "`set` None: expected a mapping, or a list of texts KEY=VALUE"),
+        (lambda: longstep.predict(set=[3]), "`set` 3: expected KEY=VALUE such as"),
+        (lambda: longstep.predict(set={"cluster": {}}), "`set` cluster: expected a key below it, such as cluster.nvl"),
+        (lambda: longstep.predict(lambda *_: None), "`schedule`: its builder returned NoneType"),
+        (lambda: _built().replace(seq=3), "unknown argument 'seq': allowed are cluster, profile, jitter, seed, place"),
+        (lambda: longstep.simulate("ring", "host"), "str is no schedule that was proved: expected what longstep.build"),
+        (lambda: longstep.simulate(_built().checked, None), "`cluster` None: expected ClusterSpec or a name"),
+        (lambda: longstep.simulate(_built().checked, "host", jitter="x"), "`jitter` x: expected a share between"),
+        (lambda: longstep.build("ring", "tiny", 2), "`workload` 'tiny': expected what longstep.workload returns"),
+        (lambda: longstep.build("ring", WORKLOAD, None), "`mesh` None: expected a whole number"),
+        (lambda: longstep.build("ring", WORKLOAD, 2, lay=1), "'ring' has no option lay: "),
+        (lambda: longstep.build("ring", WORKLOAD, 2, layout=1), "the option layout=1: "),
+        (lambda: longstep.workload(None, 8), "`model` None: expected ModelSpec or a name"),
+        (lambda: longstep.workload("tiny", 8, seed="a"), "`seed` 'a': expected int"),
+        (lambda: longstep.mesh(ring=2.0), "`ring` 2.0: expected a whole number of 1 or more"),
+        (lambda: longstep.table(["ring"]), "'ring' is no prediction: expected those that longstep.predict returns"),
+        (lambda: longstep.compare(_built().checked), "Checked is no prediction: expected what longstep.predict or"),
+        (lambda: longstep.verify("ring"), "str is no schedule that was proved"),
+        (lambda: longstep.execute(_built().checked, "2"), "`repeats` 2: expected a whole number of 1 or more"),
+        (lambda: longstep.execute(_built().checked, timeout=None), "`timeout` None: expected seconds above 0"),
+        (lambda: longstep.execute(_built(128).checked), "`gpus` 128: cluster 'host' takes at most 64 processes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_one_line(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(InputError, match=said) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def _built(ranks: int = 2) -> longstep.Prediction:
+    checked = longstep.build("ring", WORKLOAD, ranks)
+    return longstep.simulate(checked, longstep.cluster("host", set={"gpus_per_node": 128}), "datasheet")
+
+
+def test_the_signature_is_that_of_a_setup() -> None:
+    signature = inspect.signature(longstep.predict)
+    assert list(signature.parameters) == list(inspect.signature(longstep.Setup).parameters)
+    assert signature.return_annotation == "Prediction"
 
 
 def test_what_ifs_start_from_what_was_asked() -> None:

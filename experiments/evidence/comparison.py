@@ -104,6 +104,10 @@ def compare(prediction: Prediction, repeats: int = 5, *, timeout: float = 120.0,
     ...
     sim.errors.InputError: comparing needs a profile of this machine: run longstep calibrate --quick, ...
     """
+    if not isinstance(prediction, Prediction):
+        raise InputError(
+            f"{type(prediction).__name__} is no prediction: expected what longstep.predict or longstep.simulate returns"
+        )
     calibrated(prediction.profile)
     execution = Execution(repeats=repeats, timeout=timeout, attention=attention)
     with open_session(prediction.checked, prediction.cluster.spec, prediction.profile, execution) as session:

@@ -13,7 +13,8 @@ from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
 from sim.setup.machine import require_same_host
-from sim.setup.prediction import Prediction
+from sim.setup.names import at_least_one
+from sim.setup.prediction import Prediction, proved
 from sim.trace import Trace
 from sim.workload import Workload
 from topology.cluster import load_cluster
@@ -57,10 +58,9 @@ def open_session(
     """
     from runtime.processes.launch import Session
 
-    if execution.repeats < 1:
-        raise InputError(f"`repeats` {execution.repeats}: expected 1 or more")
-    if not 0 < execution.timeout < _LONGEST_S:
-        raise InputError(f"`timeout` {execution.timeout:g}: expected seconds above 0, at most {_LONGEST_S:g}")
+    at_least_one("repeats", execution.repeats)
+    if not isinstance(execution.timeout, int | float) or not 0 < execution.timeout < _LONGEST_S:
+        raise InputError(f"`timeout` {execution.timeout}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks, workload = checked.schedule.num_ranks, checked.schedule.header.workload
     if profile and spec.gpu.kind == "cpu":
         require_same_host(profile)
@@ -122,7 +122,7 @@ def execute(
     """
     from runtime.run import ScheduleRun
 
-    checked = _checked(played)
+    checked = proved(played)
     spec, profile = (
         (played.cluster.spec, played.profile) if isinstance(played, Prediction) else (load_cluster("host"), None)
     )
@@ -146,10 +146,6 @@ def verify(played: Prediction | Checked, order: int = 0) -> dict[str, float]:
     from runtime.execution.verify import output_errors, verifiable
     from runtime.execution.virtual import execute_virtual
 
-    checked = _checked(played)
+    checked = proved(played)
     verifiable(checked.schedule.header.workload)
     return output_errors(checked, execute_virtual(checked, torch.device("cpu"), order))
-
-
-def _checked(played: Prediction | Checked) -> Checked:
-    return played.checked if isinstance(played, Prediction) else played

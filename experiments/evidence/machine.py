@@ -42,6 +42,11 @@ def require_machine(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), 
     import torch
 
     if spec.gpu.kind == "cpu":
+        if gpus > spec.gpus_per_node:
+            raise InputError(
+                f"`gpus` {gpus}: cluster {spec.name!r} takes at most {spec.gpus_per_node} processes; set fewer, or "
+                f"`set` cluster.gpus_per_node"
+            )
         if attention:
             raise InputError(
                 f"`attention` {attention}: a CPU has one kernel; leave it out, or set `cluster` to a GPU's"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from sim.engine.cost import measured_cluster
@@ -18,7 +20,9 @@ _CALIBRATED = "longstep"
 own figures."""
 
 
-def equipped(cluster: str | ClusterSpec | Cluster, profile: str | Profile | None) -> tuple[ClusterSpec, Profile | None]:
+def equipped(
+    cluster: str | Path | ClusterSpec | Cluster, profile: str | Path | Profile | None
+) -> tuple[ClusterSpec, Profile | None]:
     """Return what a cluster is made of, and the profile to use: by default the one that the cluster names.
 
     A host is as it was measured, unless figures of it were set. Raises InputError where a host's profile, if none was
@@ -73,6 +77,6 @@ def jitter_of(share: float | None, seed: int, profile: Profile | None) -> Jitter
     """Return the noise of kernel times, by default what the profile has measured."""
     if share is None:
         share = profile.jitter.share if profile and profile.jitter else 0.0
-    elif not 0 <= share <= 1:
-        raise InputError(f"`jitter` {share:g}: expected a share between 0 and 1")
+    elif not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise InputError(f"`jitter` {share}: expected a share between 0 and 1")
     return Jitter(share, seed)

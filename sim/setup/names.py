@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import numbers
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +21,8 @@ from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.workload import FLOATS, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
+
+T = TypeVar("T")
 
 SCOPES: tuple[Scope, ...] = ("attention", "layer")
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
@@ -47,23 +51,32 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(kinds[one_of("kind", kind, kinds)]())
 
 
-def model(name: str | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  # noqa: A002 - as the command line has it
+def model(name: str | Path | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  # noqa: A002 - as the command line has it
     """Return a model: a preset, FILE.toml, or a ``config.json`` of Hugging Face.
 
     >>> model("llama3-8b", set={"num_kv_heads": 4}).num_kv_heads
     4
     """
-    return override(load_model(name) if isinstance(name, str) else name, pairs(set), "`set` model.")
+    return override(_model(name), pairs(set), "`set` model.")
 
 
-def cluster_spec(name: str | ClusterSpec | Cluster) -> ClusterSpec:
+def _model(name: str | Path | ModelSpec) -> ModelSpec:
+    found = plain(name)
+    return _expected("model", load_model(found) if isinstance(found, str) else found, ModelSpec)
+
+
+def cluster_spec(name: str | Path | ClusterSpec | Cluster) -> ClusterSpec:
     """Return what a cluster is made of: a preset, FILE.toml, or ``host``, which is this machine."""
-    if isinstance(name, Cluster):
-        return name.spec
-    return load_cluster(name) if isinstance(name, str) else name
+    found = plain(name)
+    return _expected("cluster", load_cluster(found) if isinstance(found, str) else found, ClusterSpec)
 
 
-def cluster(name: str | ClusterSpec | Cluster, *, nodes: int | None = None, set: Overrides = ()) -> Cluster:  # noqa: A002
+def cluster(
+    name: str | Path | ClusterSpec | Cluster,
+    *,
+    nodes: int | None = None,
+    set: Overrides = (),  # noqa: A002
+) -> Cluster:
     """Return a cluster: a preset, FILE.toml, or ``host``, which is this machine.
 
     >>> len(cluster("hgx-h100", nodes=2).devices)
@@ -73,20 +86,21 @@ def cluster(name: str | ClusterSpec | Cluster, *, nodes: int | None = None, set:
     return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
 
 
-def profile(name: str | Profile) -> Profile:
+def profile(name: str | Path | Profile) -> Profile:
     """Return measured times of kernels and links by name or FILE.json; raises InputError for ``datasheet``, which has
     none: predictions take it by name.
 
     >>> profile("h100-sxm").machine.gpu
     'H100-SXM-80GB'
     """
-    if name == DATASHEET:
-        raise InputError(f"`profile` {name}: it has no measured times to return; give predictions the name itself")
-    return load_profile(name) if isinstance(name, str) else name
+    found = plain(name)
+    if found == DATASHEET:
+        raise InputError(f"`profile` {found}: it has no measured times to return; give predictions the name itself")
+    return _expected("profile", load_profile(found) if isinstance(found, str) else found, Profile)
 
 
 def workload(
-    model: str | ModelSpec,
+    model: str | Path | ModelSpec,
     seq: int | str,
     *,
     batch: int = 1,
@@ -104,7 +118,7 @@ def workload(
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
     """
-    spec = load_model(model) if isinstance(model, str) else model
+    spec = _model(model)
     fields: dict[str, Any] = {
         "model": spec,
         "seq": tokens("seq", seq),
@@ -115,7 +129,7 @@ def workload(
         "scope": one_of("scope", scope, SCOPES),
         "layers": at_least_one("layers", layers),
         "passes": one_of("passes", passes, PASSES),
-        "seed": seed,
+        "seed": _expected("seed", plain(seed), int),
     }
     return Workload(**fields)
 
@@ -126,6 +140,7 @@ def mesh(*, ring: int = 1, ulysses: int = 1, dp: int = 1, placement: str = "ulys
     >>> mesh(ring=4, ulysses=2).groups("ulysses")
     ((0, 1), (2, 3), (4, 5), (6, 7))
     """
+    ring, ulysses, dp = at_least_one("ring", ring), at_least_one("ulysses", ulysses), at_least_one("dp", dp)
     return Mesh(ring=ring, ulysses=ulysses, dp=dp, order=PLACEMENTS[one_of("placement", placement, PLACEMENTS)])
 
 
@@ -203,7 +218,7 @@ def pairs(changes: Overrides) -> tuple[tuple[str, str], ...]:
     """Return overrides as pairs of a dotted path and a value."""
     if isinstance(changes, Mapping):
         return tuple((str(key), text_of(value)) for key, value in changes.items())
-    if isinstance(changes, str):
+    if isinstance(changes, str) or not isinstance(changes, Sequence):
         raise InputError(f"`set` {changes}: expected a mapping, or a list of texts KEY=VALUE")
     return tuple(map(_pair, changes))
 
@@ -218,11 +233,33 @@ def text_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: object) -> tuple[str, str]:
     key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not key.strip() or not value:
         raise InputError(f"`set` {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
     return key.strip(), value.strip()
+
+
+def plain(value: Any) -> Any:
+    """Return an argument as names and fields have it: of a path its text, of a cluster what it is made of, of a number
+    of numpy's Python's own.
+    """
+    if isinstance(value, Path):
+        return os.fspath(value)
+    if isinstance(value, Cluster):
+        return value.spec
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        return float(value)
+    return value
+
+
+def _expected(field: str, value: Any, kind: type[T]) -> T:
+    """Return ``value``; raises InputError if it is of another type."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InputError(f"`{field}` {value!r}: expected {kind.__name__}{' or a name' if kind is not int else ''}")
+    return value
 
 
 def tokens(field: str, length: int | str) -> int:
@@ -232,6 +269,7 @@ def tokens(field: str, length: int | str) -> int:
 
 def at_least_one(field: str, count: int) -> int:
     """Return ``count``; raises InputError if it is no whole number of 1 or more."""
+    count = plain(count)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"`{field}` {count}: expected a whole number of 1 or more")
     return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sim.engine.interval import Interval, interval
 from sim.engine.report import Report, report
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
-from sim.errors import InputError, LongstepError
+from sim.errors import InputError, LongstepError, none_of
 from sim.files import Output
 from sim.memory import counters
 from sim.mesh import Mesh
@@ -175,8 +175,10 @@ def build(
     >>> build("ring", names.workload("tiny", "1K"), 4, layout="zigzag").schedule.num_ranks
     4
     """
+    if not isinstance(workload, Workload):
+        raise InputError(f"`workload` {workload!r}: expected what longstep.workload returns")
     entry = names.entry(schedule)
-    if isinstance(mesh, int):
+    if not isinstance(mesh, Mesh):
         mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
     own = names.options(entry, names.schedule_name(schedule), names.pairs(options), "the option ")
     program = built(entry, workload, mesh, own, hints)
@@ -184,10 +186,26 @@ def build(
         return check(program)
 
 
+def require_known(given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise InputError for the name of an argument that there is none of, with one that is near."""
+    known = [name for name in allowed if name != "_"]
+    for name in given:
+        if name not in known:
+            raise InputError(none_of("argument", name, known))
+
+
+def proved(played: Prediction | Checked) -> Checked:
+    """Return the schedule of a prediction, or the one that was given; raises InputError for anything else."""
+    found = played.checked if isinstance(played, Prediction) else played
+    if not isinstance(found, Checked):
+        raise InputError(f"{type(found).__name__} is no schedule that was proved: expected what longstep.build returns")
+    return found
+
+
 def simulate(
     checked: Checked,
-    cluster: str | ClusterSpec | Cluster,
-    profile: str | Profile | None = None,
+    cluster: str | Path | ClusterSpec | Cluster,
+    profile: str | Path | Profile | None = None,
     *,
     jitter: float | None = None,
     seed: int = 0,
@@ -202,11 +220,13 @@ def simulate(
     >>> p.replace(profile="datasheet").step_time_s < p.step_time_s
     True
     """
+    checked = proved(checked)
     spec, measured = equipped(cluster, profile)
     found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
     given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
 
     def again(**changes: Any) -> Prediction:
+        require_known(changes, given)
         return simulate(checked, **(given | changes))
 
     header, ranks = checked.schedule.header, checked.schedule.num_ranks

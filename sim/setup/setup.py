@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -26,7 +27,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import equipped, jitter_of
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
-from sim.setup.prediction import Prediction, blaming_the_builder, built
+from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.workload import ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -48,9 +49,9 @@ class Setup:
     schedule: str | Build | Entry = "ring"
     """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``."""
     _: KW_ONLY
-    model: str | ModelSpec = "tiny"
+    model: str | Path | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
-    cluster: str | ClusterSpec | Cluster = "host"
+    cluster: str | Path | ClusterSpec | Cluster = "host"
     """Name or FILE.toml; ``host`` is this machine."""
     nodes: int | None = None
     """Nodes of the cluster; by default as many as ``gpus`` needs."""
@@ -85,14 +86,18 @@ class Setup:
     """attention of one layer, or whole layers (layer)."""
     passes: str = "both"
     """forward, backward or both."""
-    profile: str | Profile | None = None
+    profile: str | Path | Profile | None = None
     """Name, FILE.json, or ``datasheet``; by default the one that the cluster names."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag"}``, or a list of texts KEY=VALUE."""
 
     def __post_init__(self) -> None:
-        """Keep ``set`` as it is now: what a caller does to its dict or list later is of no what-if of this one."""
+        """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a
+        caller does to its dict or list later is of no what-if of this one.
+        """
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, names.plain(value))
         if isinstance(self.set, Mapping):
             object.__setattr__(self, "set", dict(self.set))
         elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
@@ -105,7 +110,11 @@ class Setup:
         return Prediction(simulation, found.schedule, found.title, lambda **new: self.replace(**new).predicted())
 
     def replace(self, **changes: Any) -> Setup:
-        """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew."""
+        """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew.
+
+        Raises InputError for a field that there is none of.
+        """
+        require_known(changes, [field.name for field in dataclasses.fields(Setup)])
         if "set" in changes:
             again = names.pairs(changes["set"])
             stays = (pair for pair in names.pairs(self.set) if pair[0] not in dict(again))
@@ -287,6 +296,8 @@ def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": []}
     for key, value in names.pairs(changes):
         root, dot, path = key.partition(".")
+        if root in found and not path:
+            raise InputError(f"`set` {key}: expected a key below it, such as cluster.nvlink.bytes_per_s")
         if root not in found or not dot:
             raise unknown("prefix", root, found, "`set` PREFIX.KEY=VALUE")
         found[root].append((path, value))
@@ -310,6 +321,7 @@ def _of_fields(setup: Callable[P, Setup]) -> Callable[[Callable[[Setup], R]], Ca
     def decorated(function: Callable[[Setup], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def called(*args: P.args, **fields: P.kwargs) -> R:
+            require_known(fields, inspect.signature(setup).parameters)
             return function(setup(*args, **fields))
 
         returns = inspect.signature(function).return_annotation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from sim.errors import InputError
 from sim.setup.prediction import Prediction
 
 
@@ -43,18 +44,22 @@ class Table:
     __repr__ = __str__
 
 
-def table(predictions: Iterable[Prediction]) -> Table:
-    """Return predictions side by side; the 90 % interval of each takes two more simulations.
+def table(predictions: Prediction | Iterable[Prediction]) -> Table:
+    """Return predictions, or one alone, side by side; the 90 % interval of each takes two more simulations.
 
     >>> from sim.setup.setup import predict
     >>> p = predict("ring", model="llama3-8b", seq="32K", cluster="hgx-h100", gpus=2)
     >>> table([p, p.replace(schedule="ulysses")]).to_dict()["schedule"]
     ['ring', 'ulysses']
     """
+    if isinstance(predictions, Prediction):
+        predictions = [predictions]
     return Table([_row(prediction) for prediction in predictions])
 
 
 def _row(prediction: Prediction) -> dict[str, Any]:
+    if not isinstance(prediction, Prediction):
+        raise InputError(f"{prediction!r} is no prediction: expected those that longstep.predict returns")
     header, found = prediction.checked.schedule.header, prediction.report
     low_s, high_s = found.interval_s or (None, None)
     return {
