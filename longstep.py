@@ -61,3 +61,7 @@ def _require_own_packages() -> None:
         origin = spec.origin if spec else None
         if origin is None or Path(origin).resolve().parents[1] != Path(__file__).resolve().parent:
             raise ImportError(f"{origin or 'a folder'} hides the package {package!r} of Longstep: rename it")
+
+
+if __name__ == "__main__":  # python -m longstep
+    importlib.import_module("experiments.verbs.__main__").main()

@@ -45,7 +45,7 @@ def test_every_name_has_an_example(name: str) -> None:
 
 
 def test_names_come_from_where_type_checkers_see_them() -> None:
-    (block,) = (node for node in ast.parse((ROOT / "longstep.py").read_text()).body if isinstance(node, ast.If))
+    block, _ = (node for node in ast.parse((ROOT / "longstep.py").read_text()).body if isinstance(node, ast.If))
     seen = {(node.module, name.name) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert seen == {(module, name) for module, names in longstep._HOMES.items() for name in names}
     assert sorted(name for _, name in seen) == sorted(longstep.__all__)
@@ -80,6 +80,13 @@ def test_a_module_of_the_users_that_hides_a_package_is_named(tmp_path: Path, nam
 def test_a_folder_of_the_users_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "experiments").mkdir()
     assert python("import longstep; print(longstep.names('models'))", tmp_path).returncode == 0
+
+
+def test_python_m_longstep_is_the_command() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "longstep", "list", "models"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "llama3-8b" in ended.stdout
 
 
 def test_wrong_types_are_input_errors() -> None:

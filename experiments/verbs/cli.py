@@ -31,7 +31,7 @@ from experiments.verbs.show import List, Show, list_names, show
 from experiments.verbs.simulate import Simulate, simulate
 from experiments.verbs.terminal import Printer, printable
 from experiments.verbs.validate import Validate, validate
-from sim.errors import InputError, LongstepError, RankError
+from sim.errors import InputError, LongstepError, RankError, none_of
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
@@ -165,11 +165,34 @@ def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(Command, prog="longstep", description=_ABOUT, args=arguments)
+            return tyro.cli(
+                Command, prog="longstep", description=_ABOUT, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)
+            )
     except SystemExit as stop:
         if stop.code:
-            _complain(_one_line(said.getvalue()))
+            _complain(_mistake(_one_line(said.getvalue()), sys.argv[1:] if arguments is None else arguments))
         raise
+
+
+def _mistake(said: str, typed: list[str]) -> str:
+    """Return in words of this project what tyro says of what was typed."""
+    verb = next((word for word in typed if not word.startswith("-")), "")
+    if verb not in _VERBS:
+        told = none_of("command", verb, _VERBS) if verb else f"expected a command: {', '.join(_VERBS)}"
+        return f"{told}; longstep --help describes them"
+    helped = f"longstep {verb} --help describes them"
+    if match := re.search(r"Unrecognized (?:or misplaced )?options: ([^\s,]+)", said):
+        if not match[1].startswith("-"):
+            return f"unexpected {match[1]!r}: options of longstep {verb} begin with --; {helped}"
+        flags = [*(FLAGS[name] for name in _fields(_VERBS[verb]) if FLAGS[name].startswith("-")), "--help"]
+        return f"{none_of('option', match[1].partition('=')[0], flags)}; {helped}"
+    if match := re.search(r"Missing value for argument '([^']*)'", said):
+        return f"{match[1]}: its value is missing; {helped}"
+    kind = re.search(r"Argument helptext: (--\S+) .*?(INT|FLOAT)", said)
+    value = re.search(r"(?:base 10|to float): ('.*?')", said)
+    if kind and value:
+        return f"{kind[1]} {value[1]}: expected a {'whole ' * (kind[2] == 'INT')}number"
+    return said
 
 
 def _complain(message: str) -> None:
@@ -195,8 +218,12 @@ FLAGS = {
     name: f"--{name.replace('_', '-')}"
     for command in (Show, Simulate, Run, Compare, Validate, Calibrate)
     for name in _fields(command)
-} | {"passes": "--pass"}
+} | {"passes": "--pass", "kind": "longstep list"}
 """The flag of every field that an error may name."""
+_VERBS = {
+    "list": List, "show": Show, "simulate": Simulate, "run": Run, "compare": Compare, "validate": Validate,
+    "calibrate": Calibrate,
+}  # fmt: skip
 
 
 def _one_line(box: str) -> str:

@@ -28,7 +28,7 @@ class Simulate(Writes):
     trace: str | None = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print JSON instead of a table: one object, of several schedules a list of the main figures."""
 
 
 def simulate(command: Simulate, console: Console) -> None:
@@ -36,7 +36,7 @@ def simulate(command: Simulate, console: Console) -> None:
     setup = command.selection.setup()
     trace = command.output(command.trace, CHROME_TRACE)
     require_outputs([trace])
-    first, *others = command.selection.schedule.split(",")
+    first, *others = (name.strip() for name in command.selection.schedule.split(","))
     if others:
         _several([setup.replace(schedule=name) for name in (first, *others)], command, console)
         return

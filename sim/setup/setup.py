@@ -168,6 +168,13 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
         given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
+        for name, degree in given.items():
+            if (degree or 1) > 1 and name not in entry.degrees:
+                takes = "".join(f", only `{other}_degree`" for other in entry.degrees)
+                raise InputError(
+                    f"`{name}_degree` {degree}: schedule {names.schedule_name(self.schedule)!r} has none{takes}; leave "
+                    f"it out, or choose another `schedule`"
+                )
         product = (given["ulysses"] or 1) * (given["ring"] or 1)
         gpus = self.gpus
         if gpus is None and (not entry.degrees or product > 1):
