@@ -82,6 +82,7 @@ def test_a_folder_of_the_users_hides_nothing(tmp_path: Path) -> None:
     assert python("import longstep; print(longstep.names('models'))", tmp_path).returncode == 0
 
 
+@pytest.mark.gloo
 def test_python_m_longstep_is_the_command() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "longstep", "list", "models"], cwd=ROOT, capture_output=True, text=True, check=True
