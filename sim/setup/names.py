@@ -95,7 +95,7 @@ def profile(name: str | Path | Profile) -> Profile:
     """
     found = plain(name)
     if found == DATASHEET:
-        raise InputError(f"`profile` {name}: it has no measured times to return; give predictions the name itself")
+        raise InputError(f"`profile` {found}: it has no measured times to return; give predictions the name itself")
     return _expected("profile", load_profile(found) if isinstance(found, str) else found, Profile)
 
 
@@ -234,8 +234,8 @@ def text_of(value: object) -> str:
 
 
 def _pair(text: object) -> tuple[str, str]:
-    key, equals, value = str(text).partition("=")
-    if not isinstance(text, str) or not equals or not key.strip() or not value:
+    key, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
+    if not equals or not key.strip() or not value:
         raise InputError(f"`set` {text}: expected KEY=VALUE such as cluster.nvlink.bytes_per_s=900e9")
     return key.strip(), value.strip()
 

@@ -93,7 +93,9 @@ class Setup:
     "zigzag"}``, or a list of texts KEY=VALUE."""
 
     def __post_init__(self) -> None:
-        """Take paths, clusters and numbers of numpy for what they stand for, and ``set`` as it is now."""
+        """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a
+        caller does to its dict or list later is of no what-if of this one.
+        """
         for name, value in vars(self).items():
             object.__setattr__(self, name, names.plain(value))
         if isinstance(self.set, Mapping):
