@@ -197,14 +197,18 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     venv.create(tmp_path / "fresh", with_pip=True)
     (packages,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    fresh = tmp_path / "fresh" / "bin"
+    fresh, own = tmp_path / "fresh" / "bin", {"PATH": os.environ["PATH"]}
     subprocess.run([fresh / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
     assert (packages / "sim" / "py.typed").exists()
     code = (
         "import longstep; print(longstep.__file__);"
         "print(longstep.predict('zigzag', model='llama3-8b', seq='64K', cluster='hgx-h100').step_time_s > 0)"
     )
-    ran = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [fresh / "python", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
+    )
     assert ran.stdout.splitlines() == [str(packages / "longstep.py"), "True"]
-    listed = subprocess.run([fresh / "longstep", "list"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [fresh / "longstep", "list"], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
+    )
     assert "hgx-h100" in listed.stdout
