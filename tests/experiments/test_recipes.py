@@ -271,6 +271,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
 def test_a_bare_machine_is_told_what_to_carry(machine: Machine) -> None:
     told = machine.run(str(machine.python), "-m", "experiments.recipes", "gpu", "test")
     assert told.returncode == 2
