@@ -5,6 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Each interpreter that tests start would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: setup demo quick test test-all lint bench validate gpu carry
@@ -13,7 +15,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
 	touch $(READY)
 
 demo: $(READY)

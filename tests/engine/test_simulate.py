@@ -362,6 +362,7 @@ def test_no_prediction_is_below_a_floor_or_above_the_sum(machine: tuple[Checked,
 
 
 @given(machines())
+@pytest.mark.sweep
 def test_the_report_holds_together(machine: tuple[Checked, ClusterSpec]) -> None:
     checked, spec = machine
     simulation = simulate(checked, Cluster(spec), None)
@@ -379,6 +380,7 @@ def test_the_report_holds_together(machine: tuple[Checked, ClusterSpec]) -> None
 
 
 @given(machines(latencies=st.just(0.0)))
+@pytest.mark.sweep
 def test_all_rates_doubled_at_zero_latency_halves_the_time(machine: tuple[Checked, ClusterSpec]) -> None:
     checked, spec = machine
     doubled = msgspec.structs.replace(

@@ -33,7 +33,13 @@ def of_two(name: str, **fields: Any) -> Schedule:
     return entry.schedule(workload, msgspec.structs.replace(inner, dp=2))
 
 
-@pytest.mark.parametrize("fields", [{}, {"scope": "layer", "layers": 2}], ids=["attention", "layers"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="attention"),
+        pytest.param({"scope": "layer", "layers": 2}, id="layers", marks=pytest.mark.sweep),
+    ],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_replicas_compute_their_own_sequences(name: str, fields: dict[str, Any]) -> None:
     checked = check(of_two(name, **fields))

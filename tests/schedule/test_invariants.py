@@ -55,7 +55,10 @@ FINENESS = {name: {"catalog": 31, "variants": 13} for name in VARIANTS} | {
 }
 
 
-@pytest.fixture(scope="module", params=slow_but(VARIANTS, FINENESS))
+@pytest.fixture(
+    scope="module",
+    params=[*sweep_but(SCHEDULES, VARIANTS), *slow_but({}, [name for name in FINENESS if name not in VARIANTS])],
+)
 def some(request: pytest.FixtureRequest) -> Some:
     """Every variant in turn; a cell that is not refused by the rules of ``is_refused`` is proved here."""
     name = request.param.removeprefix("more of ")
