@@ -61,7 +61,7 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
     return True
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sweep_but(SCHEDULES, VARIANTS))
 def test_small_numbers_of_ranks(name: str) -> None:
     """Heads, masks and numbers of ranks in turns, each in an order of its own that the derived dependencies allow: a
     race detector by execution.
@@ -171,7 +171,7 @@ def test_fewest_tokens_per_rank(name: str) -> None:
     assert exact_or_refused(name, 8, 1, model=make_model(8, 8), seq=seq, dtype="fp64", mask="causal")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sweep_but(SCHEDULES, VARIANTS))
 def test_padding_changes_nothing(name: str) -> None:
     """What is verified are the real tokens, against the sequence without padding."""
     ranks = 1 if VARIANTS[name].schedule == "single" else 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def closure(edges: list[set[int]]) -> list[set[int]]:
     return before
 
 
+@pytest.mark.sweep
 @given(programs())
 def test_data_dependencies_alone_order_every_conflict(program: Program) -> None:
     dependencies = derive(program)
@@ -69,6 +71,7 @@ def test_data_dependencies_alone_order_every_conflict(program: Program) -> None:
             assert (i in before[j]) or not conflict(early, late), (i, j)
 
 
+@pytest.mark.sweep
 @given(programs())
 def test_waits_and_stream_order_imply_all_dependencies(program: Program) -> None:
     dependencies = derive(program)

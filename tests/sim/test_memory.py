@@ -12,7 +12,6 @@ from sim.schedule.derive.dependencies import derive
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, Message
 from sim.schedule.ir.program import Communicator
-from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_model, sweep_but
@@ -40,7 +39,9 @@ def test_a_buffer_that_another_stream_reads_lives_until_a_kernel_waits_for_that(
     assert walk(program, derive(program)).in_use == [2 * size, 3 * size, 4 * size, 4 * size, 3 * size]
 
 
-@pytest.mark.parametrize("name", sweep_but({*SCHEDULES, "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize(
+    "name", sweep_but({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED])
+)
 def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str) -> None:
     """Whoever takes it next comes behind the last kernel that has been issued by then, on every stream; so that kernel
     has to be ordered behind each use on another stream, or the allocator has to be told of that stream.
