@@ -22,6 +22,9 @@ Demands: TypeAlias = tuple[tuple[int, float], ...]
 _SLACK = 1.0 + 1e-9
 """Loads are sums of floats; a resource that is exactly full is not overloaded."""
 
+_SAME = 1.0 + 1e-12
+"""Levels within this of each other are equal, but for the order in which their loads were summed."""
+
 
 class Wait(NamedTuple):
     """Queue for a resource that is full when this phase begins: ``seconds`` for each whole round of users ahead."""
@@ -252,22 +255,32 @@ class Network:
         return ordered, sorted(resource for resource in reached if self._overloaded(resource))
 
     def _filled(self, flows: list[_Running], full: list[int]) -> dict[_Running, float]:
-        """Return the max-min fair relative speeds."""
+        """Return the max-min fair relative speeds.
+
+        All that fill up first fill up together, so a round costs what its flows use, however many resources are equal.
+        """
         speeds = dict.fromkeys(flows, 1.0)
-        rising = {resource: dict(self._users[resource]) for resource in full}
+        rising = {resource: len(self._users[resource]) for resource in full}
         left = {resource: self._free(resource) for resource in full}
+        asked = {resource: self._load[resource] for resource in full}
+        settled: set[_Running] = set()
         while rising:
-            levels = {r: max(left[r], 0.0) / sum(users.values()) for r, users in rising.items()}
-            tight = min(levels, key=levels.__getitem__)
-            level = levels[tight]
+            levels = {r: max(left[r], 0.0) / asked[r] for r in rising if asked[r] > 0.0}
+            level = min(levels.values(), default=1.0)
             if level >= 1.0:
                 break
-            for running in rising.pop(tight):
-                speeds[running] = level
-                for resource, amount in running.uses:
-                    if resource in rising:
-                        left[resource] -= amount * level
-                        del rising[resource][running]
-                        if not rising[resource]:
-                            del rising[resource]
+            for tight in [r for r, reached in levels.items() if reached <= level * _SAME]:
+                if not rising.pop(tight, 0):
+                    continue
+                for running in self._users[tight]:
+                    if running in settled:
+                        continue
+                    settled.add(running)
+                    speeds[running] = level
+                    for resource, amount in running.uses:
+                        if resource in rising:
+                            left[resource] -= amount * level
+                            asked[resource] -= amount
+                            rising[resource] -= 1
+            rising = {resource: users for resource, users in rising.items() if users}
         return speeds
