@@ -14,7 +14,7 @@ from calibrate.interference_schedules import Transfer, interference_schedules
 from calibrate.kernels import time_kernel
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.network import Activity, Flow
+from sim.engine.phases import Activity, Flow
 from sim.engine.simulate import simulate
 from sim.profile import TRANSFERS, Point, Profile, Slowdown
 from sim.schedule.proof.check import check

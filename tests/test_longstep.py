@@ -128,7 +128,7 @@ def test_paths_clusters_and_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
         (lambda: longstep.predict(set=[3]), "`set` 3: expected KEY=VALUE such as"),
         (lambda: longstep.predict(set={"cluster": {}}), "`set` cluster: expected a key below it, such as cluster.nvl"),
         (lambda: longstep.predict(lambda *_: None), "`schedule`: its builder returned NoneType"),
-        (lambda: _built().replace(seq=3), "unknown argument 'seq': allowed are cluster, profile, jitter, seed, place"),
+        (lambda: _built().replace(seq=3), "unknown argument 'seq': allowed are cluster, profile, placement, jitter, seed, engine"),
         (lambda: longstep.simulate("ring", "host"), "str is no schedule that was proved: expected what longstep.build"),
         (lambda: longstep.simulate(_built().checked, None), "`cluster` None: expected ClusterSpec or a name"),
         (lambda: longstep.simulate(_built().checked, "host", jitter="x"), "`jitter` x: expected a share between"),

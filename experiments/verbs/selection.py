@@ -55,6 +55,9 @@ class Selection:
     """forward, backward or both."""
     profile: str | None = None
     """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
+    engine: str = "auto"
+    """What plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give the same
+    times, to the last bit."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
     cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""

@@ -8,7 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from sim.engine.collectives import link_name, link_traffic, slowest_link
-from sim.engine.network import Activity, Demands, Flow, Latency, Wait
+from sim.engine.kept import kept
+from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
 from sim.options import Place
@@ -49,8 +50,6 @@ class CostModel:
 
     def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
         self._cluster = cluster
-        self._kernels: KernelTable | None = None
-        self._transfers: TransferTable | None = None
         self._link_figures = link_figures(cluster)
         self._profile = profile
         self._kernel = cache(self._find_kernel)
@@ -60,41 +59,30 @@ class CostModel:
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
+        self._kernels: KernelTable | None = None
+        self._transfers: TransferTable | None = None
         if profile is not None:
-            self._read(profile)
-
-    def _read(self, profile: Profile) -> None:
-        """Turn a profile's times into efficiencies relative to the machine that it was measured on."""
-        spec = measured_cluster(profile)
-        if spec.gpu.name != self._cluster.spec.gpu.name:
-            raise InputError(
-                f"profile {profile.name!r} is of {spec.gpu.name!r}, but cluster {self._cluster.spec.name!r} has "
-                f"{self._cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
-            )
-
-        def figures(dtype: Dtype) -> Figures:
-            peaks = spec.gpu.peak_flops_per_s
-            if dtype not in peaks:
+            measured_on = measured_cluster(profile).gpu.name
+            if measured_on != cluster.spec.gpu.name:
                 raise InputError(
-                    f"profile {profile.name!r} is of a machine without a peak for {dtype}: its data types are "
-                    f"{', '.join(peaks)}; set `dtype`, or `profile` datasheet, or give the profile's cluster a "
-                    f"gpu.peak_flops_per_s.{dtype}"
+                    f"profile {profile.name!r} is of {measured_on!r}, but cluster {cluster.spec.name!r} has "
+                    f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
-            return Figures(peaks[dtype], spec.hbm.bytes_per_s, sms=spec.gpu.sms)
-
-        self._kernels = KernelTable(profile, figures, spec.gpu.sms)
-        if any(point.kernel in TRANSFERS for point in profile.points):
-            self._transfers = TransferTable(profile, link_figures(Cluster(spec)))
+            self._kernels, self._transfers = _tables(profile)
 
     def kernel(self, rank: int, use: KernelUse) -> Activity:
         """Return a kernel on a rank's device: it flows over the SMs (or a core) and the memory that it works on."""
-        return self._kernel(rank, use)
+        return located(self.kernel_anywhere(rank, use), self._cluster.devices[rank])
 
-    def _find_kernel(self, rank: int, use: KernelUse) -> Activity:
-        seconds, note = self.kernel_seconds(rank, use)
+    def kernel_anywhere(self, rank: int, use: KernelUse) -> Activity:
+        """Return a kernel on any device as fast as a rank's, over the compute units and the memory of its own."""
+        return self._kernel(self._cluster.peak_flops_per_s(rank, use.dtype), use)
+
+    def _find_kernel(self, peak: float, use: KernelUse) -> Activity:
+        seconds, note = self._seconds(peak, use)
         self.notes |= {note} if note else set()
         memory = min(self._moved(use) / seconds, self._cluster.spec.hbm.bytes_per_s) if seconds > 0 else 0.0
-        return self._on_sms(rank, use, seconds, memory)
+        return self._on_sms(peak, use, seconds, memory)
 
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
@@ -117,30 +105,28 @@ class CostModel:
         """Return the bytes that a kernel moves through its memory."""
         return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) if self._profile else 1.0)
 
-    def _on_sms(self, rank: int, use: KernelUse, seconds: float, memory: float) -> Activity:
-        """Return the flow of a kernel over the SMs (or a core) and the memory of a rank's device.
+    def _on_sms(self, peak: float, use: KernelUse, seconds: float, memory: float) -> Activity:
+        """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
 
         On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched,
         and what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds
         is no slower on fewer SMs. Before the grid of attention's backward pass runs a short one, for delta, and what
         waits for SMs comes behind that one (flash_attn csrc/flash_attn/src/flash_bwd_launch_template.h).
         """
-        device = self._cluster.devices[rank]
-        sms, work = device.compute_units, (device.hbm, memory)
+        sms, work = float(self._cluster.spec.gpu.sms), (OWN_MEMORY, memory)
         if self._cluster.spec.gpu.kind == "cpu":
-            return (Flow(seconds, ((device.compute, sms), work)),)
+            return (Flow(seconds, ((OWN_COMPUTE, sms), work)),)
         blocks = self._profile.blocks_per_sm.get(use.kernel, 1) if self._profile else 1
         waves = math.inf if use.tiles is None else use.tiles / (sms * blocks)
         bytes_per_s = self._cluster.spec.hbm.bytes_per_s
-        peak = self._cluster.peak_flops_per_s(rank, use.dtype)
         if waves > 1 and use.flops * bytes_per_s < use.hbm_bytes * peak:
-            return (Flow(seconds, (work,), fills=device.compute),)
+            return (Flow(seconds, (work,), fills=OWN_COMPUTE),)
         before = min(use.delta_bytes / bytes_per_s, seconds)
-        delta = (Flow(before, (work,), fills=device.compute),) if before else ()
+        delta = (Flow(before, (work,), fills=OWN_COMPUTE),) if before else ()
         grid = seconds - before
         if waves <= 1:
-            return (*delta, Flow(grid, ((device.compute, waves * sms), work)))
-        full = Flow(grid * (1 - 1 / waves), ((device.compute, sms), work), fills=device.compute)
+            return (*delta, Flow(grid, ((OWN_COMPUTE, waves * sms), work)))
+        full = Flow(grid * (1 - 1 / waves), ((OWN_COMPUTE, sms), work), fills=OWN_COMPUTE)
         return (*delta, full) if waves == math.inf else (*delta, full, Flow(grid / waves, (work,)))
 
     def host_copy(self, rank: int, program: Program, op: HostCopy) -> Activity:
@@ -193,20 +179,21 @@ class CostModel:
         issue = self._profile.issue.get(name) if self._profile else None
         return issue.host_s + issue.launches * launch_s if issue else launch_s
 
-    def handoff(self, rank: int) -> Activity:
-        """Return what it takes until a stream goes on after another has ended what it waited for: on a CPU a thread has
-        to be woken; on a GPU an event takes as long as a launch, and the kernel behind it is on the SMs by then.
+    @property
+    def handoff(self) -> Activity:
+        """What it takes until a stream goes on after another has ended what it waited for: on a CPU a thread has to be
+        woken; on a GPU an event takes as long as a launch, and the kernel behind it is on the SMs by then.
         """
         spec = self._cluster.spec
         if spec.gpu.kind == "cuda":
             return (Latency(spec.gpu.launch_s),)
         assert spec.host is not None
-        return (Wait(self._cluster.devices[rank].compute, spec.host.wakeup_s), Latency(spec.host.handoff_s))
+        return (Wait(OWN_COMPUTE, spec.host.wakeup_s), Latency(spec.host.handoff_s))
 
-    def communication_holds(self, rank: int) -> Demands:
-        """Return what a communication kernel holds on its device from its launch to its end."""
-        held = self._cluster.spec.gpu.communication_sms
-        return ((self._cluster.devices[rank].compute, float(held)),) if held else ()
+    @property
+    def held(self) -> float:
+        """Compute units of its device that a communication kernel holds from its launch to its end."""
+        return float(self._cluster.spec.gpu.communication_sms)
 
     def _moving(self, what: _Moving) -> Activity:
         """Return the activity of bytes that move: their time by the profile or the links, and what they occupy."""
@@ -266,6 +253,26 @@ def _kind(op: Op) -> str:
     return op.name if isinstance(op, Collective) else op.meta.kernel
 
 
+@kept
+def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
+    """Return a profile's times as efficiencies relative to the machine that it was measured on."""
+    spec = measured_cluster(profile)
+
+    def figures(dtype: Dtype) -> Figures:
+        peaks = spec.gpu.peak_flops_per_s
+        if dtype not in peaks:
+            raise InputError(
+                f"profile {profile.name!r} is of a machine without a peak for {dtype}: its data types are "
+                f"{', '.join(peaks)}; set `dtype`, or `profile` datasheet, or give the profile's cluster a "
+                f"gpu.peak_flops_per_s.{dtype}"
+            )
+        return Figures(peaks[dtype], spec.hbm.bytes_per_s, sms=spec.gpu.sms)
+
+    transfers = any(point.kernel in TRANSFERS for point in profile.points)
+    kernels = KernelTable(profile, figures, spec.gpu.sms)
+    return kernels, TransferTable(profile, link_figures(Cluster(spec))) if transfers else None
+
+
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
     routes = cluster.typical_routes()
@@ -281,6 +288,7 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     return figures
 
 
+@kept
 def measured_cluster(profile: Profile) -> ClusterSpec:
     """Return the spec of the machine that a profile was measured on; raises InputError if it carries none."""
     return converted(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from sim.breakdown import critical_rank, overlapped_s
+from sim.engine.kept import kept
 from sim.engine.simulate import Simulation, simulate
 from sim.profile import Bound, Profile
 from sim.trace import Trace
@@ -46,7 +47,16 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
     checked, cluster, profile, jitter, *_ = simulation
     if profile is None or not profile.residuals:
         return None
-    low, high = (simulate(checked, cluster, _scaled(profile, bound), jitter).trace for bound in _BOUNDS)
+    low, high = (
+        simulate(checked, cluster, bounded, jitter, engine=simulation.engine).trace for bounded in _bounded(profile)
+    )
+    return low, high
+
+
+@kept
+def _bounded(profile: Profile) -> tuple[Profile, Profile]:
+    """Return a profile with all points at their lower bounds, and at their upper ones."""
+    low, high = (_scaled(profile, bound) for bound in _BOUNDS)
     return low, high
 
 

@@ -11,48 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, assert_never
+from typing import Any, assert_never
 
 from sim.engine.clock import Clock, Then, Timer
+from sim.engine.phases import Activity, Flow, Latency, Wait
 from topology.fabrics import Resource
-
-Demands: TypeAlias = tuple[tuple[int, float], ...]
-"""(resource, amount per second at x = 1, or amount held)."""
 
 _SLACK = 1.0 + 1e-9
 """Loads are sums of floats; a resource that is exactly full is not overloaded."""
 
 _SAME = 1.0 + 1e-12
 """Levels within this of each other are equal, but for the order in which their loads were summed."""
-
-
-class Wait(NamedTuple):
-    """Queue for a resource that is full when this phase begins: ``seconds`` for each whole round of users ahead."""
-
-    resource: int
-    seconds: float
-
-
-class Latency(NamedTuple):
-    """A delay that nothing shares."""
-
-    seconds: float
-
-
-class Flow(NamedTuple):
-    """Work that takes ``seconds`` alone and slows when a resource that it demands is full."""
-
-    seconds: float
-    demands: Demands
-    fills: int = -1
-    """A resource of which nothing can be held before this ends, as a grid whose blocks still queue fills the SMs."""
-
-
-Phase: TypeAlias = Wait | Latency | Flow
-
-
-Activity: TypeAlias = tuple[Phase, ...]
-"""What an op does to the machine, one phase after the other."""
 
 
 class _Running:

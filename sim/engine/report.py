@@ -7,7 +7,8 @@ import msgspec
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
-from sim.engine.simulate import Simulation, part_bytes
+from sim.engine.lowered import part_bytes
+from sim.engine.simulate import Simulation
 from sim.memory import MemoryWalk, walk
 from sim.schedule.ir.ops import OFFLOAD, Collective, HostCopy
 from sim.schedule.model.layer import gemm_flops

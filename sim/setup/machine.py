@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from sim.engine.cost import measured_cluster
-from sim.engine.simulate import Jitter
+from sim.engine.simulate import Engine, Jitter
 from sim.errors import InputError
 from sim.profile import HOST_COPIES, Profile, profile_names
 from sim.setup import names
+from sim.setup.names import one_of
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -80,3 +82,9 @@ def jitter_of(share: float | None, seed: int, profile: Profile | None) -> Jitter
     elif not isinstance(share, int | float) or not 0 <= share <= 1:
         raise InputError(f"`jitter` {share}: expected a share between 0 and 1")
     return Jitter(share, seed)
+
+
+def engine_of(name: str) -> Engine:
+    """Return an engine by its name; raises InputError with those that there are."""
+    found: Engine = one_of("engine", name, get_args(Engine))
+    return found

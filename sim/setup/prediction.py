@@ -25,7 +25,7 @@ from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
-from sim.setup.machine import equipped, jitter_of
+from sim.setup.machine import engine_of, equipped, jitter_of
 from sim.setup.names import at_least_one
 from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
@@ -210,6 +210,7 @@ def simulate(
     jitter: float | None = None,
     seed: int = 0,
     placement: Sequence[int] | None = None,
+    engine: str = "auto",
 ) -> Prediction:
     """Return the prediction of one step of a schedule, rank i of which is on device ``placement[i]``, by default i.
 
@@ -222,8 +223,10 @@ def simulate(
     """
     checked = proved(checked)
     spec, measured = equipped(cluster, profile)
-    found = simulated(checked, Cluster(spec), measured, jitter_of(jitter, seed, measured), placement)
-    given = {"cluster": cluster, "profile": profile, "jitter": jitter, "seed": seed, "placement": placement}
+    noise, plays = jitter_of(jitter, seed, measured), engine_of(engine)
+    found = simulated(checked, Cluster(spec), measured, noise, placement, plays)
+    given: dict[str, Any] = {"cluster": cluster, "profile": profile, "placement": placement}
+    given |= {"jitter": jitter, "seed": seed, "engine": engine}
 
     def again(**changes: Any) -> Prediction:
         require_known(changes, given)

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from sim.engine.cost import CostModel
-from sim.engine.simulate import STEADY, Jitter, simulate
+from sim.engine.simulate import STEADY, Engine, Jitter, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.mesh import AXES, Mesh
 from sim.presets import override
@@ -25,7 +25,7 @@ from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
-from sim.setup.machine import equipped, jitter_of
+from sim.setup.machine import engine_of, equipped, jitter_of
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.workload import ModelSpec, Workload
@@ -88,6 +88,9 @@ class Setup:
     """forward, backward or both."""
     profile: str | Path | Profile | None = None
     """Name, FILE.json, or ``datasheet``; by default the one that the cluster names."""
+    engine: str = "auto"
+    """Which engine plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give
+    the same times, to the last bit."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag"}``, or a list of texts KEY=VALUE."""
@@ -106,7 +109,7 @@ class Setup:
     def predicted(self) -> Prediction:
         """Return the prediction of one step; raises InputError as ``resolved`` does."""
         found = self.resolved()
-        simulation = simulate(found.checked(), found.cluster, found.profile, found.jitter)
+        simulation = simulate(found.checked(), found.cluster, found.profile, found.jitter, engine=found.engine)
         return Prediction(simulation, found.schedule, found.title, lambda **new: self.replace(**new).predicted())
 
     def replace(self, **changes: Any) -> Setup:
@@ -148,6 +151,7 @@ class Setup:
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
             profile=profile,
             jitter=jitter_of(self.jitter, self.seed, profile),
+            engine=engine_of(self.engine),
             one_device=self.one_device,
         )
         return _padded(found) if self.pad else found
@@ -243,6 +247,7 @@ class Configuration:
     spec: ClusterSpec
     profile: Profile | None
     jitter: Jitter = STEADY
+    engine: Engine = "auto"
     one_device: bool = False
 
     def built(self) -> Schedule:

@@ -18,7 +18,7 @@ from calibrate.plan import Plan
 from calibrate.residuals import explained
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel
-from sim.engine.network import Flow
+from sim.engine.phases import Flow
 from sim.engine.simulate import simulate
 from sim.profile import Machine, Point, Profile, Slowdown
 from sim.schedule.proof.check import check

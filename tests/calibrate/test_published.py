@@ -25,7 +25,7 @@ from calibrate.published.host import eager_issue
 from calibrate.published.reading import kernel_point, rows
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.network import Flow
+from sim.engine.phases import Flow
 from sim.profile import TRANSFERS, Point, Profile, load_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.engine.cost import CostModel
-from sim.engine.network import Activity, Flow, Latency
+from sim.engine.phases import Activity, Flow, Latency
 from sim.engine.report import floors
 from sim.engine.simulate import simulate
 from sim.engine.tables import Figures, KernelTable, Series, Work

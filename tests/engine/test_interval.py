@@ -8,7 +8,7 @@ import pytest
 from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import interval
 from sim.engine.report import report
-from sim.engine.simulate import Jitter, Simulation, simulate
+from sim.engine.simulate import Engine, Jitter, Simulation, simulate
 from sim.profile import Machine, Point, Profile, Spread
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
@@ -81,9 +81,11 @@ def test_only_who_asks_for_the_interval_simulates_more(monkeypatch: pytest.Monke
     simulation = simulate(checked, CLUSTER, make_profile(checked), Jitter(0.1, seed=7))
     asked: list[object] = []
 
-    def counted(checked: Checked, cluster: Cluster, profile: Profile | None, jitter: Jitter) -> Simulation:
+    def counted(
+        checked: Checked, cluster: Cluster, profile: Profile | None, jitter: Jitter, *, engine: Engine
+    ) -> Simulation:
         asked.append((checked, cluster, jitter))
-        return simulate(checked, cluster, profile, jitter)
+        return simulate(checked, cluster, profile, jitter, engine=engine)
 
     monkeypatch.setattr("sim.engine.interval.simulate", counted)
     plain = report(simulation)

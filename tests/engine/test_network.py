@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.engine.clock import Clock
-from sim.engine.network import Activity, Flow, Latency, Network, Wait
+from sim.engine.network import Network
+from sim.engine.phases import Activity, Flow, Latency, Wait
 from topology.fabrics import Resource
 
 

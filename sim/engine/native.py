@@ -1,0 +1,163 @@
+"""The native engine: ``sim/native/player.c`` plays lowered schedules, to the last bit as the reference engine does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Iterable
+from typing import Any, assert_never
+
+import numpy as np
+
+from sim.engine.cost import CostModel
+from sim.engine.lowered import Array, Lowered, Stretch, Times
+from sim.engine.phases import Activity, Flow, Latency, Wait
+from sim.errors import InputError
+from sim.native.library import load
+from topology.cluster import Cluster
+
+WAIT, LATENCY, FLOW = range(3)
+"""Kinds of phases, as in player.c."""
+_PLAYED, _STANDSTILL, _OUT_OF_MEMORY, _UNKNOWN = range(4)
+"""What it returns."""
+
+INT = np.int32
+_PHASE = np.dtype([*((name, INT) for name in ("kind", "resource", "demands", "demands_end")), ("seconds", float)])
+_DEMAND = np.dtype([("resource", INT), ("unused", INT), ("amount", float)])
+_DEVICE = np.dtype([("compute", INT), ("memory", INT)])
+
+_SCORE_COUNTS = ("num_ranks", "num_ops", "num_streams", "num_transfers", "num_groups")
+_SCORE_ARRAYS = (
+    "programs", "ops", "streams", "transfers", "groups", "stream_ops", "waits", "transfers_of", "members",
+)  # fmt: skip
+_COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
+_COST_ARRAYS = (
+    "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
+    "issue_s", "stretch",
+)  # fmt: skip
+
+
+class _Score(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _SCORE_COUNTS),
+        *((name, ctypes.c_void_p) for name in _SCORE_ARRAYS),
+    ]
+
+
+class _Costs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _COST_COUNTS),
+        ("hold", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in _COST_ARRAYS),
+    ]
+
+
+class _Activities:
+    """Distinct activities, one after the other."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._ends = [0]
+        self._phases: list[tuple[int, int, int, int, float]] = []
+        self._demands: list[tuple[int, int, float]] = []
+
+    def add(self, activity: Activity) -> int:
+        """Return the number of an activity."""
+        if activity not in self._numbers:
+            self._numbers[activity] = len(self._numbers)
+            for phase in activity:
+                begin = len(self._demands)
+                if isinstance(phase, Flow):
+                    self._demands += [(resource, 0, amount) for resource, amount in phase.demands]
+                    self._phases.append((FLOW, phase.fills, begin, len(self._demands), phase.seconds))
+                elif isinstance(phase, Wait):
+                    self._phases.append((WAIT, phase.resource, begin, begin, phase.seconds))
+                elif isinstance(phase, Latency):
+                    self._phases.append((LATENCY, -1, begin, begin, phase.seconds))
+                else:
+                    assert_never(phase)
+            self._ends.append(len(self._phases))
+        return self._numbers[activity]
+
+    def numbers(self, activities: Iterable[Activity]) -> Array:
+        """Return the numbers of several."""
+        return np.array([self.add(activity) for activity in activities], INT)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all of them."""
+        return {
+            "activities": np.array(self._ends, INT),
+            "phases": np.array(self._phases, _PHASE),
+            "demands": np.array(self._demands, _DEMAND),
+        }
+
+
+class Priced:
+    """What a machine makes of a lowered schedule."""
+
+    def __init__(self, lowered: Lowered, cluster: Cluster, cost: CostModel, stretch: Stretch) -> None:
+        """Ask for the cost of everything that is distinct, once."""
+        activities, devices = _Activities(), cluster.devices[: len(lowered.programs)]
+        ranks = {device.speed: rank for rank, device in reversed(list(enumerate(devices)))}
+        numbers = {speed: number for number, speed in enumerate(ranks)}
+        speed = np.array([numbers[device.speed] for device in devices], INT)[lowered.op_rank]
+        asked = np.where(lowered.op_use >= 0, lowered.op_use * len(ranks) + speed, -1)
+        kernels = np.full(len(lowered.uses.found) * len(ranks), -1, INT)
+        for number in np.unique(asked[asked >= 0]).tolist():
+            use, which = divmod(number, len(ranks))
+            rank = list(ranks.values())[which]
+            kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))
+        copies = activities.numbers(cost.host_copy(program.rank, program, op) for program, op in lowered.copies.found)
+        messages = activities.numbers(cost.transfer(*message) for message in lowered.messages)
+        calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes) for call, op in lowered.calls)
+        handoff = activities.add(cost.handoff) if cost.handoff else -1
+        op_activity = np.full(lowered.num_ops, -1, INT)
+        for chosen, of in ((asked, kernels), (lowered.op_copy, copies)):
+            op_activity[chosen >= 0] = of[chosen[chosen >= 0]]
+        self.arrays = {
+            "capacity": np.array([resource.capacity for resource in cluster.resources]),
+            "devices": np.array([(device.compute, device.hbm) for device in devices], _DEVICE),
+            "op_activity": op_activity,
+            "transfer_activity": messages[lowered.transfer_message],
+            "group_activity": calls[lowered.group_call],
+            "issue_s": np.array([cost.issue_s(op, use) for op, use in lowered.issues.found], float),
+            **activities.arrays(),
+        }
+        if stretch is not None:
+            self.arrays["stretch"] = stretch
+        cuda = cluster.spec.gpu.kind == "cuda"
+        counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
+        self.struct = _Costs(**dict(zip(_COST_COUNTS, counts, strict=True)), hold=cost.held, **_pointers(self.arrays))
+
+
+def _pointers(arrays: dict[str, Array]) -> dict[str, int]:
+    assert all(array.flags.c_contiguous for array in arrays.values())
+    return {name: array.ctypes.data for name, array in arrays.items()}
+
+
+def play(lowered: Lowered, cluster: Cluster, cost: CostModel, stretch: Stretch) -> Times:
+    """Return when every op was posted, begun and ended; -1 where it never came to that.
+
+    Raises UnavailableError where there is no native library.
+    """
+    return run(load("player", _require_equal), lowered, Priced(lowered, cluster, cost, stretch))[0]
+
+
+def _require_equal(library: ctypes.CDLL) -> None:
+    from sim.engine import selfcheck  # noqa: PLC0415 - it loads SimPy, once per compilation
+
+    selfcheck.require_equal(library)
+
+
+def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced) -> tuple[Times, int]:
+    """Return the times of all ops, and the number of events that it took."""
+    times = Times(*np.empty((3, lowered.num_ops)))
+    arrays: dict[str, Any] = {name: getattr(lowered, name) for name in _SCORE_ARRAYS}
+    counts = (len(lowered.programs), lowered.num_ops, len(lowered.streams), len(lowered.transfers), len(lowered.groups))
+    score = _Score(**dict(zip(_SCORE_COUNTS, counts, strict=True)), **_pointers(arrays))
+    events = ctypes.c_int64()
+    pointers = (ctypes.c_void_p(column.ctypes.data) for column in times)
+    failed = library.play(ctypes.byref(score), ctypes.byref(priced.struct), *pointers, ctypes.byref(events))
+    if failed == _OUT_OF_MEMORY:
+        raise InputError(f"{lowered.num_ops} ops are too many for this machine's memory: use fewer ranks or layers")
+    assert failed != _UNKNOWN, "player.c knows fewer kinds of ops or phases than Python"
+    return times, events.value

@@ -1,0 +1,1 @@
+"""C that plays what Python describes: compiled at first use, and never needed."""

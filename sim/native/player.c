@@ -1,0 +1,629 @@
+/* Plays a schedule from flat arrays: the events of sim/engine/simulate.py and network.py, in their order, with their
+ * floating-point operations in their order, so that all times are equal to the last bit. What is given is never written
+ * to, and what changes lies in State, so any number of threads may play one schedule at once.
+ *
+ * Ops, waits, transfers and groups of all ranks are numbered through. An activity is a range of phases, a phase a range
+ * of demands; activities of kernels name the compute units and the memory of the rank that runs them. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int32_t i32;
+typedef int64_t i64;
+typedef uint8_t u8;
+typedef double f64;
+
+enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY };  /* kinds of ops, as in lowered.py */
+enum { WAIT, LATENCY, FLOW };                                 /* kinds of phases, as in activities.py */
+enum { OWN_COMPUTE = -2, OWN_MEMORY = -3 };                   /* resources of the rank that runs an activity */
+enum { RESUME, PHASE, END, SETTLE, PARTED };                  /* what an event calls */
+enum { PLAYED, STANDSTILL, OUT_OF_MEMORY, UNKNOWN };          /* what play returns */
+static const f64 SLACK = 1.0 + 1e-9, SAME = 1.0 + 1e-12;      /* as in network.py */
+
+typedef struct { i32 stream, kind, issue, behind, group, waits, waits_end, transfers, transfers_end; } Op;
+typedef struct { i32 ops, ops_end, rank, own; } Stream;       /* own: compute or host, which nothing hands over to */
+typedef struct { i32 source, target; } Transfer;
+typedef struct { i32 members, members_end; } Group;
+typedef struct { i32 ops, ops_end, compute_stream; } Program;
+typedef struct { i32 kind, resource, demands, demands_end; f64 seconds; } Phase;
+typedef struct { i32 resource, unused; f64 amount; } Demand;
+typedef struct { i32 compute, memory; } Device;
+
+typedef struct {                                              /* what a schedule says */
+    i64 num_ranks, num_ops, num_streams, num_transfers, num_groups;
+    const Program *programs; const Op *ops; const Stream *streams; const Transfer *transfers; const Group *groups;
+    const i32 *stream_ops, *waits, *transfers_of, *members;
+} Score;
+
+typedef struct {                                              /* what a machine makes of it */
+    i64 num_resources, num_activities, cuda, handoff;         /* handoff: an activity, or -1 */
+    f64 hold;                                                 /* compute units that communication holds */
+    const f64 *capacity; const i32 *activities; const Phase *phases; const Demand *demands; const Device *devices;
+    const i32 *op_activity, *transfer_activity, *group_activity;
+    const f64 *issue_s, *stretch;                             /* per kind of issue; NULL or a factor per op */
+} Costs;
+
+/* Where a stream stands in its op; each step ends where the stream may have to wait. */
+enum { ISSUE, ISSUED, DEPENDENCIES, HANDOFF, POST, GRANTED, WORKING, COMMUNICATING };
+
+typedef struct { i32 at, step, wait, next_waiting, next_queued; f64 asleep_s, issued_s; } StreamState;
+typedef struct { i32 after, first, last, missing, resumes; f64 since_s; } OpState;
+/* after: the op that the host waited for last before this one; since_s: the time of issuing since then; first, last:
+ * streams that wait for its end; missing: transfers to come; resumes: whether its stream waits for them */
+typedef struct { i32 activity, phase, node, nodes, fills, mark; i64 number, timer; f64 left_s, speed, last_s, found; } Running;
+typedef struct { i32 resource, user, before, after; f64 amount; } Node;
+typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked; } Resource;
+typedef struct { f64 at; i64 serial; i32 call, subject; } Event;
+typedef struct { i64 serial; i32 call, subject; } Soon;
+
+typedef struct {
+    const Score *score; const Costs *costs;
+    f64 now, *posted, *begun, *ended;
+    StreamState *streams; OpState *ops; Running *running; Node *nodes; Resource *resources;
+    u8 *offered; i32 *absent, *last_member, *width;
+    Event *heap; i64 heap_size, heap_room;
+    Soon *soon; i64 soon_first, soon_count, soon_room;        /* room is a power of two */
+    i32 *reached, *flows, *full; i64 num_dirty;
+    i64 serial, created, events; i32 stamp; int failed;
+} State;
+
+static void run_on(State *s, i32 u);
+static void resume(State *s, i32 n);
+
+/* The clock: a heap of times, and a queue of what follows at this moment */
+
+static void soon(State *s, i32 call, i32 subject, i64 serial) {
+    if (s->soon_count == s->soon_room) {
+        i64 room = 2 * s->soon_room;
+        Soon *wider = malloc((size_t)room * sizeof *wider);
+        if (!wider) { s->failed = OUT_OF_MEMORY; return; }
+        for (i64 i = 0; i < s->soon_count; i++) wider[i] = s->soon[(s->soon_first + i) & (s->soon_room - 1)];
+        free(s->soon);
+        s->soon = wider; s->soon_first = 0; s->soon_room = room;
+    }
+    s->soon[(s->soon_first + s->soon_count++) & (s->soon_room - 1)] = (Soon){serial, call, subject};
+}
+
+static int earlier(Event a, Event b) { return a.at < b.at || (a.at == b.at && a.serial < b.serial); }
+
+static void push(State *s, Event e) {
+    if (s->heap_size == s->heap_room) {
+        Event *wider = realloc(s->heap, (size_t)s->heap_room * 2 * sizeof *wider);
+        if (!wider) { s->failed = OUT_OF_MEMORY; return; }
+        s->heap = wider; s->heap_room *= 2;
+    }
+    Event *h = s->heap;
+    i64 i = s->heap_size++;
+    for (i64 p; i > 0 && earlier(e, h[p = (i - 1) / 2]); i = p) h[i] = h[p];
+    h[i] = e;
+}
+
+static Event pop(State *s) {
+    Event *h = s->heap, top = h[0];
+    i64 n = --s->heap_size, i = 0;
+    Event e = h[n];
+    for (i64 c; (c = 2 * i + 1) < n; i = c) {
+        if (c + 1 < n && earlier(h[c + 1], h[c])) c++;
+        if (!earlier(h[c], e)) break;
+        h[i] = h[c];
+    }
+    h[i] = e;
+    return top;
+}
+
+static i64 start(State *s, f64 seconds, i32 call, i32 subject) {
+    i64 serial = s->serial++;
+    if (s->now + seconds > s->now) push(s, (Event){s->now + seconds, serial, call, subject});
+    else soon(s, call, subject, serial);
+    return serial;
+}
+
+/* The network: flows on resources, see network.py */
+
+static int overloaded(const Resource *r) { return r->load > r->limit; }
+static f64 free_of(const State *s, i32 r) { return s->costs->capacity[r] - s->resources[r].held; }
+
+/* Return the resource that a phase of user u names. Only streams run activities that name their rank's own. */
+static i32 located(const State *s, i32 u, i32 resource) {
+    if (resource > OWN_COMPUTE) return resource;
+    const Device *device = &s->costs->devices[s->score->streams[u].rank];
+    return resource == OWN_COMPUTE ? device->compute : device->memory;
+}
+
+static void set_speed(State *s, i32 u, f64 speed) {
+    Running *x = &s->running[u];
+    x->left_s -= (s->now - x->last_s) * x->speed;
+    x->last_s = s->now;
+    x->speed = speed;
+    x->timer = -1;                                            /* a timer that is under way passes without a call */
+    if (speed > 0) x->timer = start(s, (x->left_s > 0.0 ? x->left_s : 0.0) / speed, END, u);
+}
+
+static void settle_soon(State *s, i32 r) {
+    if (!s->num_dirty) soon(s, SETTLE, 0, 0);
+    if (!s->resources[r].dirty) { s->resources[r].dirty = 1; s->reached[s->num_dirty++] = r; }
+}
+
+static void adjust(State *s, i32 u) {
+    Running *x = &s->running[u];
+    f64 speed = 1.0;
+    int alone = 1;
+    for (Node *n = s->nodes + x->node, *end = n + x->nodes; n < end && alone; n++) {
+        Resource *r = &s->resources[n->resource];
+        if (!overloaded(r)) continue;
+        if (r->users > 1) alone = 0;
+        else { f64 share = free_of(s, n->resource) / n->amount; if (share < speed) speed = share; }
+    }
+    if (alone) { set_speed(s, u, speed); return; }
+    for (Node *n = s->nodes + x->node, *end = n + x->nodes; n < end; n++)
+        if (overloaded(&s->resources[n->resource])) settle_soon(s, n->resource);
+}
+
+static void start_flow(State *s, i32 u, const Phase *p, f64 seconds) {
+    Running *x = &s->running[u];
+    x->number = ++s->created;
+    x->left_s = seconds; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
+    x->fills = p->resource == -1 ? -1 : located(s, u, p->resource);
+    if (x->fills >= 0) s->resources[x->fills].fillers++;
+    x->nodes = p->demands_end - p->demands;
+    int contended = 0;
+    i32 at = x->node;
+    for (const Demand *d = s->costs->demands + p->demands, *end = s->costs->demands + p->demands_end; d < end; d++, at++) {
+        i32 number = located(s, u, d->resource);
+        Resource *r = &s->resources[number];
+        s->nodes[at] = (Node){number, u, r->last, -1, d->amount};
+        if (r->last >= 0) s->nodes[r->last].after = at; else r->first = at;
+        r->last = at;
+        r->users++;
+        r->load += d->amount;
+        contended |= overloaded(r);
+    }
+    if (contended) adjust(s, u); else set_speed(s, u, 1.0);
+}
+
+static int grants(const State *s, i32 r, f64 amount) {
+    return !s->resources[r].fillers && s->resources[r].held + amount < s->costs->capacity[r];
+}
+
+static void change_hold(State *s, i32 r, f64 amount) {
+    Resource *x = &s->resources[r];
+    int before = overloaded(x);
+    x->held += amount;
+    x->limit = free_of(s, r) * SLACK;
+    if (before || overloaded(x)) {
+        if (x->users == 1) adjust(s, s->nodes[x->first].user); else settle_soon(s, r);
+    }
+}
+
+static void serve(State *s, i32 r) {
+    Resource *x = &s->resources[r];
+    while (x->queue >= 0 && grants(s, r, s->costs->hold)) {
+        i32 n = x->queue;
+        x->queue = s->streams[n].next_queued;
+        change_hold(s, r, s->costs->hold);
+        soon(s, RESUME, n, 0);
+    }
+}
+
+static void finish(State *s, i32 u) {
+    Running *x = &s->running[u];
+    x->timer = -1;
+    for (i32 at = x->node, end = at + x->nodes; at < end; at++) {
+        Node *n = &s->nodes[at];
+        Resource *r = &s->resources[n->resource];
+        if (r->users == 1) { r->users = 0; r->first = r->last = -1; r->load = 0.0; continue; }
+        if (overloaded(r)) settle_soon(s, n->resource);
+        if (n->before >= 0) s->nodes[n->before].after = n->after; else r->first = n->after;
+        if (n->after >= 0) s->nodes[n->after].before = n->before; else r->last = n->before;
+        r->users--;
+        r->load -= n->amount;
+    }
+    if (x->fills >= 0) { s->resources[x->fills].fillers--; serve(s, x->fills); }
+    run_on(s, u);
+}
+
+static void sort_flows(State *s, i32 *flows, i32 count) {     /* by number, with Shell's gaps: few need none */
+    i32 gap = 1;
+    while (gap < count / 9) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (i32 i = gap; i < count; i++) {
+            i32 x = flows[i], j = i;
+            for (; j >= gap && s->running[x].number < s->running[flows[j - gap]].number; j -= gap) flows[j] = flows[j - gap];
+            flows[j] = x;
+        }
+}
+
+static int ascending(const void *a, const void *b) {
+    i32 x = *(const i32 *)a, y = *(const i32 *)b;
+    return (x > y) - (x < y);
+}
+
+/* Find the flows that hang together with changed resources through overloaded ones; return how many there are, and set
+ * *num_full to the number of overloaded resources. */
+static i32 component(State *s, i32 *num_full) {
+    i32 stamp = ++s->stamp, top = (i32)s->num_dirty, num_flows = 0, found = 0;
+    i32 *reached = s->reached, *flows = s->flows, *full = s->full;
+    s->num_dirty = 0;
+    for (i32 k = 0; k < top; k++) { s->resources[reached[k]].dirty = 0; s->resources[reached[k]].mark = stamp; }
+    for (i32 k = 0; k < top; k++) {
+        Resource *r = &s->resources[reached[k]];
+        if (overloaded(r)) full[found++] = reached[k];
+        for (i32 n = r->first; n >= 0; n = s->nodes[n].after) {
+            Running *x = &s->running[s->nodes[n].user];
+            if (x->mark == stamp) continue;
+            x->mark = stamp;
+            x->found = -1.0;                                  /* still rising */
+            flows[num_flows++] = s->nodes[n].user;
+            for (Node *m = s->nodes + x->node, *end = m + x->nodes; m < end; m++) {
+                Resource *q = &s->resources[m->resource];
+                if (q->mark != stamp && overloaded(q)) { q->mark = stamp; reached[top++] = m->resource; }
+            }
+        }
+    }
+    sort_flows(s, flows, num_flows);
+    qsort(full, (size_t)found, sizeof *full, ascending);
+    *num_full = found;
+    return num_flows;
+}
+
+static f64 level_of(const Resource *r) { return (r->left > 0.0 ? r->left : 0.0) / r->asked; }
+
+/* Raise all speeds together until resources are full; their users stop there, the others go on. */
+static void fill(State *s, i32 num_full) {
+    i32 *full = s->full;
+    for (i32 k = 0; k < num_full; k++) {
+        Resource *r = &s->resources[full[k]];
+        r->left = free_of(s, full[k]);
+        r->asked = r->load;
+        r->rising = r->users;
+    }
+    while (num_full) {
+        f64 level = HUGE_VAL;
+        for (i32 k = 0; k < num_full; k++) {
+            Resource *r = &s->resources[full[k]];
+            if (r->asked > 0.0 && level_of(r) < level) level = level_of(r);
+        }
+        if (level >= 1.0) break;
+        for (i32 k = 0; k < num_full; k++) {
+            Resource *r = &s->resources[full[k]];
+            r->tight = r->asked > 0.0 && level_of(r) <= level * SAME;
+        }
+        for (i32 k = 0; k < num_full; k++) {
+            Resource *r = &s->resources[full[k]];
+            if (!r->tight || !r->rising) continue;
+            r->rising = 0;
+            for (i32 n = r->first; n >= 0; n = s->nodes[n].after) {
+                Running *x = &s->running[s->nodes[n].user];
+                if (x->found >= 0) continue;
+                x->found = level;
+                for (Node *m = s->nodes + x->node, *end = m + x->nodes; m < end; m++) {
+                    Resource *q = &s->resources[m->resource];
+                    if (q->rising > 0) { q->left -= m->amount * level; q->asked -= m->amount; q->rising--; }
+                }
+            }
+        }
+        i32 kept = 0;
+        for (i32 k = 0; k < num_full; k++)
+            if (s->resources[full[k]].rising) full[kept++] = full[k];
+        num_full = kept;
+    }
+    for (i32 k = 0; k < num_full; k++) s->resources[full[k]].rising = 0;
+}
+
+static void settle(State *s) {
+    i32 num_full, num_flows = component(s, &num_full);
+    fill(s, num_full);
+    for (i32 k = 0; k < num_flows; k++) {
+        Running *x = &s->running[s->flows[k]];
+        f64 speed = x->found < 0 ? 1.0 : x->found;
+        if (speed != x->speed) set_speed(s, s->flows[k], speed);
+    }
+}
+
+/* How often b > 0 goes into a: Python's a // b, which floor(a / b) is not (1.0 // 0.1 is 9). Only its sign matters below 0. */
+static f64 whole(f64 a, f64 b) {
+    f64 quotient = (a - fmod(a, b)) / b, down = floor(quotient);
+    return quotient - down > 0.5 ? down + 1 : down;
+}
+
+/* Activities: those of streams, of transfers, of groups, in this order of their users */
+
+static void then(State *s, i32 u) {
+    i32 streams = (i32)s->score->num_streams, transfers = (i32)s->score->num_transfers;
+    if (u < streams) { soon(s, RESUME, u, 0); return; }
+    if ((u -= streams) >= transfers) { soon(s, PARTED, u - transfers, 0); return; }
+    i32 sides[2] = {s->score->transfers[u].source, s->score->transfers[u].target};
+    for (int k = 0; k < 2; k++) {
+        OpState *x = &s->ops[sides[k]];
+        if (--x->missing == 0 && x->resumes) { x->resumes = 0; soon(s, RESUME, s->score->ops[sides[k]].stream, 0); }
+    }
+}
+
+/* Return by how much the activity of user u takes longer: only kernels do. */
+static f64 stretched(const State *s, i32 u) {
+    if (!s->costs->stretch || u >= s->score->num_streams || s->streams[u].step != WORKING) return 1.0;
+    i32 number = s->score->stream_ops[s->streams[u].at];
+    return s->score->ops[number].kind == KERNEL ? s->costs->stretch[number] : 1.0;
+}
+
+static void run_on(State *s, i32 u) {
+    Running *x = &s->running[u];
+    const Costs *c = s->costs;
+    while (x->phase < c->activities[x->activity + 1]) {
+        const Phase *p = &c->phases[x->phase++];
+        f64 seconds = p->seconds;
+        switch (p->kind) {
+        case FLOW:
+            start_flow(s, u, p, seconds * stretched(s, u));
+            return;
+        case WAIT: {
+            i32 r = located(s, u, p->resource);
+            seconds *= whole(s->resources[r].load * SLACK, free_of(s, r));
+            break;
+        }
+        case LATENCY: break;
+        default: s->failed = UNKNOWN; return;
+        }
+        if (seconds > 0) { start(s, seconds, PHASE, u); return; }
+    }
+    then(s, u);
+}
+
+static void begin(State *s, i32 u, i32 activity) {
+    s->running[u].activity = activity;
+    s->running[u].phase = s->costs->activities[activity];
+    run_on(s, u);
+}
+
+/* Streams: each takes its ops in order */
+
+static void wait_for(State *s, i32 op, i32 n) {
+    OpState *x = &s->ops[op];
+    s->streams[n].next_waiting = -1;
+    if (x->first < 0) x->first = n; else s->streams[x->last].next_waiting = n;
+    x->last = n;
+}
+
+/* Take the compute units that communication holds; return 0 if stream n has to queue for them. */
+static int hold(State *s, i32 n, i32 resource) {
+    Resource *r = &s->resources[resource];
+    if (r->queue < 0 && grants(s, resource, s->costs->hold)) { change_hold(s, resource, s->costs->hold); return 1; }
+    s->streams[n].next_queued = -1;
+    if (r->queue < 0) r->queue = n; else s->streams[r->queue_end].next_queued = n;
+    r->queue_end = n;
+    return 0;
+}
+
+/* Start the transfers whose other side is there; return whether the exchange has to wait for any. */
+static int exchange(State *s, i32 number) {
+    const Score *m = s->score;
+    for (i32 k = m->ops[number].transfers; k < m->ops[number].transfers_end; k++) {
+        i32 t = m->transfers_of[k];
+        if (!s->offered[t]) { s->offered[t] = 1; continue; }
+        s->begun[m->transfers[t].source] = s->begun[m->transfers[t].target] = s->now;
+        begin(s, (i32)m->num_streams + t, s->costs->transfer_activity[t]);
+    }
+    return s->ops[number].resumes = s->ops[number].missing > 0;
+}
+
+/* Begin a collective if this is the last of its members. */
+static void collective(State *s, i32 number) {
+    const Score *m = s->score;
+    i32 g = m->ops[number].group;
+    if (--s->absent[g]) return;
+    for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++) s->begun[m->members[k]] = s->now;
+    s->last_member[g] = number;
+    begin(s, (i32)(m->num_streams + m->num_transfers) + g, s->costs->group_activity[g]);
+}
+
+static void end_op(State *s, i32 number) {
+    s->ended[number] = s->now;
+    for (i32 n = s->ops[number].first; n >= 0; n = s->streams[n].next_waiting) soon(s, RESUME, n, 0);
+    s->ops[number].first = -1;
+}
+
+static void resume(State *s, i32 n) {
+    const Score *m = s->score;
+    const Costs *c = s->costs;
+    const Stream *stream = &m->streams[n];
+    StreamState *x = &s->streams[n];
+    i32 compute = c->devices[stream->rank].compute;
+    f64 now = s->now;
+    for (; x->at < stream->ops_end; x->at++, x->step = ISSUE) {
+        i32 number = m->stream_ops[x->at], after = s->ops[number].after;
+        const Op *op = &m->ops[number];
+        int communicates = op->kind == EXCHANGE || op->kind == COLLECTIVE;
+        switch (x->step) {
+        case ISSUE:
+            x->asleep_s = now;
+            if (after >= 0 && s->ended[after] < 0) { x->step = ISSUED; wait_for(s, after, n); return; }
+        /* fall through */
+        case ISSUED:
+            x->issued_s = s->ops[number].since_s;
+            if (after >= 0) x->issued_s += s->ended[after];
+            x->wait = op->waits;
+            if (x->issued_s > now) { x->step = DEPENDENCIES; start(s, x->issued_s - now, RESUME, n); return; }
+        /* fall through */
+        case DEPENDENCIES:
+            x->step = DEPENDENCIES;
+            while (x->wait < op->waits_end) {
+                i32 other = m->waits[x->wait++];
+                if (s->ended[other] < 0) { wait_for(s, other, n); return; }
+            }
+            if (c->cuda && x->wait == op->waits_end && op->behind >= 0) {
+                x->wait++;
+                if (s->ended[op->behind] < 0) { wait_for(s, op->behind, n); return; }
+            }
+            if (c->handoff >= 0) {
+                f64 since = x->asleep_s, issued = stream->own ? x->issued_s : 0.0;
+                if (c->cuda ? !stream->own : now > (issued > since ? issued : since)) {
+                    x->step = POST;
+                    begin(s, n, (i32)c->handoff);
+                    return;
+                }
+            }
+        /* fall through */
+        case POST:
+            s->posted[number] = s->begun[number] = now;
+            if (op->kind == KERNEL || op->kind == HOST_COPY) {
+                x->step = WORKING;
+                begin(s, n, c->op_activity[number]);
+                return;
+            }
+            x->step = GRANTED;
+            if (communicates && c->hold > 0 && !hold(s, n, compute)) return;
+        /* fall through */
+        case GRANTED:
+            x->step = COMMUNICATING;
+            if (op->kind == EXCHANGE && exchange(s, number)) return;
+            if (op->kind == COLLECTIVE) { collective(s, number); return; }
+        /* fall through */
+        case COMMUNICATING:
+            if (communicates && c->hold > 0) { change_hold(s, compute, -c->hold); serve(s, compute); }
+        /* fall through */
+        case WORKING:
+            end_op(s, number);
+            break;
+        default: s->failed = UNKNOWN; return;
+        }
+    }
+}
+
+static void parted(State *s, i32 g) {                         /* the member that began a collective goes on first */
+    const Score *m = s->score;
+    i32 last = s->last_member[g];
+    for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++)
+        if (m->members[k] != last) soon(s, RESUME, m->ops[m->members[k]].stream, 0);
+    resume(s, m->ops[last].stream);
+}
+
+static void fire(State *s, i32 call, i32 subject, i64 serial) {
+    s->events++;
+    switch (call) {
+    case RESUME: resume(s, subject); break;
+    case PHASE: run_on(s, subject); break;
+    case END: if (s->running[subject].timer == serial) finish(s, subject); break;
+    case SETTLE: settle(s); break;
+    case PARTED: parted(s, subject); break;
+    default: s->failed = UNKNOWN;
+    }
+}
+
+/* Beginning and end */
+
+static void *room(State *s, i64 count, size_t size) {
+    void *found = calloc((size_t)count + 1, size);
+    if (!found) s->failed = OUT_OF_MEMORY;
+    return found;
+}
+
+static void set_issues(State *s) {                            /* when the host issues every op: simulate._issues */
+    const Score *m = s->score;
+    const Costs *c = s->costs;
+    for (i64 r = 0; r < m->num_ranks; r++) {
+        i32 after = -1;
+        f64 since_s = 0.0;
+        for (i32 i = m->programs[r].ops; i < m->programs[r].ops_end; i++) {
+            since_s += c->issue_s[m->ops[i].issue];
+            s->ops[i].after = after;
+            s->ops[i].since_s = since_s;
+            if (m->ops[i].kind == HOST_SYNC || (!c->cuda && m->ops[i].stream == m->programs[r].compute_stream)) {
+                after = i;
+                since_s = 0.0;
+            }
+        }
+    }
+}
+
+/* Give every user nodes for the widest of its phases, and put all streams at their first op. */
+static void set_up(State *s) {
+    const Score *m = s->score;
+    const Costs *c = s->costs;
+    i64 nodes = 0;
+    for (i64 a = 0; a < c->num_activities; a++)
+        for (i32 p = c->activities[a]; p < c->activities[a + 1]; p++) {
+            i32 count = c->phases[p].demands_end - c->phases[p].demands;
+            if (count > s->width[a]) s->width[a] = count;
+        }
+    for (i64 r = 0; r < c->num_resources; r++) {
+        Resource *x = &s->resources[r];
+        x->first = x->last = x->queue = -1;
+        x->limit = c->capacity[r] * SLACK;
+    }
+    set_issues(s);
+    for (i64 i = 0; i < m->num_ops; i++) {
+        s->posted[i] = s->begun[i] = s->ended[i] = -1.0;
+        s->ops[i].first = -1;
+        s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
+        if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_COPY) s->failed = UNKNOWN;
+    }
+    for (i64 n = 0; n < m->num_streams; n++) {
+        i32 most = c->handoff >= 0 ? s->width[c->handoff] : 0;
+        for (i32 k = m->streams[n].ops; k < m->streams[n].ops_end; k++) {
+            i32 i = m->stream_ops[k], kind = m->ops[i].kind;
+            if ((kind == KERNEL || kind == HOST_COPY) && s->width[c->op_activity[i]] > most) most = s->width[c->op_activity[i]];
+        }
+        s->running[n].node = (i32)nodes;
+        nodes += most;
+        s->streams[n].at = m->streams[n].ops;
+        soon(s, RESUME, (i32)n, 0);
+    }
+    for (i64 t = 0; t < m->num_transfers; t++) {
+        s->running[m->num_streams + t].node = (i32)nodes;
+        nodes += s->width[c->transfer_activity[t]];
+        if (nodes > INT32_MAX) { s->failed = OUT_OF_MEMORY; return; }
+    }
+    for (i64 g = 0; g < m->num_groups; g++) {
+        s->running[m->num_streams + m->num_transfers + g].node = (i32)nodes;
+        nodes += s->width[c->group_activity[g]];
+        s->absent[g] = m->groups[g].members_end - m->groups[g].members;
+        if (nodes > INT32_MAX) { s->failed = OUT_OF_MEMORY; return; }
+    }
+    s->nodes = room(s, nodes, sizeof *s->nodes);
+}
+
+static void run(State *s) {
+    while (!s->failed) {
+        if (s->soon_count && !(s->heap_size && s->heap[0].at <= s->now)) {
+            while (s->soon_count && !s->failed) {
+                Soon x = s->soon[s->soon_first];
+                s->soon_first = (s->soon_first + 1) & (s->soon_room - 1);
+                s->soon_count--;
+                fire(s, x.call, x.subject, x.serial);
+            }
+        } else if (s->heap_size) {
+            Event e = pop(s);
+            s->now = e.at;
+            fire(s, e.call, e.subject, e.serial);
+        } else return;
+    }
+}
+
+/* Set the times of all ops, and *events to the number of events; return PLAYED or what went wrong. */
+int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, i64 *events) {
+    State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended}, *s = &state;
+    i64 users = m->num_streams + m->num_transfers + m->num_groups;
+    s->streams = room(s, m->num_streams, sizeof *s->streams);
+    s->ops = room(s, m->num_ops, sizeof *s->ops);
+    s->running = room(s, users, sizeof *s->running);
+    s->resources = room(s, c->num_resources, sizeof *s->resources);
+    s->offered = room(s, m->num_transfers, sizeof *s->offered);
+    s->absent = room(s, m->num_groups, sizeof *s->absent);
+    s->last_member = room(s, m->num_groups, sizeof *s->last_member);
+    s->width = room(s, c->num_activities, sizeof *s->width);
+    s->reached = room(s, c->num_resources, sizeof *s->reached);
+    s->full = room(s, c->num_resources, sizeof *s->full);
+    s->flows = room(s, users, sizeof *s->flows);
+    s->heap = room(s, (s->heap_room = 1024), sizeof *s->heap);
+    s->soon = room(s, (s->soon_room = 1024), sizeof *s->soon);
+    if (!s->failed) set_up(s);
+    if (!s->failed) run(s);
+    for (i64 i = 0; i < m->num_ops && !s->failed; i++)
+        if (ended[i] < 0) s->failed = STANDSTILL;
+    *events = s->events;
+    free(s->streams); free(s->ops); free(s->running); free(s->resources); free(s->offered); free(s->absent);
+    free(s->last_member); free(s->width); free(s->reached); free(s->full); free(s->flows); free(s->heap); free(s->soon);
+    free(s->nodes);
+    return s->failed;
+}
