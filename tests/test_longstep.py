@@ -176,6 +176,8 @@ def test_what_ifs_start_from_what_was_asked() -> None:
     assert first.report is first.report
     assert first.interval == first.report.interval_s
     assert first.to_dict()["step_time_s"] == first.step_time_s
+    assert faster.checked is first.checked, "the same schedule is not proved again"
+    assert first.replace(set={"schedule.layout": "zigzag"}).checked is not first.checked
     played = longstep.simulate(first.checked, "hgx-h100")
     assert played.step_time_s == first.step_time_s
     assert played.replace(profile="datasheet").step_time_s < played.step_time_s

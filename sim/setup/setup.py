@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -108,9 +108,7 @@ class Setup:
 
     def predicted(self) -> Prediction:
         """Return the prediction of one step; raises InputError as ``resolved`` does."""
-        found = self.resolved()
-        simulation = simulate(found.checked(), found.cluster, found.profile, found.jitter, engine=found.engine)
-        return Prediction(simulation, found.schedule, found.title, lambda **new: self.replace(**new).predicted())
+        return _predicted(self)
 
     def replace(self, **changes: Any) -> Setup:
         """Return it with some fields changed; ``set`` adds to what was set, a key that is set again is set anew.
@@ -250,6 +248,16 @@ class Configuration:
     engine: Engine = "auto"
     one_device: bool = False
 
+    def has_schedule_of(self, other: Configuration) -> bool:
+        """Return whether its schedule is that of another one, whatever they are played on; never where the builder asks
+        about the machine.
+        """
+
+        def what(one: Configuration) -> tuple[object, ...]:
+            return one.entry, one.workload, one.mesh, one.options, one.one_device
+
+        return what(self) == what(other) and not self.entry.takes_hints
+
     def built(self) -> Schedule:
         """Return the schedule; raises InputError also where a builder of the user's fails."""
         return built(self.entry, self.workload, self.mesh, self.options, self.hints)
@@ -301,6 +309,22 @@ class Configuration:
         if mesh.ulysses > kv_heads:
             said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
         return self.schedule + (f" ({', '.join(said)})" if said else "")
+
+
+class _Proved(NamedTuple):
+    """A schedule that was proved, and what it was asked for by."""
+
+    configuration: Configuration
+    checked: Checked
+
+
+def _predicted(setup: Setup, before: _Proved | None = None) -> Prediction:
+    """Return the prediction of one step; a schedule that was proved before is not proved again."""
+    found = setup.resolved()
+    checked = before.checked if before and found.has_schedule_of(before.configuration) else found.checked()
+    simulation = simulate(checked, found.cluster, found.profile, found.jitter, engine=found.engine)
+    proved = _Proved(found, checked)
+    return Prediction(simulation, found.schedule, found.title, lambda **new: _predicted(setup.replace(**new), proved))
 
 
 def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:

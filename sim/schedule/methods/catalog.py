@@ -53,6 +53,11 @@ class Entry(NamedTuple):
         """The options of this name, where none is set."""
         return self.declared if self.preset is None else self.preset
 
+    @property
+    def takes_hints(self) -> bool:
+        """Whether what its builder makes may depend on the machine."""
+        return "hints" in inspect.signature(self.build).parameters
+
     def schedule(self, workload: Workload, mesh: Mesh, options: Any = None, hints: Hints = Hints()) -> Schedule:
         """Return what its builder makes, by default with the options of this name."""
         offered = {"options": self.options if options is None else options, "hints": hints}
