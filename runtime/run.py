@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.schedule.derive.matching import describe
 from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked, RankSchedule
-from sim.trace import Row, Trace
+from sim.trace import Times, Trace, ops_of
 
 
 class Step(NamedTuple):
@@ -49,21 +49,11 @@ class ScheduleRun:
         zero_s = min(executed.start_s for executed in done)
         one_clock = self._session.one_host  # those of several hosts say nothing of each other: all start at 0
         late_s = [executed.start_s - zero_s if one_clock else 0.0 for executed in done]
-        rows = {
-            (row.rank, row.op): row._replace(
-                posted_s=row.posted_s + late_s[row.rank],
-                begin_s=row.begin_s + late_s[row.rank],
-                end_s=row.end_s + late_s[row.rank],
-            )
-            for executed in done
-            for row in executed.rows
-        }
-        trace = Trace(
-            player="executed",
-            schedule_hash=self._key,
-            num_ranks=self._session.ranks,
-            rows=_with_group_begins(rows, self._checked),
-        )
+        posted_s = np.concatenate([one.posted_s + late for one, late in zip(done, late_s, strict=True)])
+        ended_s = np.concatenate([one.ended_s + late for one, late in zip(done, late_s, strict=True)])
+        begun_s = _group_begins(posted_s, ended_s, self._checked)
+        ran = [name for executed in done for name in executed.ran]
+        trace = Trace("executed", self._checked.schedule, posted_s, begun_s, ended_s, ran)
         return Step(trace, [executed.peak_bytes for executed in done], [executed.allocated_bytes for executed in done])
 
     def errors(self) -> dict[str, float]:
@@ -80,19 +70,17 @@ class ScheduleRun:
         self._session.name_ops(lambda rank, op: describe(self._checked.schedule, (rank, op)))
 
 
-def _with_group_begins(rows: dict[tuple[int, int], Row], checked: Checked) -> list[Row]:
-    """Return the rows by rank and op, with group ops beginning when the last of those involved has posted."""
-    begins: dict[tuple[int, int], float] = {}
+def _group_begins(posted_s: Times, ended_s: Times, checked: Checked) -> Times:
+    """Return when ops begin: group ops when the last of those involved has posted, others when posted."""
+    starts = ops_of(checked.schedule).starts
+    begun_s = posted_s.copy()
     for transfer in checked.matching.transfers:
-        both = max(rows[transfer.source].posted_s, rows[transfer.target].posted_s)
-        for side in (transfer.source, transfer.target):
-            begins[side] = max(begins.get(side, 0.0), both)
+        sides = [starts[rank] + index for rank, index in (transfer.source, transfer.target)]
+        begun_s[sides] = np.maximum(begun_s[sides], posted_s[sides].max())
     for group in checked.matching.groups:
-        last = max(rows[member].posted_s for member in group.members)
-        begins.update(dict.fromkeys(group.members, last))
-    return [
-        row._replace(begin_s=min(begins[key], row.end_s)) if key in begins else row for key, row in sorted(rows.items())
-    ]
+        members = [starts[rank] + index for rank, index in group.members]
+        begun_s[members] = posted_s[members].max()
+    return np.minimum(begun_s, ended_s)
 
 
 def _prepare(context: RankContext, key: str, schedule: RankSchedule) -> None:

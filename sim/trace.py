@@ -1,18 +1,24 @@
-"""What a player did: one row per op, in seconds since the step began. Both players write the same rows."""
+"""What a player did: when every op was posted, began and ended. Both players fill the same columns."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, BinaryIO, Literal, NamedTuple
+from itertools import accumulate, pairwise, repeat
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from sim.files import Kind
-from sim.schedule.ir.ops import Part
+from sim.kept import kept
+from sim.schedule.ir.ops import Communication, Part
+from sim.schedule.ir.program import Program, Schedule
 
 Player = Literal["simulated", "executed"]
+Times: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 _TAIL_BYTES = 4096
 """At the end of a Chrome trace, in which what it says of its schedules lies."""
 
@@ -43,29 +49,124 @@ class Row(NamedTuple):
         return self.end_s - self.begin_s
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """All rows of one step, by rank and op."""
+class Ops:
+    """What the ops of a schedule are: columns over all ranks in turn, each in the order of its program.
 
-    player: Player
-    schedule_hash: str
-    num_ranks: int
-    rows: list[Row]
+    A column is made when it is first read.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs = programs
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each rank begins, and where the last one ends."""
+        return [0, *accumulate(len(program.ops) for program in self._programs)]
+
+    @cached_property
+    def streams(self) -> list[str]:
+        """The stream of each op."""
+        return [op.stream for program in self._programs for op in program.ops]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The name of each op's kind."""
+        return [type(op).__name__ for program in self._programs for op in program.ops]
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The pass of each op."""
+        return [op.part for program in self._programs for op in program.ops]
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The name of each op for people."""
+        return [op.label for program in self._programs for op in program.ops]
+
+    @cached_property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each op gives to the network."""
+        return [
+            sum(map(program.nbytes, op.reads)) if isinstance(op, Communication) else 0
+            for program in self._programs
+            for op in program.ops
+        ]
+
+    def __getstate__(self) -> dict[str, list[Any]]:
+        """Return all columns: a pickle is of them, not of the programs."""
+        return {name: getattr(self, name) for name, at in vars(Ops).items() if isinstance(at, cached_property)}
+
+
+@kept
+def ops_of(schedule: Schedule) -> Ops:
+    """Return what the ops of a schedule are; the same columns for all of its traces."""
+    return Ops(schedule.programs)
+
+
+class Recorded(NamedTuple):
+    """What a trace knows of its schedule where that is not at hand."""
+
+    hash: str
+    ops: Ops
+
+
+class Trace:
+    """When every op of one step was posted, began and ended: columns beside the schedule, in the order of ``Ops``."""
+
+    def __init__(
+        self,
+        player: Player,
+        schedule: Schedule | Recorded,
+        posted_s: Times,
+        begun_s: Times,
+        ended_s: Times,
+        ran: Sequence[str] = (),
+    ) -> None:
+        self.player: Player = player
+        self.posted_s, self.begun_s, self.ended_s = posted_s, begun_s, ended_s
+        """(ops,), in seconds since the step began; what they mean, and ``ran``, is said at ``Row``."""
+        self.ran = ran
+        """Empty where the player does not know."""
+        self._schedule = schedule
+
+    @cached_property
+    def ops(self) -> Ops:
+        """What the ops are."""
+        return self._schedule.ops if isinstance(self._schedule, Recorded) else ops_of(self._schedule)
+
+    @property
+    def schedule_hash(self) -> str:
+        """The hash of the schedule, which is computed when it is first asked for."""
+        return self._schedule.hash
+
+    @property
+    def num_ranks(self) -> int:
+        """P, the number of ranks."""
+        return len(self.ops.starts) - 1
 
     @property
     def step_time_s(self) -> float:
         """Time from the common start to the end of the last op of any rank."""
-        return max((row.end_s for row in self.rows), default=0.0)
+        return float(self.ended_s.max(initial=0.0))
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """All ops, by rank and number; made when first read."""
+        ops, count = self.ops, len(self.ended_s)
+        numbers = [(rank, op) for rank, (a, b) in enumerate(pairwise(ops.starts)) for op in range(b - a)]
+        columns = (ops.streams, ops.kinds, ops.parts, ops.labels)
+        times = (column.tolist() for column in (self.posted_s, self.begun_s, self.ended_s))
+        others = (self.ran or repeat("", count), ops.sent_bytes)
+        return [Row(*number, *of_op) for number, *of_op in zip(numbers, *columns, *times, *others, strict=True)]
 
     def of_rank(self, rank: int) -> list[Row]:
         """Return the rows of one rank in the order of its program."""
-        return self._by_rank[rank]
+        return self.rows[slice(*self.ops.starts[rank : rank + 2])]
 
-    @cached_property
-    def _by_rank(self) -> list[list[Row]]:
-        found: list[list[Row]] = [[] for _ in range(self.num_ranks)]
-        for row in self.rows:
-            found[row.rank].append(row)
-        return found
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the schedule, which may be built by what no pickle can hold."""
+        of = Recorded(self.schedule_hash, self.ops)
+        return Trace, (self.player, of, self.posted_s, self.begun_s, self.ended_s, self.ran)
 
 
 class Counter(NamedTuple):

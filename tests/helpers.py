@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 from sim.errors import InputError, ScheduleError
@@ -15,7 +17,7 @@ from sim.mesh import AXES, Axis, Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.trace import Row, Trace
+from sim.trace import Ops, Player, Recorded, Row, Trace
 from sim.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
@@ -170,6 +172,19 @@ def make_cluster_spec(gpus: int = 2, **changes: Any) -> ClusterSpec:
     return msgspec.structs.replace(ClusterSpec(**fields), **changes)
 
 
+def trace_of(rows: Iterable[Row], player: Player = "simulated", schedule_hash: str = "0" * 16, ranks: int = 0) -> Trace:
+    """Return the trace that has such rows, as one that comes out of a pickle: it has no schedule beside it."""
+    found = sorted(rows)
+    counts = [sum(row.rank == rank for row in found) for rank in range(ranks or 1 + max(row.rank for row in found))]
+    assert [row.op for row in found] == [op for count in counts for op in range(count)]
+    _, _, streams, kinds, parts, labels, *times, ran, sent_bytes = map(list, zip(*found, strict=True))
+    ops = Ops(())
+    vars(ops).update(
+        starts=[0, *accumulate(counts)], streams=streams, kinds=kinds, parts=parts, labels=labels, sent_bytes=sent_bytes
+    )
+    return Trace(player, Recorded(schedule_hash, ops), *map(np.array, times), ran)
+
+
 def traces_in(data: bytes) -> list[Trace]:
     """Return the traces that ``to_chrome`` wrote."""
     document = msgspec.json.decode(data)
@@ -179,4 +194,7 @@ def traces_in(data: bytes) -> list[Trace]:
         if event["ph"] == "X":
             fields = dict(event["args"])
             rows[fields.pop("player")].append(Row(**fields))
-    return [Trace(**head, rows=rows[player]) for player, head in heads.items()]
+    return [
+        trace_of(rows[player], head["player"], head["schedule_hash"], head["num_ranks"])
+        for player, head in heads.items()
+    ]

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, assert_never
 
+import numpy as np
 import torch
 
 from runtime.execution.attention_choice import attention_kernel, needs_windows
@@ -27,7 +28,7 @@ from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
 from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
 from sim.schedule.proof.check import RankSchedule
-from sim.trace import Row
+from sim.trace import Times
 
 ISSUE_S = 200e-6
 """What issuing an op takes a slow host."""
@@ -36,8 +37,11 @@ ISSUE_S = 200e-6
 class Executed(NamedTuple):
     """What one rank did in one step."""
 
-    rows: list[Row]
-    """Times since ``start_s``; group ops begin when posted here, since one rank cannot see the others."""
+    posted_s: Times
+    """(ops,), since ``start_s``. When group ops begin is not known here, since one rank cannot see the others."""
+    ended_s: Times
+    ran: list[str]
+    """Per op the implementation, empty where there is but one."""
     start_s: float
     """On the clock of the host."""
     peak_bytes: int
@@ -91,17 +95,11 @@ class RankPlayer:
         start_s = self._streams.start()
         if ahead:
             self._streams.get_ahead(len(self._program.ops) * ISSUE_S)
-        ran, sent = self._issue(self._streams, storage, events)
+        ran = self._issue(self._streams, storage, events)
         for index, event in enumerate(events):  # in turn, so that a watcher sees which op does not end
             self._wait(index, [event])
-        rows = []
-        for index, (op, event) in enumerate(zip(self._program.ops, events, strict=True)):
-            posted_s, end_s = (at - start_s for at in event.times())
-            kind = type(op).__name__
-            times = (posted_s, posted_s, end_s)
-            done = (ran.get(index, ""), sent.get(index, 0))
-            rows.append(Row(self._program.rank, index, op.stream, kind, op.part, op.label, *times, *done))
-        return Executed(rows, start_s, storage.peak_bytes, most_allocated(self._device) - others)
+        posted_s, ended_s = np.array([event.times() for event in events]).reshape(-1, 2).T - start_s
+        return Executed(posted_s, ended_s, ran, start_s, storage.peak_bytes, most_allocated(self._device) - others)
 
     def _fresh(self) -> Storage:
         """Return a storage that holds the inputs and nothing else."""
@@ -127,10 +125,9 @@ class RankPlayer:
                 event.wait()
             self._progress(index, False)
 
-    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> tuple[dict[int, str], dict[int, int]]:
-        """Issue all ops in order; return the names of the kernels that ran, and the bytes that were sent, by op."""
-        ran: dict[int, str] = {}
-        sent: dict[int, int] = {}
+    def _issue(self, streams: Streams, storage: Storage, events: list[Event]) -> list[str]:
+        """Issue all ops in order; return per op the name of the kernel that ran, there once the op has ended."""
+        ran = [""] * len(self._program.ops)
 
         def kernel(index: int, op: Kernel) -> list[torch.distributed.Work]:
             ran[index] = run_kernel(op, storage, self._attention)
@@ -151,10 +148,9 @@ class RankPlayer:
             elif isinstance(op, HostCopy):
                 events.append(streams.issue(op.stream, host_copy(op, storage), after))
             elif isinstance(op, Exchange | Collective):
-                sent[index] = sum(storage.read(view).nbytes for view in op.reads)
                 events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))
             elif isinstance(op, HostSync):
                 events.append(streams.synchronize(after))
             else:
                 assert_never(op)
-        return ran, sent
+        return ran

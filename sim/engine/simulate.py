@@ -21,10 +21,9 @@ from sim.engine.lowered import Lowered, Stretch, Times
 from sim.errors import InputError, ScheduleError
 from sim.native.library import UnavailableError
 from sim.profile import Profile
-from sim.schedule.ir import ops
 from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked
-from sim.trace import Row, Trace
+from sim.trace import Trace
 from topology.cluster import Cluster
 
 Engine = Literal["auto", "simpy", "native"]
@@ -109,7 +108,7 @@ class Prepared:
                 f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below "
                 f"{cluster.spec.gpu.communication_sms}"
             )
-        trace = _trace(self.checked, times)
+        trace = Trace("simulated", schedule, *times)
         return Simulation(self.checked, cluster, profile, jitter, cost, trace, engine)
 
     def _times(self, cluster: Cluster, cost: CostModel, stretch: Stretch, engine: Engine) -> Times:
@@ -149,15 +148,3 @@ def simulate(
     """
     placed = cluster if placement is None else Cluster(cluster.spec, placement)
     return Prepared(checked).play(placed, profile, jitter, engine)
-
-
-def _trace(checked: Checked, times: Times) -> Trace:
-    rows, at = [], zip(*(column.tolist() for column in times), strict=True)
-    for program in checked.schedule.programs:
-        for index, op in enumerate(program.ops):
-            nbytes = sum(map(program.nbytes, op.reads)) if isinstance(op, ops.Communication) else 0
-            posted, begun, ended = next(at)
-            what = (program.rank, index, op.stream, type(op).__name__, op.part, op.label)
-            rows.append(Row(*what, posted, begun, ended, "", nbytes))
-    ranks = checked.schedule.num_ranks
-    return Trace(player="simulated", schedule_hash=checked.schedule.hash, num_ranks=ranks, rows=rows)

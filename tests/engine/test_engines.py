@@ -206,7 +206,7 @@ def test_engines_are_chosen_by_name() -> None:
         make_checked("zigzag", Workload(model=make_model(8, 4), seq=64), 4),
         Cluster(load_cluster("hgx-h100")),
     )
-    found = [simulate(checked, cluster, None, engine=engine).trace for engine in ("auto", "native", "simpy")]
+    found = [simulate(checked, cluster, None, engine=engine).trace.rows for engine in ("auto", "native", "simpy")]
     assert found[0] == found[1] == found[2]
 
 

@@ -72,7 +72,7 @@ def test_ranks_run_where_they_are_placed() -> None:
     slow = simulate(two, cluster, None, placement=(3, 2)).trace
     assert slow.step_time_s == pytest.approx(2 * (2 * BLOCK_S + MERGE_S), rel=1e-6), "its second block ends last"
     again = simulate(ring(4), cluster, None, placement=range(4))
-    assert again.trace == simulate(ring(4), cluster, None).trace
+    assert again.trace.rows == simulate(ring(4), cluster, None).trace.rows
 
 
 @pytest.mark.parametrize("placement", [(0, 0), (0, 4), (-1, 0)])

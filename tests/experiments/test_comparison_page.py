@@ -16,7 +16,7 @@ from sim.engine.simulate import simulate
 from sim.trace import Player, Trace
 from sim.workload import Workload
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
-from tests.helpers import make_checked, make_cluster_spec, make_model
+from tests.helpers import make_checked, make_cluster_spec, make_model, trace_of
 from topology.cluster import Cluster
 from topology.specs import HbmSpec
 
@@ -26,7 +26,7 @@ def scaled(trace: Trace, factor: float, player: Player = "executed") -> Trace:
         row._replace(posted_s=factor * row.posted_s, begin_s=factor * row.begin_s, end_s=factor * row.end_s)
         for row in trace.rows
     ]
-    return msgspec.structs.replace(trace, player=player, rows=rows)
+    return trace_of(rows, player, trace.schedule_hash)
 
 
 def make_comparison(name: str = "ring", ranks: int = 2) -> tuple[Comparison, Trace, Trace]:
@@ -109,7 +109,8 @@ def test_the_page_loads_nothing() -> None:
 def test_no_text_breaks_out() -> None:
     found, simulated, executed = make_comparison()
     evil = [
-        msgspec.structs.replace(t, rows=[row._replace(label=HOSTILE) for row in t.rows]) for t in (simulated, executed)
+        trace_of([row._replace(label=HOSTILE) for row in trace.rows], trace.player, trace.schedule_hash)
+        for trace in (simulated, executed)
     ]
     evidence = msgspec.structs.replace(found.report.evidence, notes=[HOSTILE])
     found = msgspec.structs.replace(found, report=msgspec.structs.replace(found.report, evidence=evidence))
@@ -123,7 +124,7 @@ def test_no_text_breaks_out() -> None:
 def test_traces_of_different_schedules_are_refused() -> None:
     found, simulated, executed = make_comparison()
     with pytest.raises(AssertionError, match="different schedules"):
-        page("", found, simulated, msgspec.structs.replace(executed, schedule_hash="another"))
+        page("", found, simulated, trace_of(executed.rows, "executed", "another"))
 
 
 def test_a_kind_that_takes_no_time() -> None:

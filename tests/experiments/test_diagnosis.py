@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from experiments.evidence.diagnosis import diagnosis
 from sim.trace import Player, Row, Trace
+from tests.helpers import trace_of
 
 
 def trace(player: Player, *times: tuple[float, float]) -> Trace:
     """One rank whose op i runs from times[i][0] to times[i][1]."""
     rows = [Row(0, op, "compute", "Gemm", "forward", f"op{op}", a, a, b) for op, (a, b) in enumerate(times)]
-    return Trace(player=player, schedule_hash="x", num_ranks=1, rows=rows)
+    return trace_of(rows, player)
 
 
 SIMULATED = trace("simulated", (0.0, 1.0), (1.0, 2.0), (2.0, 4.0))

@@ -30,9 +30,10 @@ from sim.errors import InputError, LengthError
 from sim.schedule.methods.single_op import Attended, Sent
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
-from sim.trace import Row, Trace
+from sim.trace import Row
 from tests.experiments.case_files import OPS, OWN, one_case
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
+from tests.helpers import trace_of
 
 
 def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> CasePrediction:
@@ -152,7 +153,7 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
         Row(1, 0, "compute", "Attend", "forward", "", posted_s=1.0, begin_s=5.0, end_s=8.0),
         Row(1, 1, "link", "Exchange", "forward", "", posted_s=0.0, begin_s=0.0, end_s=7.0),
     ]
-    trace = Trace(player="simulated", schedule_hash="", num_ranks=2, rows=rows)
+    trace = trace_of(rows)
     case = Case("group", Setup(), 1.0)
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
 
