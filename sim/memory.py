@@ -8,18 +8,23 @@ and stay.
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
-from sim.options import Place
+import numpy as np
+
+from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.ir.declare import touched
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Kernel
 from sim.schedule.ir.program import Program
-from sim.schedule.ir.views import Buffer, Category
+from sim.schedule.ir.views import Category
 from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Trace
+
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Booleans: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Lifetime(NamedTuple):
@@ -47,78 +52,97 @@ class MemoryWalk(NamedTuple):
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     """Return the lifetime of every buffer. The runtime allocates and frees by the same list."""
+    first, end, unseen = _spans(program, dependencies)
+    spans = enumerate(zip(first.tolist(), end.tolist(), strict=True))
+    return [Lifetime(*span, frozenset(unseen.get(buffer, ()))) for buffer, span in spans]
+
+
+class _Spans(NamedTuple):
+    """Lifetimes as columns: (buffers,), and the streams of those that have any unseen."""
+
+    first: Integers
+    end: Integers
+    unseen: dict[int, set[str]]
+
+
+def _spans(program: Program, dependencies: Dependencies) -> _Spans:
     count = len(program.ops)
-    first = [count] * len(program.buffers)
-    end = [0] * len(program.buffers)
-    unseen: list[set[str]] = [set() for _ in program.buffers]
-    behind = _first_behind(program, dependencies)
-    for index, op in enumerate(program.ops):
-        safe, seen = (index + 1, True) if op.stream == COMPUTE else behind[index]
-        for view in (*op.reads, *op.writes):
-            first[view.buffer] = min(first[view.buffer], index)
-            end[view.buffer] = max(end[view.buffer], safe)
-            if not seen:
-                unseen[view.buffer].add(op.stream)
-    for port in program.inputs:
-        first[port.view.buffer], end[port.view.buffer] = 0, count
-    for port in program.outputs:
-        end[port.view.buffer] = count
-    return [Lifetime(begin, over, frozenset(of)) for begin, over, of in zip(first, end, unseen, strict=True)]
+    of_ops = [touched(type(op))(op) for op in program.ops]
+    ops = np.repeat(np.arange(count), np.fromiter(map(len, of_ops), np.int64, count))
+    buffers = np.fromiter(chain.from_iterable(of_ops), np.int64, len(ops))
+    safe, seen = _safe(program, dependencies)
+    first, end = np.full(len(program.buffers), count), np.zeros(len(program.buffers), np.int64)
+    np.minimum.at(first, buffers, ops)
+    np.maximum.at(end, buffers, safe[ops])
+    unseen: dict[int, set[str]] = {}
+    for buffer, op in zip(buffers[~seen[ops]].tolist(), ops[~seen[ops]].tolist(), strict=True):
+        unseen.setdefault(buffer, set()).add(program.ops[op].stream)
+    given = [port.view.buffer for port in program.inputs]
+    first[given] = 0
+    end[given + [port.view.buffer for port in program.outputs]] = count
+    return _Spans(first, end, unseen)
 
 
-def _first_behind(program: Program, dependencies: Dependencies) -> list[tuple[int, bool]]:
-    """Return per op the first kernel that is ordered behind it, and True; if there is none, as on a rank that passes
-    keys on without attending to them, the next op of its stream or else the program's end, and False.
+def _safe(program: Program, dependencies: Dependencies) -> tuple[Integers, Booleans]:
+    """Return per op before which other its buffers may be given back, and whether that is known to come behind it.
+
+    Behind a kernel any later op does. Behind another op the first kernel that is ordered behind it does; if there is
+    none, as on a rank that passes keys on without attending to them, it is the next op of its stream or else the
+    program's end.
     """
-    found = [(len(program.ops), False)] * len(program.ops)
-    unseen: dict[str, deque[int]] = {}
+    count = len(program.ops)
+    of_stream: dict[str, list[int]] = {}
     for index, op in enumerate(program.ops):
-        if op.stream != COMPUTE:
-            unseen.setdefault(op.stream, deque()).append(index)
-            continue
-        for stream, ended in dependencies.known[index].items():
-            of_stream = unseen.get(stream, ())
-            while of_stream and of_stream[0] <= ended:
-                found[of_stream.popleft()] = index, True
-    for of_stream in unseen.values():
-        for index, following in pairwise(of_stream):
-            found[index] = following, False
-    return found
+        of_stream.setdefault(op.stream, []).append(index)
+    safe, seen = np.arange(1, count + 1), np.ones(count, bool)
+    kernels = np.array([*of_stream.pop(COMPUTE, []), count])
+    known = [dependencies.known[index] for index in kernels[:-1]]
+    for stream, indices in of_stream.items():
+        ended = [at_kernel.get(stream, -1) for at_kernel in known]  # grows, since kernels follow each other
+        safe[indices] = kernels[np.searchsorted(ended, indices)]
+        seen[indices] = safe[indices] < count
+        safe[indices] = np.where(seen[indices], safe[indices], [*indices[1:], count])
+    return safe, seen
 
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     """Return the HBM in use while each op of one rank runs, and its peak by category."""
-    alive: dict[Place, list[tuple[Buffer, Lifetime]]] = {"hbm": [], "host": [], "pageable": []}
-    for buffer, span in zip(program.buffers, lifetimes(program, dependencies), strict=True):
-        if span.first < span.end:
-            alive[buffer.place].append((buffer, span))
+    first, end, _ = _spans(program, dependencies)
     workspace = [workspace_bytes(op, program) if isinstance(op, Kernel) else 0 for op in program.ops]
-    buffers, pinned, pageable = (_held(of_place, len(program.ops)) for of_place in alive.values())
-    in_use = [held + own for held, own in zip(buffers, workspace, strict=True)]
-    peak = max(in_use, default=0)
-    at_peak = in_use.index(peak) if in_use else 0
+    nbytes = [buffer.nbytes for buffer in program.buffers]
+    exact = np.int64 if sum(nbytes) + max(workspace, default=0) < 2**63 else object  # else Python's integers
+    sizes = np.array(nbytes, exact)
+    on_gpu = np.array([buffer.place == "hbm" for buffer in program.buffers], bool)
+
+    def held(which: Booleans) -> Any:
+        """Return the bytes of some buffers that are alive at each op."""
+        change = np.zeros(len(program.ops) + 1, exact)
+        np.add.at(change, first[which], sizes[which])
+        np.subtract.at(change, end[which], sizes[which])
+        return np.cumsum(change[:-1])
+
+    alive = first < end
+    buffers = held(alive & on_gpu)
+    in_use = buffers + np.array(workspace, exact)
     by_category: dict[Category, int] = {}
-    if in_use:
+    if program.ops:
+        at_peak = int(in_use.argmax())
         attends = isinstance(program.ops[at_peak], Attend | AttendBackward)
         by_category["attention" if attends else "other"] = workspace[at_peak]
-    for buffer, span in alive["hbm"]:
-        if span.first <= at_peak < span.end:
-            by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
-    return MemoryWalk(
-        in_use, peak, max(buffers, default=0), by_category, max(map(sum, zip(pinned, pageable, strict=True)), default=0)
-    )
+        for number in np.flatnonzero(on_gpu & (first <= at_peak) & (at_peak < end)):
+            category = program.buffers[number].category
+            by_category[category] = by_category.get(category, 0) + nbytes[number]
+    peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held(alive & ~on_gpu))]
+    return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2])
 
 
-def _held(alive: list[tuple[Buffer, Lifetime]], count: int) -> list[int]:
-    """Return the bytes of buffers that are alive at each of so many ops."""
-    change = [0] * (count + 1)
-    for buffer, span in alive:
-        change[span.first] += buffer.nbytes
-        change[span.end] -= buffer.nbytes
-    return list(accumulate(change[:-1]))
+@kept
+def walks(checked: Checked) -> list[MemoryWalk]:
+    """Return the walk of every rank; it depends on the schedule only, and so is kept for all that is asked of it."""
+    return [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
 
 
 def counters(checked: Checked, trace: Trace) -> list[Counter]:
     """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds."""
-    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
-    return [Counter(row.rank, row.begin_s, walks[row.rank].in_use[row.op]) for row in trace.rows]
+    of_ranks = walks(checked)
+    return [Counter(row.rank, row.begin_s, of_ranks[row.rank].in_use[row.op]) for row in trace.rows]

@@ -14,7 +14,7 @@ from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, size
 from sim.engine.report import Report
 from sim.errors import InputError
-from sim.memory import walk
+from sim.memory import walks
 from sim.profile import Profile
 from sim.schedule.proof.check import Checked
 from sim.setup.prediction import Prediction
@@ -157,7 +157,7 @@ def laid_side_by_side(
     times = [trace.step_time_s for trace in traces]
     kinds = _kinds(simulated, traces)
     errors = {f"{row.kind} {row.part}": row.times.simulated_s - row.times.median_s for row in kinds}
-    walks = [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    walked = walks(checked)
     median = median_step(steps)
     return Comparison(
         schedule_hash=checked.schedule.hash,
@@ -165,9 +165,9 @@ def laid_side_by_side(
         step_times_s=times,
         kinds=kinds,
         peak_bytes=Peak(
-            simulated=max(found.buffer_peak_bytes for found in walks),
+            simulated=max(found.buffer_peak_bytes for found in walked),
             executed=max(median.peak_bytes),
-            simulated_hbm=max(found.peak_bytes for found in walks),
+            simulated_hbm=max(found.peak_bytes for found in walked),
             allocated=max(median.allocated_bytes),
         ),
         diagnosis=diagnosis(errors, drift, simulated, median.trace),

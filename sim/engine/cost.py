@@ -8,10 +8,10 @@ from functools import cache
 from typing import NamedTuple
 
 from sim.engine.collectives import link_name, link_traffic, slowest_link
-from sim.engine.kept import kept
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
+from sim.kept import kept_of_recent
 from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
@@ -253,7 +253,7 @@ def _kind(op: Op) -> str:
     return op.name if isinstance(op, Collective) else op.meta.kernel
 
 
-@kept
+@kept_of_recent
 def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
     """Return a profile's times as efficiencies relative to the machine that it was measured on."""
     spec = measured_cluster(profile)
@@ -288,7 +288,7 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     return figures
 
 
-@kept
+@kept_of_recent
 def measured_cluster(profile: Profile) -> ClusterSpec:
     """Return the spec of the machine that a profile was measured on; raises InputError if it carries none."""
     return converted(

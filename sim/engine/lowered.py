@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.errors import InputError
+from sim.kept import kept
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.derive.matching import Group, Key, Transfer
 from sim.schedule.ir import ops
@@ -165,6 +166,12 @@ class Lowered:
 
     def _numbers(self, keys: Iterable[Key]) -> Array:
         return np.array([self.first[rank] + index for rank, index in keys], INT)
+
+
+@kept
+def lowered(checked: Checked) -> Lowered:
+    """Return the arrays of a checked schedule; the same on every call."""
+    return Lowered(checked)
 
 
 class _RankColumns:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import msgspec
+import numpy as np
 
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
-from sim.engine.lowered import part_bytes
+from sim.engine.lowered import lowered
 from sim.engine.simulate import Simulation
-from sim.memory import MemoryWalk, walk
-from sim.schedule.ir.ops import OFFLOAD, Collective, HostCopy
+from sim.kept import kept
+from sim.memory import MemoryWalk, walks
+from sim.schedule.ir.ops import OFFLOAD, CollectiveName
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
+from sim.workload import Dtype
 from topology.cluster import Cluster
 from topology.fabrics import socket_of
 
@@ -64,9 +71,9 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     step_s = trace.step_time_s
     critical = critical_rank(trace)
     parts = breakdown(trace, critical)
-    walks = [walk(p, d) for p, d in zip(schedule.programs, checked.dependencies, strict=True)]
-    most = max(walks, key=lambda found: found.peak_bytes)
-    beyond_dram = _beyond_dram(walks, cluster)
+    walked = walks(checked)
+    most = max(walked, key=lambda found: found.peak_bytes)
+    beyond_dram = _beyond_dram(walked, cluster)
     lower = floors(checked, cluster)
     peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
@@ -75,8 +82,8 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         tokens_per_s_per_gpu=replicas * workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
-        peak_host_bytes=max(found.host_peak_bytes for found in walks),
-        fits=False if beyond_dram or _beyond_hbm(walks, cluster) else None,
+        peak_host_bytes=max(found.host_peak_bytes for found in walked),
+        fits=False if beyond_dram or _beyond_hbm(walked, cluster) else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
         critical_rank=critical,
@@ -87,20 +94,20 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     )
 
 
-def _beyond_hbm(walks: list[MemoryWalk], cluster: Cluster) -> bool:
+def _beyond_hbm(walked: list[MemoryWalk], cluster: Cluster) -> bool:
     """Return whether some memory is too small for what is in it: a GPU has its own, the ranks of a host share one."""
-    peaks = [found.peak_bytes for found in walks]
+    peaks = [found.peak_bytes for found in walked]
     held = sum(peaks) if cluster.spec.gpu.kind == "cpu" else max(peaks)
     return held > cluster.spec.hbm.capacity_bytes
 
 
-def _beyond_dram(walks: list[MemoryWalk], cluster: Cluster) -> list[str]:
+def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:
     """Return a note for each socket whose memory is less than what its ranks keep there."""
     spec = cluster.spec
     if spec.socket is None:
         return []
     held: dict[int, int] = {}
-    for device, found in zip(cluster.devices, walks, strict=False):
+    for device, found in zip(cluster.devices, walked, strict=False):
         socket = socket_of(spec, device.number)
         held[socket] = held.get(socket, 0) + found.host_peak_bytes
     room = spec.socket.dram.capacity_bytes
@@ -121,40 +128,69 @@ def _model_flops(checked: Checked) -> float:
     return flops * (workload.forward + 2 * workload.backward)
 
 
+class _Work(NamedTuple):
+    """What a schedule asks of any machine, in all."""
+
+    flops: list[Counter[Dtype]]
+    """Per rank."""
+    sent_bytes: Counter[tuple[int, int]]
+    """Of messages, by source and target."""
+    collectives: Counter[tuple[CollectiveName, tuple[int, ...], int]]
+    """How many there are over some ranks of some bytes, as ``link_traffic`` takes them."""
+    host_bytes: Counter[tuple[int, bool]]
+    """Of copies, by rank and whether they go to its host."""
+
+
+@kept
+def _work(checked: Checked) -> _Work:
+    arrays = lowered(checked)
+    found = _Work([Counter() for _ in checked.kernels], Counter(), Counter(), Counter())
+    uses = arrays.uses.found
+    of_ranks = np.bincount((arrays.op_rank * len(uses) + arrays.op_use)[arrays.op_use >= 0])
+    for number in np.flatnonzero(of_ranks).tolist():
+        rank, use = divmod(number, len(uses))
+        found.flops[rank][uses[use].dtype] += uses[use].flops * int(of_ranks[number])
+    for message, count in zip(arrays.messages, np.bincount(arrays.transfer_message).tolist(), strict=True):
+        found.sent_bytes[message.source, message.target] += message.nbytes * count
+    for (call, op), count in zip(arrays.calls, np.bincount(arrays.group_call).tolist(), strict=True):
+        found.collectives[op.name, call.ranks, call.nbytes] += count
+    copies = np.bincount(arrays.op_copy[arrays.op_copy >= 0]).tolist()
+    for (program, op), count in zip(arrays.copies.found, copies, strict=True):
+        found.host_bytes[program.rank, op.stream == OFFLOAD] += program.nbytes(op.source) * count
+    return found
+
+
 def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
     """Return lower bounds of the step: the most loaded device at its peak, the most loaded link of each kind."""
-    schedule = checked.schedule
+    work = _work(checked)
     own: list[float] = []
     shared: dict[int, float] = {}
-    for rank, uses in enumerate(checked.kernels):
+    for rank, of_rank in enumerate(work.flops):
         device = cluster.devices[rank]
-        busy_s = sum(use.flops / cluster.peak_flops_per_s(rank, use.dtype) for use in uses if use)
+        busy_s = sum(flops / cluster.peak_flops_per_s(rank, dtype) for dtype, flops in of_rank.items())
         at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
         own.append(busy_s)
         shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
     lower = {"compute": max([*own, *shared.values()], default=0.0)}
     load: dict[int, float] = {}
-    for transfer in checked.matching.transfers:
-        for link, nbytes in cluster.route(transfer.source[0], transfer.target[0]).load(transfer.nbytes).items():
-            load[link] = load.get(link, 0.0) + nbytes
-    for group in checked.matching.groups:
-        rank, index = group.members[0]
-        op = schedule.program(rank).ops[index]
-        assert isinstance(op, Collective)
-        ranks = tuple(member for member, _ in group.members)
-        traffic = link_traffic(op.name, ranks, part_bytes(schedule.programs, group.members), cluster)
-        for link, nbytes in traffic.nbytes.items():
-            load[link] = load.get(link, 0.0) + nbytes
-    for program in schedule.programs:
-        for op in program.ops:
-            if isinstance(op, HostCopy) and cluster.spec.gpu.kind == "cuda":
-                route = cluster.host_route(program.rank, to_host=op.stream == OFFLOAD)
-                for link, nbytes in route.load(program.nbytes(op.source)).items():
-                    load[link] = load.get(link, 0.0) + nbytes
+    for more, times in _loads(work, cluster):
+        for link, nbytes in more.items():
+            load[link] = load.get(link, 0.0) + nbytes * times
     for link, nbytes in load.items():
         resource = cluster.resources[link]
         lower[resource.group] = max(lower.get(resource.group, 0.0), nbytes / resource.capacity)
     return dict(sorted(lower.items()))
+
+
+def _loads(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:
+    """Yield bytes per link, and how many times they pass it."""
+    for pair, nbytes in work.sent_bytes.items():
+        yield cluster.route(*pair).load(nbytes), 1
+    for (name, ranks, nbytes), count in work.collectives.items():
+        yield link_traffic(name, ranks, nbytes, cluster).nbytes, count
+    if cluster.spec.gpu.kind == "cuda":
+        for (rank, to_host), nbytes in work.host_bytes.items():
+            yield cluster.host_route(rank, to_host=to_host).load(nbytes), 1
 
 
 def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:

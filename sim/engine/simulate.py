@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from functools import cache
 from random import Random
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from sim.engine import native
 from sim.engine.cost import CostModel
-from sim.engine.lowered import Lowered, Stretch, Times
+from sim.engine.lowered import Lowered, Stretch, Times, lowered
 from sim.errors import InputError, ScheduleError
 from sim.native.library import UnavailableError
 from sim.profile import Profile
@@ -80,9 +79,7 @@ class Prepared:
     @property
     def lowered(self) -> Lowered:
         """The schedule as arrays; kept as long as the schedule is."""
-        if self.checked not in _LOWERED:
-            _LOWERED[self.checked] = Lowered(self.checked)
-        return _LOWERED[self.checked]
+        return lowered(self.checked)
 
     def play(
         self,
@@ -127,9 +124,6 @@ class Prepared:
 @cache
 def _say_once(why: str) -> None:
     _LOG.warning("the SimPy engine plays, which takes about fifty times as long: %s", why)
-
-
-_LOWERED: WeakKeyDictionary[Checked, Lowered] = WeakKeyDictionary()
 
 
 def simulate(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sim.memory import lifetimes, walk
-from sim.schedule.derive.dependencies import derive
+from sim.memory import Lifetime, lifetimes, walk, walks
+from sim.schedule.derive.dependencies import Dependencies, derive
+from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, Message
-from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, HostSync, Kernel, Message
+from sim.schedule.ir.program import Communicator, Program
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_model, sweep_but
@@ -66,6 +70,98 @@ def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str
     assert uses or (VARIANTS | OFFLOADED)[name].schedule == "single"
     if name == "ring":  # causal: the first ranks pass keys on to which they do not attend
         assert 0 < told < uses
+
+
+def lifetimes_by_the_op(program: Program, dependencies: Dependencies) -> list[Lifetime]:
+    """The lifetimes, by a pass over the ops."""
+    count = len(program.ops)
+    behind = [(count, False)] * count
+    waiting: dict[str, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        if op.stream != COMPUTE:
+            waiting.setdefault(op.stream, []).append(index)
+            continue
+        for stream, ended in dependencies.known[index].items():
+            of_stream = waiting.get(stream, [])
+            while of_stream and of_stream[0] <= ended:
+                behind[of_stream.pop(0)] = index, True
+    for of_stream in waiting.values():
+        for index, following in pairwise(of_stream):
+            behind[index] = following, False
+    first, end = [count] * len(program.buffers), [0] * len(program.buffers)
+    unseen: list[set[str]] = [set() for _ in program.buffers]
+    for index, op in enumerate(program.ops):
+        safe, seen = (index + 1, True) if op.stream == COMPUTE else behind[index]
+        for view in (*op.reads, *op.writes):
+            first[view.buffer] = min(first[view.buffer], index)
+            end[view.buffer] = max(end[view.buffer], safe)
+            if not seen:
+                unseen[view.buffer].add(op.stream)
+    for port in (*program.inputs, *program.outputs):
+        end[port.view.buffer] = count
+    for port in program.inputs:
+        first[port.view.buffer] = 0
+    return [Lifetime(begin, over, frozenset(of)) for begin, over, of in zip(first, end, unseen, strict=True)]
+
+
+def same_as_by_the_op(program: Program, dependencies: Dependencies) -> None:
+    """Assert that lifetimes and walk are those of a pass over the ops."""
+    spans = lifetimes_by_the_op(program, dependencies)
+    assert lifetimes(program, dependencies) == spans
+    found, host, buffers = walk(program, dependencies), [0], [0]
+    for index, op in enumerate(program.ops):
+        alive = [b for b, span in zip(program.buffers, spans, strict=True) if span.first <= index < span.end]
+        buffers.append(sum(buffer.nbytes for buffer in alive if buffer.place == "hbm"))
+        host.append(sum(buffer.nbytes for buffer in alive if buffer.place != "hbm"))
+        own = workspace_bytes(op, program) if isinstance(op, Kernel) else 0
+        assert found.in_use[index] == buffers[-1] + own
+    assert found.buffer_peak_bytes == max(buffers)
+    assert found.host_peak_bytes == max(host)
+    assert found.peak_bytes == max(found.in_use, default=0) == sum(found.by_category.values())
+
+
+@pytest.mark.parametrize(
+    "name", sweep_but({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED])
+)
+def test_columns_say_what_a_pass_over_the_ops_says(name: str) -> None:
+    for ranks in (1, 4):
+        checked = checked_or_refused(name, Workload(model=make_model(8, 4), seq=32, scope="layer", layers=2), ranks)
+        if checked:
+            for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):
+                same_as_by_the_op(program, dependencies)
+
+
+@given(st.lists(st.tuples(st.sampled_from(("copy", "a", "b", "sync")), st.integers(0, 5), st.integers(0, 5))))
+def test_so_they_do_of_random_programs(steps: list[tuple[str, int, int]]) -> None:
+    b = ProgramBuilder(0, Workload(model=make_model(4, 4, head_dim=8), seq=8))
+    q = b.input("q", (Span(0, 4),), Span(0, 4))
+    views = [q, *(b.like(f"buffer {number}", q, "other") for number in range(5))]
+    for what, source, target in steps:
+        if what == "copy":
+            b.add(Accumulate(label="add", source=views[source], into=views[target]))
+        elif what == "sync":
+            b.add(HostSync(streams=("a", "b")[: source % 3]))
+        else:
+            sends, recvs = (Message(1, views[source]),), (Message(1, views[target]),) if target != source else ()
+            b.add(Exchange(label="pass on", communicator=what, sends=sends, recvs=recvs))
+    program = b.build()
+    same_as_by_the_op(program, derive(program))
+
+
+def test_more_bytes_than_a_machine_word_counts() -> None:
+    """Scores of 2^32 tokens in one piece, four types of 2^31 heads: 2^69 bytes and more."""
+    b = ProgramBuilder(0, Workload(model=make_model(4, 4, head_dim=8), seq=8))
+    q = b.input("q", (Span(0, 4),), Span(0, 4))
+    huge = b.buffer("huge", "bshd", (1, 2**32, 2**31, 16), "fp32", "other")
+    b.copy(q, huge[:, :4, :4, :8], "copy")
+    program = b.build()
+    assert walk(program, derive(program)).peak_bytes == 2**69 + 4 * 4 * 8 * 4
+
+
+def test_a_schedule_is_walked_once() -> None:
+    checked = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2)
+    assert walks(checked) is walks(checked)
+    assert walks(checked) == [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
 
 
 def test_categories_and_workspace_at_the_peak() -> None:

@@ -8,7 +8,7 @@ of another data type) are copied there, and so held twice.
 from __future__ import annotations
 
 import math
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
@@ -18,9 +18,14 @@ from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
 QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
 
+_InPlace: TypeAlias = ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Zero
+"""Most kernels: they hold nothing beside their operands."""
+
 
 def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     """Return the largest workspace of a kernel in bytes."""
+    if isinstance(op, _InPlace):
+        return 0
     if isinstance(op, ops.Attend):
         if op.kernel != "flash":
             return _unfused(op, program)
@@ -42,8 +47,6 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         return _copied(op, program, _with_sums(op.x, program))
     if isinstance(op, ops.RmsNormBackward):
         return _copied(op, program, [program.dtype(op.x)] * 2)
-    if isinstance(op, ops.Accumulate | ops.Gemm | ops.SwiGlu | ops.SwiGluBackward | ops.Zero):
-        return 0
     assert_never(op)
 
 
@@ -103,8 +106,9 @@ def _with_sums(view: View, program: Program) -> list[Dtype]:
 
 def _copied(op: ops.Kernel, program: Program, made: list[Dtype]) -> int:
     """Return the bytes of results, of the data types that the kernel makes, that are copied to where they belong."""
-    return sum(
-        math.prod(view.shape) * DTYPE_BYTES[dtype]
-        for view, dtype in zip(op.writes, made, strict=True)
-        if program.dtype(view) != dtype or view.shape != program.buffers[view.buffer].shape
-    )
+    total = 0
+    for view, dtype in zip(op.writes, made, strict=True):
+        buffer, shape = program.buffers[view.buffer], view.shape
+        if buffer.dtype != dtype or shape != buffer.shape:
+            total += math.prod(shape) * DTYPE_BYTES[dtype]
+    return total
