@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple
-
-import networkx as nx
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.errors import InputError
 from sim.presets import load_toml
-from topology.fabrics import FABRIC, Edge, Resource, socket_of, wire
+from topology.fabrics import Edge, climbs, is_socket, socket_of, structural_way
 from topology.host import host_facts, with_facts
+from topology.resources import device_resources, equals, host_dram, resources
 from topology.specs import ClusterSpec
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class Device(NamedTuple):
@@ -43,38 +45,51 @@ class Route(NamedTuple):
         return {index: float(nbytes) * self.resources.count(index) for index in self.resources}
 
 
+class _Way(NamedTuple):
+    """A route between two places in a node, for the nodes of all such pairs."""
+
+    source: tuple[tuple[int, ...], ...]
+    """Per resource in the source's node its index for each node."""
+    target: tuple[tuple[int, ...], ...]
+    """The same in the target's node."""
+    bytes_per_s: float
+    latency_s: float
+
+    def between(self, source: int, target: int) -> Route:
+        """Return the route between two nodes."""
+        passed = [*(index[source] for index in self.source), *(index[target] for index in self.target)]
+        return Route(tuple(passed), self.bytes_per_s, self.latency_s)
+
+
 class Cluster:
     """The machine that a schedule is simulated on. Built once from a spec, never changed.
 
-    With a ``placement`` number i is the device ``placement[i]``, by default i.
+    Nodes are equal but for the numbers of their parts, so what is told of the first one holds for all. With a
+    ``placement`` number i is the device ``placement[i]``, by default i.
     """
 
     def __init__(self, spec: ClusterSpec, placement: Sequence[int] | None = None) -> None:
         self.spec = spec
-        self._graph = wire(spec)
-        self.resources: list[Resource] = []
-        self._index: dict[str, int] = {}
-        wired = [self._device(index) for index in range(spec.nodes * spec.gpus_per_node)]
-        self._placement = range(len(wired)) if placement is None else placement
-        if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(len(wired))):
-            raise InputError(f"placement {placement}: expected different devices among 0 to {len(wired) - 1}")
-        self.devices = [wired[device] for device in self._placement]
-        for _, _, edge in self._graph.edges(data="edge"):
-            for resource in edge.resources:
-                self._add(*resource)
-        self._dram = (
-            [
-                self._add(f"socket[{number}].dram", "dram", spec.socket.dram.bytes_per_s)
-                for number in range(spec.nodes * spec.socket.per_node)
-            ]
-            if spec.socket
-            else []
-        )
-        inside = nx.restricted_view(self._graph, [FABRIC] if FABRIC in self._graph else [], [])
-        self._paths_inside = cache(lambda source: nx.single_source_shortest_path(inside, f"gpu[{source}]"))
-        self._paths_across = cache(lambda source: nx.single_source_shortest_path(self._graph, f"gpu[{source}]"))
+        self.resources = resources(spec)
+        self._index = {resource.name: index for index, resource in enumerate(self.resources)}
+        self._equals = cache(self._find_equals)
+        self._climbs = cache(partial(climbs, spec))
+        self._way = cache(self._find_way)
+        self._host_way = cache(self._find_host_way)
         self._route = cache(self._find_route)
-        self._host_route = cache(self._find_host_route)
+        self._paths = cache(self._find_paths)
+        total = spec.nodes * spec.gpus_per_node
+        self._placement = range(total) if placement is None else placement
+        if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(total)):
+            raise InputError(f"placement {placement}: expected different devices among 0 to {total - 1}")
+        self.devices = [self._device(index) for index in self._placement]
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        """All devices, hubs and links, to be drawn, exported or searched; each edge carries its ``Edge``."""
+        from topology.graph import wire
+
+        return wire(self.spec)
 
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
@@ -84,18 +99,33 @@ class Cluster:
         """Return the routes to a neighbour, to the next node and to the host's memory, as far as there are such."""
         per_node = self.spec.gpus_per_node
         others = [number for number in (1, per_node) if number < self.spec.nodes * per_node]
-        return [self._route(0, other) for other in others] + ([self._host_route(0, True)] if self._dram else [])
+        to_host = [self._host_way(0, True).between(0, 0)] if self.spec.socket else []
+        return [self._route(0, other) for other in others] + to_host
 
     def host_route(self, device: int, *, to_host: bool) -> Route:
         """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
         has no such memory.
         """
-        if not self._dram:
+        if self.spec.socket is None:
             raise InputError(
                 f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
                 f"buffers on the GPUs"
             )
-        return self._host_route(self._placement[device], to_host)
+        node, place = divmod(self._placement[device], self.spec.gpus_per_node)
+        return self._host_way(place, to_host).between(node, node)
+
+    def search(self, source: int, target: int) -> Route:
+        """Return the route between two GPUs of the spec along a shortest path of the graph, where the structure of the
+        fabrics tells none; raises InputError if there is no path.
+        """
+        near = source // self.spec.gpus_per_node == target // self.spec.gpus_per_node
+        path = self._paths(source, near).get(f"gpu[{target}]", [])
+        if len(path) < 2:
+            raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")
+        edges: list[Edge] = [self.graph.edges[a, b]["edge"] for a, b in pairwise(path)]
+        memory = self._staging(target) if any(is_socket(hop) for hop in path) else []
+        passed = [self._index[name] for name in (*_names(edges), *memory)]
+        return Route(tuple(passed), self._slowest(passed), _latency_s(edges))
 
     def peak_flops_per_s(self, device: int, dtype: str) -> float:
         """Return the peak rate of one device; raises InputError for a data type that it has no peak for."""
@@ -108,51 +138,67 @@ class Cluster:
         return peaks[dtype] * self.devices[device].speed
 
     def _device(self, index: int) -> Device:
-        spec, node = self.spec, index // self.spec.gpus_per_node
-        special = spec.per_gpu.get(index)
-        speed = special.speed if special else 1.0
-        if spec.gpu.kind == "cpu":
-            assert spec.host is not None
-            compute = self._add(f"node[{node}].cores", "compute", spec.host.cores)
-            hbm = self._add(f"node[{node}].dram", "hbm", spec.hbm.bytes_per_s)
-        else:
-            compute = self._add(f"gpu[{index}].sms", "compute", spec.gpu.sms)
-            hbm = self._add(f"gpu[{index}].hbm", "hbm", spec.hbm.bytes_per_s)
-        return Device(index, node, compute, float(spec.gpu.sms), hbm, speed)
+        node = index // self.spec.gpus_per_node
+        compute, hbm = (self._index[resource.name] for resource in device_resources(self.spec, index))
+        special = self.spec.per_gpu.get(index)
+        return Device(index, node, compute, float(self.spec.gpu.sms), hbm, special.speed if special else 1.0)
 
-    def _add(self, name: str, group: str, capacity: float) -> int:
-        """Return the index of a resource, which may be shared and there already."""
-        if name not in self._index:
-            self._index[name] = len(self.resources)
-            self.resources.append(Resource(name, group, float(capacity)))
-        return self._index[name]
+    def _find_equals(self, name: str) -> tuple[int, ...]:
+        """Return the index of a resource of the first node, and of its equals in all other nodes."""
+        return tuple(self._index[other] for other in equals(self.spec, name))
 
     def _find_route(self, source: int, target: int) -> Route:
-        per_node = self.spec.gpus_per_node
-        near = source // per_node == target // per_node  # and so not over the NICs, however short that is
-        path = (self._paths_inside if near else self._paths_across)(source).get(f"gpu[{target}]")
-        if path is None or source == target:
-            raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")
-        through_host = any(hop.startswith("socket[") for hop in path)
-        pcie = self.spec.pcie
-        staged = through_host and pcie is not None and pcie.peers == "switch"
+        (node, place), (other, end) = (divmod(gpu, self.spec.gpus_per_node) for gpu in (source, target))
+        way = self._way(place, end, node == other) if source != target else None
+        return way.between(node, other) if way else self.search(source, target)
+
+    def _find_paths(self, source: int, near: bool) -> dict[str, list[str]]:
+        """Return a shortest path from a GPU to each device and hub, of its own node if ``near``."""
+        from topology.graph import shortest_paths
+
+        return shortest_paths(self.graph, f"gpu[{source}]", inside=near)
+
+    def _find_way(self, source: int, target: int, near: bool) -> _Way | None:
+        """Return the way between two GPUs of one node, or of two, by their places in it; None where only a search tells
+        it.
+        """
+        found = structural_way(self.spec, self._climbs(source), self._climbs(target), near=near)
+        if found is None:
+            return None
+        memory = self._staging(target) if found.through_host else []
+        return self._along(found.up, found.down, memory, 0 if near else 1)
+
+    def _find_host_way(self, place: int, to_host: bool) -> _Way:
+        climb = next(climb for climb in self._climbs(place) if is_socket(climb.hubs[-1]))
+        return self._along(climb.up if to_host else climb.down, [], [self._dram(place)], 0)
+
+    def _along(self, up: list[Edge], down: list[Edge], memory: list[str], node: int) -> _Way:
+        """Return the way along edges of the first node and of another one, where it also passes some memory."""
+        source = tuple(self._equals(name) for name in _names(up))
+        target = tuple(self._equals(name) for name in (*_names(down), *memory))
+        passed = [*(index[0] for index in source), *(index[node] for index in target)]
+        return _Way(source, target, self._slowest(passed), _latency_s([*up, *down]))
+
+    def _staging(self, target: int) -> list[str]:
+        """Return the memory that data between GPUs passes on its way through the host."""
         # NCCL's shared-memory transport keeps its buffers on the receiving side: written there once, read there once
-        return self._along(path, [self._dram[socket_of(self.spec, target)]] * 2 if staged else [])
+        return [self._dram(target)] * 2 if self.spec.pcie and self.spec.pcie.peers == "switch" else []
 
-    def _find_host_route(self, device: int, to_host: bool) -> Route:
-        socket = socket_of(self.spec, device)
-        path = nx.shortest_path(self._graph, f"gpu[{device}]", f"socket[{socket}]")
-        return self._along(path if to_host else path[::-1], [self._dram[socket]])
+    def _dram(self, gpu: int) -> str:
+        """Return the name of the memory of a GPU's socket."""
+        return host_dram(self.spec, socket_of(self.spec, gpu)).name
 
-    def _along(self, path: list[str], memory: list[int]) -> Route:
-        """Return the route along a path that also passes some memory."""
-        edges: list[Edge] = [self._graph.edges[a, b]["edge"] for a, b in pairwise(path)]
-        passed = [*(self._index[resource.name] for edge in edges for resource in edge.resources), *memory]
-        return Route(
-            tuple(passed),
-            min(self.resources[index].capacity / passed.count(index) for index in passed),
-            sum(edge.latency_s for edge in edges),
-        )
+    def _slowest(self, passed: list[int]) -> float:
+        """Return the rate of data that passes resources, some of them several times."""
+        return min(self.resources[index].capacity / passed.count(index) for index in passed)
+
+
+def _names(edges: list[Edge]) -> list[str]:
+    return [resource.name for edge in edges for resource in edge.resources]
+
+
+def _latency_s(edges: list[Edge]) -> float:
+    return sum(edge.latency_s for edge in edges)
 
 
 def load_cluster(name: str) -> ClusterSpec:

@@ -1,4 +1,4 @@
-"""How devices are wired: each function adds one kind of link to the graph, every direction a resource of its own.
+"""How devices are wired: ``links_up`` states each kind of link once; the graph and the shortest ways follow from it.
 
     gpu ── nvswitch ── gpu                          inside a node, non-blocking: only the ports of the GPUs limit
     gpu ── pcie ── switch ── uplink ── socket       PCIe: GPUs behind one switch share its way to the CPU
@@ -6,14 +6,14 @@
     gpu ── pcie ── nic ── fabric                    one NIC per GPU on a non-blocking fabric between nodes
     gpu ── loopback ── gpu                          ranks that are processes of one host
 
-A switch itself is not simulated: it limits nothing, and a blocking one would be one more edge.
+Every direction of a link is a resource of its own. A switch itself is not simulated: it limits nothing, and a blocking
+one would be one more link.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import NamedTuple
-
-import networkx as nx
 
 from topology.specs import ClusterSpec, LinkSpec
 
@@ -39,28 +39,107 @@ class Edge(NamedTuple):
     latency_s: float = 0.0
 
 
-def wire(spec: ClusterSpec) -> nx.DiGraph:
-    """Return the directed graph of all devices and switches; each edge carries its ``Edge``."""
-    graph = nx.DiGraph()
-    for node in range(spec.nodes):
+class Link(NamedTuple):
+    """A link from a device or hub up to a hub, or between two sockets."""
+
+    lower: str
+    upper: str
+    name: str = ""
+    group: str = ""
+    spec: LinkSpec | None = None
+    """None: it neither limits nor delays."""
+
+    def edges(self) -> tuple[Edge, Edge]:
+        """Return both directions, up and down; a path device-hub-device has the latency once, half at each end."""
+        if self.spec is None:
+            return Edge(), Edge()
+        limit, half_s = self.spec.both_ways_bytes_per_s, self.spec.latency_s / 2
+        both = (Resource(f"{self.name}.both", self.group, float(limit)),) if limit else ()
+        rate = float(self.spec.bytes_per_s * self.spec.payload)
+        up, down = (Resource(f"{self.name}.{direction}", self.group, rate) for direction in ("out", "in"))
+        return Edge((up, *both), half_s), Edge((down, *both), half_s)
+
+
+class Climb(NamedTuple):
+    """The way between a GPU and a hub, by the names that it has in the first node."""
+
+    hubs: list[str]
+    """Upwards."""
+    up: list[Edge]
+    down: list[Edge]
+
+
+class Way(NamedTuple):
+    """The edges from one GPU to another, by the names that they have in the first node."""
+
+    up: list[Edge]
+    """In the node of the source."""
+    down: list[Edge]
+    """In the node of the target."""
+    through_host: bool
+
+
+def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
+    """Return the links from a GPU up to each hub that joins it to others: NVSwitch, socket, loopback, fabric."""
+    node, device, slot = gpu // spec.gpus_per_node, f"gpu[{gpu}]", f"pcie[{gpu}]"
+    to_slot = Link(device, slot, f"{device}.pcie", "pcie", spec.pcie)
+    found = []
+    if spec.nvlink:
+        found.append([Link(device, f"nvswitch[{node}]", f"{device}.nvlink", "nvlink", spec.nvlink)])
+    if spec.pcie:
+        switch, socket = f"switch[{switch_of(spec, gpu)}]", f"socket[{socket_of(spec, gpu)}]"
+        uplink = Link(switch, socket, f"{switch}.uplink", "pcie", spec.pcie.uplink)
+        found.append([to_slot, Link(slot, switch), uplink])
+    if spec.loopback:
+        found.append([Link(device, f"loopback[{node}]", f"{device}.loopback", "loopback", spec.loopback)])
+    if spec.nic and spec.nodes > 1:
+        nic = f"nic[{gpu}]"
+        found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", spec.nic)])
+    return found
+
+
+def edges(spec: ClusterSpec, nodes: range) -> dict[str, dict[str, Edge]]:
+    """Return the edges from every device and hub of some nodes, by where they lead."""
+    found: dict[str, dict[str, Edge]] = {}
+    for node in nodes:
         gpus = range(node * spec.gpus_per_node, (node + 1) * spec.gpus_per_node)
-        graph.add_nodes_from(f"gpu[{gpu}]" for gpu in gpus)
-        for gpu in gpus:
-            if spec.nvlink:
-                _link(graph, f"gpu[{gpu}]", f"nvswitch[{node}]", f"gpu[{gpu}].nvlink", "nvlink", spec.nvlink)
-            if spec.pcie:
-                _link(graph, f"gpu[{gpu}]", f"pcie[{gpu}]", f"gpu[{gpu}].pcie", "pcie", spec.pcie)
-                _free(graph, f"pcie[{gpu}]", f"switch[{_switch(spec, gpu)}]")
-            if spec.loopback:
-                _link(graph, f"gpu[{gpu}]", f"loopback[{node}]", f"gpu[{gpu}].loopback", "loopback", spec.loopback)
-            if spec.nic and spec.nodes > 1:
-                if not spec.pcie:
-                    _free(graph, f"gpu[{gpu}]", f"pcie[{gpu}]")
-                _free(graph, f"pcie[{gpu}]", f"nic[{gpu}]")
-                _link(graph, f"nic[{gpu}]", FABRIC, f"nic[{gpu}].nic", "nic", spec.nic)
-        if spec.pcie:
-            _uplinks(graph, spec, gpus)
-    return graph
+        found |= {f"gpu[{gpu}]": {} for gpu in gpus}
+        links = [link for gpu in gpus for upwards in links_up(spec, gpu) for link in upwards]
+        uplinks = [link for link in reversed(links) if is_socket(link.upper)]
+        own = [link for link in links if not is_socket(link.upper)]
+        for link in (*own, *uplinks, *_between_sockets(spec, gpus)):
+            up = found.setdefault(link.lower, {})
+            if link.upper not in up:  # two ways up may share a link, as the GPUs behind a switch do its uplink
+                up[link.upper], found.setdefault(link.upper, {})[link.lower] = link.edges()
+    return found
+
+
+def climbs(spec: ClusterSpec, place: int) -> list[Climb]:
+    """Return the ways up and down between a GPU of the first node and each hub that joins it to others."""
+    found = []
+    for upwards in links_up(spec, place):
+        edges = [link.edges() for link in upwards]
+        up, down = [up for up, _ in edges], [down for _, down in reversed(edges)]
+        found.append(Climb([link.upper for link in upwards], up, down))
+    return found
+
+
+def structural_way(spec: ClusterSpec, source: list[Climb], target: list[Climb], *, near: bool) -> Way | None:
+    """Return the shortest way by the structure of the fabrics, if it tells one: up to where both GPUs meet, then down.
+
+    Their climbs are those of their places in a node, the same node if ``near``. That is not left; others are reached
+    over both NICs. A kind of link with fewer hubs makes the shorter way.
+    """
+    pairs = [(one, other) for one, other in zip(source, target, strict=True) if near == (one.hubs[-1] != FABRIC)]
+    if not near:
+        return next((Way(one.up, other.down, through_host=False) for one, other in pairs), None)
+    pairs.sort(key=lambda pair: len(pair[0].hubs))
+    return next(filter(None, (_meeting(spec, *pair) for pair in pairs)), None)
+
+
+def is_socket(vertex: str) -> bool:
+    """Return whether a device or hub is a socket."""
+    return vertex.startswith("socket[")
 
 
 def socket_of(spec: ClusterSpec, gpu: int) -> int:
@@ -71,40 +150,31 @@ def socket_of(spec: ClusterSpec, gpu: int) -> int:
     return node * sockets + first * sockets // spec.gpus_per_node
 
 
-def _switch(spec: ClusterSpec, gpu: int) -> int:
+def switch_of(spec: ClusterSpec, gpu: int) -> int:
     """Return the number of a GPU's PCIe switch in the whole cluster."""
     assert spec.pcie is not None
     node, local = divmod(gpu, spec.gpus_per_node)
     return node * -(-spec.gpus_per_node // spec.pcie.gpus_per_switch) + local // spec.pcie.gpus_per_switch
 
 
-def _uplinks(graph: nx.DiGraph, spec: ClusterSpec, gpus: range) -> None:
-    """Join the switches of a node to their sockets, and those to each other."""
-    assert spec.pcie is not None
-    for switch, gpu in {_switch(spec, gpu): gpu for gpu in reversed(gpus)}.items():
-        hub = f"socket[{socket_of(spec, gpu)}]"
-        if spec.pcie.uplink:
-            _link(graph, f"switch[{switch}]", hub, f"switch[{switch}].uplink", "pcie", spec.pcie.uplink)
-        else:
-            _free(graph, f"switch[{switch}]", hub)
+def _between_sockets(spec: ClusterSpec, gpus: range) -> list[Link]:
+    """Return the links between the sockets of a node's GPUs."""
+    if spec.socket is None or spec.socket.link is None:
+        return []
     sockets = sorted({socket_of(spec, gpu) for gpu in gpus})
-    for first in sockets:
-        for second in sockets:
-            if first < second and spec.socket and spec.socket.link:
-                name = f"socket[{first}].to[{second}]"
-                _link(graph, f"socket[{first}]", f"socket[{second}]", name, "socket", spec.socket.link)
+    return [
+        Link(f"socket[{first}]", f"socket[{second}]", f"socket[{first}].to[{second}]", "socket", spec.socket.link)
+        for first, second in combinations(sockets, 2)
+    ]
 
 
-def _link(graph: nx.DiGraph, device: str, hub: str, name: str, group: str, link: LinkSpec) -> None:
-    """Add a device's port to a hub; a path device-hub-device has the link's latency once, half at each end."""
-    limit = link.both_ways_bytes_per_s
-    both = (Resource(f"{name}.both", group, limit),) if limit else ()
-    for a, b, direction in ((device, hub, "out"), (hub, device, "in")):
-        one = Resource(f"{name}.{direction}", group, link.bytes_per_s * link.payload)
-        graph.add_edge(a, b, edge=Edge((one, *both), link.latency_s / 2))
-
-
-def _free(graph: nx.DiGraph, a: str, b: str) -> None:
-    """Add a connection that neither limits nor delays."""
-    for start, end in ((a, b), (b, a)):
-        graph.add_edge(start, end, edge=Edge())
+def _meeting(spec: ClusterSpec, one: Climb, other: Climb) -> Way | None:
+    """Return the way up one climb to the first hub that is on both, and down the other; sockets may be linked."""
+    for height, (here, there) in enumerate(zip(one.hubs, other.hubs, strict=True), 1):
+        if here == there:
+            return Way(one.up[:height], other.down[-height:], is_socket(here))
+    tops = one.hubs[-1], other.hubs[-1]
+    for link in _between_sockets(spec, range(spec.gpus_per_node)):
+        if set(tops) == {link.lower, link.upper}:
+            return Way([*one.up, link.edges()[tops[0] == link.upper]], other.down, through_host=True)
+    return None

@@ -1,0 +1,83 @@
+"""All resources of a cluster in their fixed order: those of devices, of links as the graph lists its edges, of hosts.
+
+Nodes are equal but for the numbers of their parts, so only the first one is wired to tell the resources of all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import chain, repeat
+
+from topology.fabrics import FABRIC, Resource, edges, socket_of, switch_of
+from topology.specs import ClusterSpec
+
+_NUMBERED = re.compile(r"(\w+)\[(\d+)\]")
+"""What a part of a name is, and its number in the whole cluster."""
+
+
+def resources(spec: ClusterSpec) -> list[Resource]:
+    """Return every resource once; its place is its index."""
+    devices = [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
+    links, to_nics, before = _of_links(spec)
+    drams = [host_dram(spec, number) for number in range(spec.socket.per_node)] if spec.socket else []
+    listed = _in_all_nodes(spec, links)
+    listed[before:before] = _in_all_nodes(spec, to_nics)
+    named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *_in_all_nodes(spec, drams))}
+    return list(named.values())
+
+
+def device_resources(spec: ClusterSpec, gpu: int) -> tuple[Resource, Resource]:
+    """Return what a device computes on, its own SMs or the cores of its host, and the memory that it works on."""
+    owner, cores, memory = f"gpu[{gpu}]", float(spec.gpu.sms), float(spec.hbm.bytes_per_s)
+    if spec.gpu.kind != "cpu":
+        return Resource(f"{owner}.sms", "compute", cores), Resource(f"{owner}.hbm", "hbm", memory)
+    assert spec.host is not None
+    host = f"node[{gpu // spec.gpus_per_node}]"
+    return Resource(f"{host}.cores", "compute", float(spec.host.cores)), Resource(f"{host}.dram", "hbm", memory)
+
+
+def host_dram(spec: ClusterSpec, socket: int) -> Resource:
+    """Return the memory of a socket."""
+    assert spec.socket is not None
+    return Resource(f"socket[{socket}].dram", "dram", float(spec.socket.dram.bytes_per_s))
+
+
+def equals(spec: ClusterSpec, name: str) -> Iterator[str]:
+    """Return what a resource of the first node is called in each node: numbers go on from node to node."""
+    gpus, sockets = spec.gpus_per_node, socket_of(spec, spec.gpus_per_node)
+    in_a_node = {"node": 1, "gpu": gpus, "nic": gpus, "socket": sockets, "to": sockets}
+    if spec.pcie:
+        in_a_node["switch"] = switch_of(spec, gpus)
+    pattern, first = _numbered(name)
+    numbers = [range(at, at + spec.nodes * in_a_node[part], in_a_node[part]) for part, at in first]
+    return map(pattern.__mod__, zip(*numbers, strict=True))
+
+
+@lru_cache(maxsize=2**12)
+def _numbered(name: str) -> tuple[str, list[tuple[str, int]]]:
+    """Return a name without its numbers, and which parts have which."""
+    return _NUMBERED.sub(r"\1[%d]", name), [(part, int(number)) for part, number in _NUMBERED.findall(name)]
+
+
+def _of_links(spec: ClusterSpec) -> tuple[list[Resource], list[Resource], int]:
+    """Return the resources of the edges of one node; those from the fabric to its NICs; before which of the first these
+    come, with those to the NICs of all nodes, since the graph meets the fabric at the first NIC.
+    """
+    found: list[Resource] = []
+    to_nics: list[Resource] = []
+    before = 0
+    for start, ends in edges(spec, range(1)).items():
+        passed = [one for edge in ends.values() for one in edge.resources]
+        if start == FABRIC:
+            before, to_nics = len(found), passed
+        else:
+            found += passed
+    return found, to_nics, before
+
+
+def _in_all_nodes(spec: ClusterSpec, found: Iterable[Resource]) -> list[Resource]:
+    """Return resources of the first node and their equals in all others, node by node."""
+    columns = [map(Resource, equals(spec, one.name), repeat(one.group), repeat(one.capacity)) for one in found]
+    return list(chain.from_iterable(zip(*columns, strict=True)))
