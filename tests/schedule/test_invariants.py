@@ -84,6 +84,15 @@ def test_schedules_are_deterministic_and_survive_json(some: Some) -> None:
         check(read)
 
 
+def test_an_exchange_lists_its_sends_then_its_receives(some: Some) -> None:
+    for checked in some.schedules:
+        transfers, of = checked.matching.transfers, checked.matching.transfers_of
+        sent = {key: [number for number in numbers if transfers[number].source == key] for key, numbers in of.items()}
+        taken = {key: [number for number in numbers if transfers[number].target == key] for key, numbers in of.items()}
+        assert of == {key: sent[key] + taken[key] for key in of}
+        assert sum(map(len, sent.values())) == sum(map(len, taken.values())) == len(transfers)
+
+
 def test_buffers_are_freed_and_the_walk_returns_to_what_the_caller_holds(some: Some) -> None:
     for checked in some.schedules:
         for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):

@@ -38,7 +38,7 @@ class Matching(NamedTuple):
     transfers: list[Transfer]
     groups: list[Group]
     transfers_of: dict[Key, list[int]]
-    """Per Exchange the transfers that it takes part in, in either role."""
+    """Per Exchange the transfers that it takes part in: its sends, then its receives, each by the peer's number."""
     group_of: dict[Key, int]
 
 
@@ -68,6 +68,7 @@ def match(schedule: Schedule) -> Matching:
     transfers_of: dict[Key, list[int]] = defaultdict(list)
     for number, transfer in enumerate(transfers):
         transfers_of[transfer.source].append(number)
+    for number, transfer in enumerate(transfers):
         transfers_of[transfer.target].append(number)
     group_of = {key: number for number, group in enumerate(groups) for key in group.members}
     return Matching(transfers, groups, dict(transfers_of), group_of)
