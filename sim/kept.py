@@ -1,49 +1,30 @@
-"""What is computed of an object once: kept for the same object, which nothing changes, not for an equal one."""
+"""What is computed of an object once: kept beside it, and dropped with it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-
-_MOST = 16
-"""Objects that ``kept_of_recent`` keeps alive, by function."""
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-def kept(compute: Callable[[Given], Made]) -> Callable[[Given], Made]:
-    """Return a function that computes once per object, and forgets what it computed when the object goes.
+def kept(function: Callable[[T], R]) -> Callable[[T], R]:
+    """Return a function of one object that computes its result once per object.
 
-    The result must not refer to the object, which would never go then.
+    It is for objects that nothing changes, by identity: whether they are equal to another, or can be hashed, does not
+    matter. The object must not be reached from the result, which would keep it alive for ever.
     """
-    results: WeakKeyDictionary[Given, Made] = WeakKeyDictionary()
+    results: dict[int, tuple[ReferenceType[T], R]] = {}
 
-    @wraps(compute)
-    def found(given: Given) -> Made:
-        if given not in results:
-            results[given] = compute(given)
-        return results[given]
+    @wraps(function)
+    def once(of: T) -> R:
+        number = id(of)
+        if number not in results:
+            result = function(of)
+            results[number] = (ref(of, lambda _: results.pop(number, None)), result)
+        return results[number][1]
 
-    return found
-
-
-def kept_of_recent(compute: Callable[[Given], Made]) -> Callable[[Given], Made]:
-    """Return a function that computes once per object, as long as it is one of the last few: for objects that can
-    neither be hashed nor be referred to weakly.
-    """
-    results: OrderedDict[int, tuple[Given, Made]] = OrderedDict()
-
-    @wraps(compute)
-    def found(given: Given) -> Made:
-        entry = results.get(id(given))
-        if entry is None:
-            entry = results[id(given)] = (given, compute(given))
-            while len(results) > _MOST:
-                results.popitem(last=False)
-        return entry[1]
-
-    return found
+    return once

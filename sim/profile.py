@@ -153,7 +153,7 @@ class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Of a GPU before and after: what its driver says of clocks, temperature and power."""
 
 
-class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True):
+class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """All that was measured in one calibration."""
 
     name: Name

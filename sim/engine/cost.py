@@ -11,7 +11,7 @@ from sim.engine.collectives import link_name, link_traffic, slowest_link
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.tables import Figures, KernelTable, TransferTable
 from sim.errors import InputError
-from sim.kept import kept_of_recent
+from sim.kept import kept
 from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
@@ -253,16 +253,16 @@ def _kind(op: Op) -> str:
     return op.name if isinstance(op, Collective) else op.meta.kernel
 
 
-@kept_of_recent
+@kept
 def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
     """Return a profile's times as efficiencies relative to the machine that it was measured on."""
-    spec = measured_cluster(profile)
+    name, spec = profile.name, measured_cluster(profile)
 
     def figures(dtype: Dtype) -> Figures:
         peaks = spec.gpu.peak_flops_per_s
         if dtype not in peaks:
             raise InputError(
-                f"profile {profile.name!r} is of a machine without a peak for {dtype}: its data types are "
+                f"profile {name!r} is of a machine without a peak for {dtype}: its data types are "
                 f"{', '.join(peaks)}; set `dtype`, or `profile` datasheet, or give the profile's cluster a "
                 f"gpu.peak_flops_per_s.{dtype}"
             )
@@ -288,7 +288,7 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     return figures
 
 
-@kept_of_recent
+@kept
 def measured_cluster(profile: Profile) -> ClusterSpec:
     """Return the spec of the machine that a profile was measured on; raises InputError if it carries none."""
     return converted(

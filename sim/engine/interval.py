@@ -8,7 +8,7 @@ import msgspec
 
 from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.simulate import Simulation, simulate
-from sim.kept import kept_of_recent
+from sim.kept import kept
 from sim.profile import Bound, Profile
 from sim.trace import Trace
 
@@ -53,7 +53,7 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
     return low, high
 
 
-@kept_of_recent
+@kept
 def _bounded(profile: Profile) -> tuple[Profile, Profile]:
     """Return a profile with all points at their lower bounds, and at their upper ones."""
     low, high = (_scaled(profile, bound) for bound in _BOUNDS)
