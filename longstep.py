@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from sim.setup.names import cluster, mesh, model, names, profile, workload
     from sim.setup.prediction import Prediction, build, simulate
     from sim.setup.setup import Setup, predict
+    from sim.setup.sweep import sweep
     from sim.setup.table import Table, table
 
 __all__ = [
     "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "build", "cluster", "compare",
-    "execute", "mesh", "model", "names", "predict", "profile", "simulate", "table", "verify", "workload",
+    "execute", "mesh", "model", "names", "predict", "profile", "simulate", "sweep", "table", "verify", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -36,6 +37,7 @@ _HOMES = {
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
     "sim.setup.setup": ("Setup", "predict"),
+    "sim.setup.sweep": ("sweep",),
     "sim.setup.table": ("Table", "table"),
 }
 _PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments")

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import os
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_paths_clusters_and_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
         (lambda: longstep.predict(set=[3]), "`set` 3: expected KEY=VALUE such as"),
         (lambda: longstep.predict(set={"cluster": {}}), "`set` cluster: expected a key below it, such as cluster.nvl"),
         (lambda: longstep.predict(lambda *_: None), "`schedule`: its builder returned NoneType"),
-        (lambda: _built().replace(seq=3), "unknown argument 'seq': allowed are cluster, profile, placement, jitter, seed, engine"),
+        (lambda: _built().replace(seq=3), "unknown argument 'seq': allowed are cluster, profile, placement, jitter"),
         (lambda: longstep.simulate("ring", "host"), "str is no schedule that was proved: expected what longstep.build"),
         (lambda: longstep.simulate(_built().checked, None), "`cluster` None: expected ClusterSpec or a name"),
         (lambda: longstep.simulate(_built().checked, "host", jitter="x"), "`jitter` x: expected a share between"),
@@ -215,3 +216,41 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
         [fresh / "longstep", "list"], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
     )
     assert "hgx-h100" in listed.stdout
+
+
+def test_a_sweep_is_the_same_in_any_number_of_processes() -> None:
+    """And each row is what a prediction of its own says; what cannot be played says why."""
+    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4)
+    vary = {"cluster.nvlink.bytes_per_s": ["/8", "*1", 900e9], "cluster.gpu.name": ["H100-SXM-80GB", "X1"]}
+    told: list[tuple[int, int]] = []
+    alone = longstep.sweep(first, vary, processes=1)
+    forked = longstep.sweep(first, vary, processes=2, progress=lambda done, count, _: told.append((done, count)))
+    assert alone.rows == forked.rows
+    assert told == [(done, 6) for done in range(1, 7)]
+    for row in alone.rows:
+        changes = {key: row[key] for key in vary}
+        if row["error"]:
+            assert "profile 'h100-sxm' is of 'H100-SXM-80GB'" in row["error"]
+            assert row["step_time_s"] is None
+            continue
+        one = first.replace(set=changes)
+        assert (row["step_time_s"], row["low_s"], row["high_s"]) == (one.step_time_s, *one.interval)
+        assert row["bound_by"] == one.bound_by
+    assert {bool(row["error"]) for row in alone.rows} == {False, True}
+    assert len(alone.to_dict()["step_time_s"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("vary", "said"),
+    [
+        ({}, "`vary` is empty"),
+        ({"model.num_kv_heads": [4]}, "`vary` model.num_kv_heads: expected a figure of the cluster"),
+        ({"cluster.nvlink.bytes_per_s": "*2"}, "expected a list of values"),
+        ({"cluster.nvlink.bytes_per_s": ["*2", -1]}, "`vary` cluster.nvlink.bytes_per_s=-1"),
+        ({"cluster.nvlink.speed": ["*2"]}, "speed"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused_before_anything_is_played(vary: dict[str, Any], said: str) -> None:
+    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4)
+    with pytest.raises(longstep.InputError, match=re.escape(said)):
+        longstep.sweep(first, vary)

@@ -78,11 +78,16 @@ class Cluster:
         self._host_way = cache(self._find_host_way)
         self._route = cache(self._find_route)
         self._paths = cache(self._find_paths)
+        self._given = placement
         total = spec.nodes * spec.gpus_per_node
         self._placement = range(total) if placement is None else placement
         if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(total)):
             raise InputError(f"placement {placement}: expected different devices among 0 to {total - 1}")
         self.devices = [self._device(index) for index in self._placement]
+
+    def like(self, spec: ClusterSpec) -> Cluster:
+        """Return another cluster with the same placement."""
+        return Cluster(spec, self._given)
 
     @cached_property
     def graph(self) -> nx.DiGraph:

@@ -8,11 +8,13 @@ from typing import Annotated
 import msgspec
 import tyro
 from rich.console import Console
+from rich.progress import Progress
 
 import longstep
 from experiments.evidence.provenance import evidence_lines
+from experiments.evidence.units import seconds
 from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import print_json, report_table, schedules_table
+from experiments.verbs.terminal import print_json, report_table, schedules_table, sweep_table
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
@@ -28,7 +30,12 @@ class Simulate(Writes):
     trace: str | None = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
-    """Print JSON instead of a table: one object, of several schedules a list of the main figures."""
+    """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
+    vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """KEY=VALUE,VALUE of the cluster, as often as wanted: the step under all combinations, such as
+    cluster.nvlink.bytes_per_s=/2,*1,*2."""
+    processes: int | None = None
+    """Processes that play them; by default as many as there are cores."""
 
 
 def simulate(command: Simulate, console: Console) -> None:
@@ -36,6 +43,9 @@ def simulate(command: Simulate, console: Console) -> None:
     setup = command.selection.setup()
     trace = command.output(command.trace, CHROME_TRACE)
     require_outputs([trace])
+    if command.vary:
+        _varied(setup, command, console)
+        return
     first, *others = (name.strip() for name in command.selection.schedule.split(","))
     if others:
         _several([setup.replace(schedule=name) for name in (first, *others)], command, console)
@@ -67,3 +77,31 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
     notes = sorted({note for one in found for note in one.report.evidence.notes})
     for line in evidence_lines(msgspec.structs.replace(evidence, notes=notes)):
         console.print(line, markup=False)
+
+
+def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
+    """Predict the same step on varied machines, and print a line of each."""
+    if command.trace:
+        raise InputError("`trace` is of one step: leave it out, or `vary`")
+    vary = dict(_values(text) for text in command.vary)
+    predicted = setup.predicted()
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("simulating", total=None)
+
+        def show(done: int, count: int, left_s: float) -> None:
+            progress.update(task, completed=done, total=count, description=f"{seconds(left_s)} left", refresh=True)
+
+        found = longstep.sweep(predicted, vary, processes=command.processes, progress=show)
+    if command.json:
+        print_json(found.rows, console)
+        return
+    console.print(sweep_table(predicted.title, list(vary), found))
+    for line in evidence_lines(predicted.report.evidence):
+        console.print(line, markup=False)
+
+
+def _values(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip() or not all(value.strip() for value in values.split(",")):
+        raise InputError(f"`vary` {text}: expected KEY=VALUE,VALUE such as cluster.nvlink.bytes_per_s=/2,*1,*2")
+    return key.strip(), [value.strip() for value in values.split(",")]

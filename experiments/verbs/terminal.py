@@ -14,6 +14,7 @@ from rich.text import Text
 from experiments.evidence.comparison import Comparison, Measured
 from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction
+from longstep import Table as Figures
 from sim.breakdown import PartName
 from sim.engine.report import Report
 
@@ -82,6 +83,21 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
             fits(found.fits),
             found.bound_by,
         )
+    return table
+
+
+def sweep_table(title: str, keys: Sequence[str], found: Figures) -> Table:
+    """Return what-ifs in their order: what was varied, and what became of the step."""
+    table = Table(*keys, "step", "90 % interval", "bound by", "waiting", title=title, title_justify="left")
+    for row in found.rows:
+        varied = [row[key] for key in keys]
+        if row["error"]:
+            table.add_row(*varied, "", "", "", row["error"])
+            continue
+        within = "not known" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
+        waits = row["synchronisation"] + row["idle"]
+        parts = f"{100 * waits / row['step_time_s']:.3g} %" if row["step_time_s"] else ""
+        table.add_row(*varied, seconds(row["step_time_s"]), within, row["bound_by"], parts)
     return table
 
 
