@@ -69,6 +69,19 @@ class Supersteps:
         self._rules = attention_rules(schedule)
         self._numbers: dict[Held, int] = {}
         self._contents: list[Held] = []
+        self._held: list[list[_Kept]] = [[] for _ in self.programs]
+        """Per rank and buffer."""
+        self._remembered: dict[object, list[tuple[list[_Kept], list[_Kept]]]] = {}
+
+    @property
+    def num_played(self) -> int:
+        """How many supersteps have been played; all others were remembered."""
+        return len(self._remembered)
+
+    def held(self, rank: int, number: int) -> Held:
+        """Return what a buffer of a rank holds."""
+        kept = self._held[rank][number]
+        return _moved(self._contents[kept.contents], kept.layer or 0)
 
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
@@ -77,9 +90,7 @@ class Supersteps:
 
     def play(self) -> None:
         """Play all supersteps; raises ScheduleError or Declined where that does not prove them."""
-        held: list[list[_Kept]] = [[] for _ in self.programs]
-        """Per rank and buffer."""
-        remembered: dict[object, list[tuple[list[_Kept], list[_Kept]]]] = {}
+        held, remembered = self._held, self._remembered
         for calls in self.all:
             given = [[held[rank][number] for number in call.given] for rank, call in enumerate(calls)]
             layers = [kept.layer for of_rank in given for kept in of_rank if kept.layer is not None]
@@ -96,7 +107,7 @@ class Supersteps:
                 for number, kept in zip(call.given, _later(after, base), strict=True):
                     of_rank[number] = kept
                 of_rank += _later(made, base)
-        self._check_outputs(held)
+        self._check_outputs()
         check_owners(self._schedule, self._rules.batch)
 
     def _play(
@@ -124,14 +135,14 @@ class Supersteps:
             self._contents.append(alike)
         return _Kept(self._numbers[alike], layer)
 
-    def _check_outputs(self, held: list[list[_Kept]]) -> None:
+    def _check_outputs(self) -> None:
         """Raise where an output does not hold what its port says; each looked at once per distinct contents."""
         known = set()
         for rank, program in enumerate(self.programs):
             for call in program.calls:
                 numbers = call.numbers
                 for place, port in enumerate(call.fragment.outputs):
-                    contents, layer = held[rank][numbers[port.view.buffer]]
+                    contents, layer = self._held[rank][numbers[port.view.buffer]]
                     after = 0 if layer is None else layer - call.layer
                     seen = (call.fragment, place, contents, after)
                     if seen not in known:

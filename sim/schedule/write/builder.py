@@ -218,6 +218,7 @@ class ProgramBuilder:
 
     def is_input(self, view: View) -> bool:
         """Return whether a view's buffer is the caller's, and so stays where it is."""
+        self._visible(view)
         found, place = view.buffer in self._inputs, self._writing.given.get(view.buffer)
         if place is not None:
             self._writing.asked[place] = found
@@ -243,7 +244,7 @@ class ProgramBuilder:
 
     def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        self._writing.outputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
+        self._output(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
     def new(self, tensor: Tensor, extent: int) -> View:
         """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight."""
@@ -266,12 +267,16 @@ class ProgramBuilder:
 
     def output_of(self, tensor: Tensor, tokens: Tokens, view: View) -> None:
         """Declare that a view holds these tokens of a tensor, or rows of a gradient, when the program ends."""
-        self._writing.outputs.append(self._port(tensor, tokens, view))
+        self._output(self._port(tensor, tokens, view))
 
     def _input(self, port: Port) -> View:
         self._writing.inputs.append(port)
         self._inputs.add(port.view.buffer)
         return port.view
+
+    def _output(self, port: Port) -> None:
+        self._visible(port.view)
+        self._writing.outputs.append(port)
 
     def _port(self, tensor: Tensor, tokens: Tokens, view: View) -> Port:
         batch = ONE if tensor.of_weight else self.batch
