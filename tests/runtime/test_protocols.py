@@ -244,7 +244,7 @@ class Cached:
         heads = Span(b.rank * 2, b.rank * 2 + 2)
         shard = Shard((Span(0, b.workload.seq),), heads, Span(b.rank, b.rank + 1))
         self.inside = SingleAttention(b, shard)
-        self.begin()
+        self.fed = chunks
 
     def begin(self) -> None:
         """Make room for a layer: of all tokens and this rank's heads q, k, v, out, and of its tokens out."""
