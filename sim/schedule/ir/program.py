@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,6 +20,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
+from sim.schedule.ir.columns import Columns, columns_of, joined
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Op
@@ -70,6 +71,11 @@ class Fragment:
     """By the number of a buffer the layer that follows its name, where one does."""
     op_layers: Mapping[int, int] = field(default_factory=dict)
     """By the number of an op the layer that follows its label, where one does."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
+        return columns_of(self.ops)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -166,6 +172,23 @@ class Program:
         program = Program(rank=rank, buffers=(), ops=())
         program.calls = tuple(calls)
         return program
+
+    @property
+    def num_ops(self) -> int:
+        """How many ops all calls have."""
+        return sum(len(call.fragment.ops) for call in self.calls)
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of all buffers."""
+        return (buffer.shape for call in self.calls for buffer in call.fragment.own)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All ops as arrays; raises OverflowError for boxes that have no place in one."""
+        if len(self.calls) == 1:
+            return self.calls[0].fragment.columns
+        return joined([(call.fragment.columns, call.numbers) for call in self.calls])
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

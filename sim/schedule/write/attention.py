@@ -44,8 +44,9 @@ class DistributedAttention(Protocol):
     """Attention of one rank, written into the program builder that it was made with.
 
     A layer may go forward in chunks of its tokens, under a mask that hides from each the keys of later ones. Attention
-    made for that has ``forward`` called once a chunk; all other is one chunk. The backward pass takes all at once. A layer
-    is a call (see ``ProgramBuilder.call``), so attention uses no buffer of another layer, nor one made before the first.
+    made for that has ``forward`` called once a chunk; all other is one chunk. The backward pass takes all at once.
+    A pass of a layer is a call (see ``ProgramBuilder.call``): it uses no buffer that was made outside of it but those
+    that it is given.
     """
 
     saved_shard: Shard
