@@ -13,9 +13,9 @@ from sim.mesh import Mesh
 from sim.options import AttentionName
 from sim.profile import Point
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
+from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.ops import Gemm, Kernel
 from sim.schedule.ir.program import Program
-from sim.schedule.ir.views import renumbered
 from sim.schedule.methods import allgather, ring, single, ulysses
 from sim.schedule.methods.ring import RingOptions
 from sim.schedule.write.builder import ProgramBuilder
@@ -157,6 +157,6 @@ def _model(embed_dim: int, num_heads: int = 1, num_kv_heads: int = 1, head_dim: 
 def _alone(program: Program, op: Kernel) -> Program:
     """Return a program with one op of another one, and with its buffers only."""
     used = sorted({view.buffer for view in (*op.reads, *op.writes)})
-    alone = renumbered(op, {buffer: new for new, buffer in enumerate(used)})
+    alone = rebound(op, {buffer: new for new, buffer in enumerate(used)})
     buffers = tuple(program.buffers[buffer] for buffer in used)
     return Program(rank=0, buffers=buffers, ops=(alone,), inputs=(), outputs=())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import chain, combinations
 from typing import Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
 from calibrate.cases import KernelCase, cases_of
@@ -67,7 +66,7 @@ def short_cases(model: ModelSpec, dtype: Dtype) -> list[KernelCase]:
 def time_crowded(session: Session, case: KernelCase) -> Crowd:
     """Return how much longer a kernel takes on 2, 3, … ranks at once than on one of them, by both clocks."""
     counts = [count for count in (1, 2, 3, 4, 8) if count < session.ranks] + [session.ranks]
-    warm = chain(*session.call(_set_up, msgspec.json.encode(case.program)))
+    warm = chain(*session.call(_set_up, case.program.to_json()))
     runs = min(max(round(_TURN_S / statistics.median(lap.wall_s for lap in warm)), 1), _MOST_RUNS)
     turns: list[dict[int, list[list[Lap]]]] = [
         {count: session.call(_turn, count, runs)[:count] for count in counts} for _ in range(_TURNS)
@@ -112,7 +111,7 @@ def jitter_of(crowds: list[Crowd]) -> MeasuredJitter | None:
 
 def _set_up(context: RankContext, program_json: bytes) -> list[Lap]:
     """Make the operands of a kernel on every rank; return the times of first runs."""
-    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated = RepeatedKernel(Program.from_json(program_json), context)
     context.state[_STATE] = repeated
     return repeated.once_each()
 

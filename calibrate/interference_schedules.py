@@ -10,10 +10,11 @@ import msgspec
 
 from sim.mesh import Mesh
 from sim.schedule.derive.kernels import KernelUse, kernel_use
+from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.masks import CAUSAL, FULL, Span
 from sim.schedule.ir.ops import AllReduce, AllToAll, Attend, Exchange, Kernel, Merge, Message, Op
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
-from sim.schedule.ir.views import Split, renumbered
+from sim.schedule.ir.views import Split
 from sim.schedule.methods import single
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
@@ -69,14 +70,13 @@ def _program(
     layer = single.build(workload, Mesh()).program(0)
     number = {buffer: len(own.buffers) + buffer for buffer in range(len(layer.buffers))}
     fill, moving, waiting, *others = own.ops
-    given = msgspec.structs.replace(
-        own,
+    given = own.replace(
         buffers=(*own.buffers, *layer.buffers),
-        inputs=(*own.inputs, *(renumbered(port, number) for port in layer.inputs)),
+        inputs=(*own.inputs, *(port.rebound(number) for port in layer.inputs)),
     )
     places: dict[tuple[str, str], Place] = {}
     ops: list[Op] = [fill]
-    for op in (*(renumbered(op, number) for op in layer.ops), *others):
+    for op in (*(rebound(op, number) for op in layer.ops), *others):
         assert isinstance(op, Kernel)
         use = kernel_use(op, given)
         kind = (use.kernel, use.variant)
@@ -86,7 +86,7 @@ def _program(
         places[kind] = Place(use, len(ops))
         meeting = msgspec.structs.replace(moving, label=f"{transfer} and {' '.join(kind)}")
         ops += [meeting, op, waiting] if overlapped else [meeting, waiting, op]
-    return msgspec.structs.replace(given, ops=tuple(ops)), list(places.values())
+    return given.replace(ops=tuple(ops)), list(places.values())
 
 
 def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) -> Program:

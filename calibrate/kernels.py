@@ -8,7 +8,6 @@ import statistics
 import time
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch.distributed import Work
@@ -65,7 +64,7 @@ def time_kernel(session: Session, case: KernelCase, condition: Condition, budget
     """Return the time of a kernel on rank 0 alone (idle), or on every rank of the session at once (busy)."""
     use = case.use
     active = 1 if condition == "idle" else session.ranks
-    done = session.call(_time, msgspec.json.encode(case.program), active, budget_s)
+    done = session.call(_time, case.program.to_json(), active, budget_s)
     laps: list[Lap] = [lap for of_rank in done for lap in of_rank]
     times = sample([lap.wall_s for lap in laps])
     point = Point(
@@ -91,7 +90,7 @@ def _time(context: RankContext, program_json: bytes, active: int, budget_s: floa
     """Time the op of a program on the first ``active`` ranks, all of them starting together."""
     if context.rank >= active:
         return []
-    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated = RepeatedKernel(Program.from_json(program_json), context)
     warm = repeated.once_each()
     long = warm[0].wall_s > _LONG_S
     laps = warm if long else []
@@ -109,12 +108,12 @@ def time_sustained(session: Session, case: KernelCase, seconds: float) -> float:
     """Return how many times as long a kernel takes after so many seconds of it as in the short run that points are of,
     on rank 0 alone: a GPU lowers its clock under load.
     """
-    found: list[float] = session.call(_sustained, msgspec.json.encode(case.program), seconds)
+    found: list[float] = session.call(_sustained, case.program.to_json(), seconds)
     return found[0]
 
 
 def _sustained(context: RankContext, program_json: bytes, seconds: float) -> float:
-    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated = RepeatedKernel(Program.from_json(program_json), context)
     repeated.once_each()
     laps: list[float] = []
     short = _MIN_RUNS
@@ -128,12 +127,12 @@ def _sustained(context: RankContext, program_json: bytes, seconds: float) -> flo
 
 def time_replayed(session: Session, case: KernelCase) -> float:
     """Return the seconds from one run of a kernel to the next where rank 0's GPU replays many of them as a graph."""
-    found: list[float] = session.call(_replayed, msgspec.json.encode(case.program))
+    found: list[float] = session.call(_replayed, case.program.to_json())
     return found[0]
 
 
 def _replayed(context: RankContext, program_json: bytes) -> float:
-    repeated = RepeatedKernel(msgspec.json.decode(program_json, type=Program), context)
+    repeated = RepeatedKernel(Program.from_json(program_json), context)
     repeated.once_each()
     return repeated.replayed(_REPLAYED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from sim.native.library import UnavailableError, load
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -42,6 +45,13 @@ def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the profiles of whoever runs the tests out of them."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "data" / "longstep" / "profiles"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Compile what every schedule is checked with, before processes are refused."""
+    with contextlib.suppress(UnavailableError):
+        load("derive")
 
 
 @pytest.fixture(autouse=True)

@@ -329,7 +329,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     path = tmp_path / "my_module.py"
     dropped = """import msgspec
     programs = schedule.programs
-    programs[1] = msgspec.structs.replace(programs[1], ops=programs[1].ops[:1] + programs[1].ops[2:])
+    programs[1] = programs[1].replace(ops=programs[1].ops[:1] + programs[1].ops[2:])
     schedule._build, schedule._programs = programs.__getitem__, {}"""
     path.write_text(OWN.format(body=dropped))
     own = ("--schedule", f"{path}:build", *H100)

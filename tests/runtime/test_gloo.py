@@ -12,7 +12,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -165,7 +164,7 @@ def test_all_collectives_over_gloo(session: Session) -> None:
         program, links = schedule.program(rank), [link.name for link in schedule.header.communicators]
         barriers = [Barrier(part="backward", label="all", communicator=link) for link in links]
         wait = HostSync(part="backward", label="wait", streams=(COMPUTE, *links))
-        return msgspec.structs.replace(program, ops=(*program.ops, *barriers, wait))
+        return program.replace(ops=(*program.ops, *barriers, wait))
 
     run = ScheduleRun(session, check(Schedule(schedule.header, synchronised)))
     kinds = {row.kind for row in run.step().trace.rows if row.rank == 0}

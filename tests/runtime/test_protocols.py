@@ -208,7 +208,7 @@ def without_last(schedule: Schedule, label: str) -> Schedule:
     programs = []
     for program in schedule.programs:
         *_, last = (at for at, op in enumerate(program.ops) if op.label == label)
-        programs.append(msgspec.structs.replace(program, ops=(*program.ops[:last], *program.ops[last + 1 :])))
+        programs.append(program.replace(ops=(*program.ops[:last], *program.ops[last + 1 :])))
     return Schedule(schedule.header, programs.__getitem__)
 
 
@@ -223,14 +223,14 @@ def test_a_tile_that_is_lost_or_counted_twice() -> None:
             msgspec.structs.replace(op, accumulate=False) if isinstance(op, Gemm) and op.form == "tn" else op
             for op in program.ops
         ]
-        return msgspec.structs.replace(program, ops=tuple(ops))
+        return program.replace(ops=tuple(ops))
 
     refuses(Schedule(schedule.header, overwritten), "lacks contributions")
 
     def doubled(rank: int) -> Program:
         program = schedule.program(rank)
         at = next(i for i, op in enumerate(program.ops) if isinstance(op, Gemm) and op.form == "tn" and op.accumulate)
-        return msgspec.structs.replace(program, ops=(*program.ops[: at + 1], *program.ops[at:]))
+        return program.replace(ops=(*program.ops[: at + 1], *program.ops[at:]))
 
     refuses(Schedule(schedule.header, doubled), "twice")
 
@@ -244,7 +244,7 @@ class Cached:
         heads = Span(b.rank * 2, b.rank * 2 + 2)
         shard = Shard((Span(0, b.workload.seq),), heads, Span(b.rank, b.rank + 1))
         self.inside = SingleAttention(b, shard)
-        self.begin()
+        self.fed = chunks
 
     def begin(self) -> None:
         """Make room for a layer: of all tokens and this rank's heads q, k, v, out, and of its tokens out."""
@@ -348,6 +348,6 @@ def test_what_is_recomputed_of_other_activations() -> None:
 
     def wrong(rank: int) -> Program:
         ops = [msgspec.structs.replace(op, x=norms[0].reads[0]) if op is norms[1] else op for op in program.ops]
-        return msgspec.structs.replace(program, ops=tuple(ops)) if rank == 0 else schedule.program(rank)
+        return program.replace(ops=tuple(ops)) if rank == 0 else schedule.program(rank)
 
     refuses(Schedule(schedule.header, wrong), "no equation of the layer")

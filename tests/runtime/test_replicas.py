@@ -86,7 +86,7 @@ def test_whose_sequences_a_rank_has_is_proved() -> None:
                 which: tuple(msgspec.structs.replace(port, batch=batch) for port in getattr(program, which))
                 for which in ("inputs", "outputs")
             }
-            return msgspec.structs.replace(program, **ports)
+            return program.replace(**ports)
 
         return Schedule(whole.header, program)
 
@@ -127,7 +127,7 @@ def test_a_ring_through_two_replicas_is_caught() -> None:
             else op
             for op in source.ops
         )
-        return msgspec.structs.replace(source, rank=rank, ops=ops, **ports)
+        return source.replace(rank=rank, ops=ops, **ports)
 
     with pytest.raises(ScheduleError, match="attends to another sequence or layer"):
         check(Schedule(header, program))

@@ -119,7 +119,7 @@ def among(change: OfItems, *lists: str) -> Operator:
             items = getattr(scene.program, name)
             new = change(scene, items, at)
             if new is not None and tuple(new) != items:
-                return msgspec.structs.replace(scene.program, **{name: tuple(new)})
+                return scene.program.replace(**{name: tuple(new)})
         return None
 
     return on_ranks(of_program)
@@ -389,7 +389,7 @@ def detour(fill: Callable[[Scene, View, View], list[dict[str, Any]]]) -> OfProgr
         copies = [made(Copy, op, **fields) for fields in fill(scene, view, new)]
         buffer = msgspec.structs.replace(buffers[view.buffer], shape=view.shape, place="hbm", category="other")
         ops = (*program.ops[:at], *copies, put(op, path, new), *program.ops[at + 1 :])
-        return msgspec.structs.replace(program, ops=ops, buffers=(*buffers, buffer))
+        return program.replace(ops=ops, buffers=(*buffers, buffer))
 
     return change
 
@@ -441,7 +441,7 @@ def two_buffers_become_one(scene: Scene) -> Program | None:
     begin = scene.draw.choice([0, scene.draw.randrange(len(scene.program.ops))])
     ops = [op if at < begin else renumber(op, number) for at, op in enumerate(scene.program.ops)]
     outputs = [renumber(port, number) for port in scene.program.outputs]
-    return msgspec.structs.replace(scene.program, ops=tuple(ops), outputs=tuple(outputs))
+    return scene.program.replace(ops=tuple(ops), outputs=tuple(outputs))
 
 
 def renumber(item: Item, number: list[int]) -> Item:
@@ -461,8 +461,8 @@ def ranks_swapped(draw: Random, schedule: Schedule) -> Schedule | None:
         return None
     a, b = draw.sample(range(len(programs)), 2)
     programs[a], programs[b] = (
-        msgspec.structs.replace(programs[b], rank=a),
-        msgspec.structs.replace(programs[a], rank=b),
+        programs[b].replace(rank=a),
+        programs[a].replace(rank=b),
     )
     return Schedule(schedule.header, programs.__getitem__)
 

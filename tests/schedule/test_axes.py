@@ -228,7 +228,7 @@ def test_a_gradient_that_a_rank_does_not_leave() -> None:
     def forgetful(rank: int) -> Program:
         program = whole.program(rank)
         kept = tuple(port for port in program.outputs if rank == 0 or port.tensor != "dwq")
-        return msgspec.structs.replace(program, outputs=kept)
+        return program.replace(outputs=kept)
 
     with pytest.raises(ScheduleError, match="rank 1 leaves no gradient of rows 0..64, columns 0..64 of wq of layer 0"):
         check(Schedule(whole.header, forgetful))
@@ -240,7 +240,7 @@ def relabelled(whole: Schedule, change: Callable[[Port], Port], first: int = 1) 
     def program(rank: int) -> Program:
         program = whole.program(rank)
         ports = {which: tuple(map(change, getattr(program, which))) for which in ("inputs", "outputs")}
-        return msgspec.structs.replace(program, **ports) if rank >= first else program
+        return program.replace(**ports) if rank >= first else program
 
     return Schedule(whole.header, program)
 

@@ -51,7 +51,7 @@ def changed(name: str, ranks: int, kind: type, change: Change, *, rank: int, num
     index = [i for i, op in enumerate(ops) if isinstance(op, kind)][number]
     new = change(ops[index])
     ops[index : index + 1] = [] if new is None else [new]
-    programs[rank] = msgspec.structs.replace(programs[rank], ops=tuple(ops))
+    programs[rank] = programs[rank].replace(ops=tuple(ops))
     return Schedule(schedule.header, programs.__getitem__)
 
 
@@ -162,7 +162,7 @@ def test_a_gradient_added_twice() -> None:
     ops = list(programs[1].ops)
     at = next(i for i, op in enumerate(ops) if isinstance(op, Accumulate))
     ops.insert(at, ops[at])
-    programs[1] = msgspec.structs.replace(programs[1], ops=tuple(ops))
+    programs[1] = programs[1].replace(ops=tuple(ops))
     refuses(Schedule(schedule.header, programs.__getitem__), "twice")
 
 
@@ -410,7 +410,7 @@ def test_a_missing_output_and_an_invented_input() -> None:
 
     def forgetful(rank: int) -> Program:
         program = whole.program(rank)
-        return msgspec.structs.replace(program, outputs=program.outputs[:-1])
+        return program.replace(outputs=program.outputs[:-1])
 
     refuses(Schedule(whole.header, forgetful), r"\d+ of \d+ .* of dv have an owner|no rank has the output dv")
 
@@ -419,7 +419,7 @@ def test_a_missing_output_and_an_invented_input() -> None:
         view = View(len(program.buffers), ((0, 1), (0, 16), (0, 2), (0, 16)))
         buffer = Buffer(name="free k", dims="bshd", shape=(1, 16, 2, 16), dtype="fp32", category="other")
         port = Port(tensor="k", view=view, batch=Span(0, 1), tokens=(Span(0, 16),), heads=Span(0, 2))
-        return msgspec.structs.replace(program, buffers=(*program.buffers, buffer), inputs=(*program.inputs, port))
+        return program.replace(buffers=(*program.buffers, buffer), inputs=(*program.inputs, port))
 
     refuses(Schedule(whole.header, generous), "twice")
 
@@ -435,7 +435,7 @@ def test_shapes_that_do_not_fit() -> None:
     def clipped(rank: int) -> Program:
         program = schedule.program(rank)
         ports = [msgspec.structs.replace(port, view=port.view[:, :1]) for port in program.outputs]
-        return msgspec.structs.replace(program, outputs=tuple(ports))
+        return program.replace(outputs=tuple(ports))
 
     refuses(Schedule(schedule.header, clipped), "holds 1 along 's', but says 8")
 

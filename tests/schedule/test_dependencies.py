@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.schedule.derive.dependencies import derive
+from sim.native.library import UnavailableError, load
+from sim.schedule.derive import dependencies as derived
+from sim.schedule.derive.dependencies import Dependencies, derive, derive_compiled, derive_plainly
 from sim.schedule.ir.ops import Exchange, HostSync, Message, Op
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import make_model
+from tests.helpers import OFFLOADED, VARIANTS, make_model, sweep_but
+from tests.schedule.test_fragments import layered
 
 
 @st.composite
@@ -104,3 +109,60 @@ def test_slots_are_reused_only_after_they_were_read() -> None:
         b.copy(slots[step % 2], sink, f"use {step}")
     dependencies = derive(b.build())
     assert 1 in dependencies.data[4]
+
+
+def compiled(program: Program) -> Dependencies:
+    found = derive_compiled(program)
+    if found is None:
+        with pytest.raises(UnavailableError):
+            load("derive")
+        pytest.skip("no compiler")
+    return found
+
+
+def assert_equal(a: Dependencies, b: Dependencies) -> None:
+    """As lists, and as arrays."""
+    assert (a.streams, a.data, a.waits, a.known) == (b.streams, b.data, b.waits, b.known)
+    for name in ("data_array", "waits_array", "known_array"):
+        assert all(np.array_equal(x, y) for x, y in zip(getattr(a, name), getattr(b, name), strict=True))
+
+
+@given(programs())
+def test_compiled_and_plain_dependencies_are_the_same(program: Program) -> None:
+    assert_equal(compiled(program), derive_plainly(program))
+
+
+@pytest.mark.parametrize("name", sweep_but({"usp of 2", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+def test_compiled_and_plain_dependencies_of_layers_are_the_same(name: str) -> None:
+    for program in layered(name).programs:
+        assert_equal(compiled(program), derive_plainly(program.replace()))
+
+
+def test_programs_that_are_left_to_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = layered("ring").program(0)
+    buffers = [msgspec.structs.replace(buffer, shape=(*buffer.shape, 1, 1, 1)) for buffer in program.buffers]
+    assert derive_compiled(program.replace(buffers=buffers)) is None
+    assert derive_compiled(program.replace(buffers=program.buffers[:5])) is None
+    large = [msgspec.structs.replace(buffer, shape=(2**40,)) for buffer in program.buffers]
+    assert derive_compiled(program.replace(buffers=large)) is None
+
+    def missing(_: str) -> None:
+        raise UnavailableError("no C compiler")
+
+    monkeypatch.setattr(derived, "load", missing)
+    assert derive_compiled(program) is None
+    assert derive(program).waits == derive_plainly(program).waits
+
+
+def test_more_dependencies_than_there_was_room_for() -> None:
+    """Every op reads what every one before it wrote."""
+    b = ProgramBuilder(0, Workload(model=make_model(4, 4), seq=64))
+    source, target = b.tensor("source", 64, 4, "other"), b.tensor("target", 64, 4, "other")
+    for at in range(63):
+        sends, recvs = (Message(1, target),), (Message(1, source[:, at : at + 1]),)
+        b.add(Exchange(label="x", communicator=f"stream {at}", sends=sends, recvs=recvs))
+        b.copy(source, target[:, at : at + 1], "y")
+    program = b.build()
+    found = compiled(program)
+    assert len(found.data_array.items) > 4 * len(program.ops)
+    assert_equal(found, derive_plainly(program))

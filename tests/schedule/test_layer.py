@@ -96,7 +96,7 @@ def test_flops_by_hand() -> None:
 def test_a_gradient_that_is_not_reduced() -> None:
     schedule = make_checked("ring", layers(), 2).schedule
     programs = [
-        msgspec.structs.replace(program, ops=tuple(op for op in program.ops if op.label != "reduce dwv"))
+        program.replace(ops=tuple(op for op in program.ops if op.label != "reduce dwv"))
         for program in schedule.programs
     ]
     refuses(
@@ -112,7 +112,7 @@ def test_a_gradient_reduced_twice() -> None:
         ops: list[Op] = []
         for op in program.ops:
             ops += [op, op] if isinstance(op, AllReduce) and op.label == "reduce dwo" else [op]
-        programs.append(msgspec.structs.replace(program, ops=tuple(ops)))
+        programs.append(program.replace(ops=tuple(ops)))
     refuses(Schedule(schedule.header, programs.__getitem__), "twice")
 
 
@@ -171,7 +171,7 @@ def test_a_weight_in_another_order(dim: int, order: tuple[int, int], message: st
     copy = Copy(label="turn", source=Split(gemm.b, dim, 2), target=Split(turned, dim, 2), order=order)
     ops = (*program.ops[:at], copy, msgspec.structs.replace(gemm, b=turned), *program.ops[at + 1 :])
     buffers = (*program.buffers, program.buffers[gemm.b.buffer])
-    wrong = msgspec.structs.replace(program, ops=ops, buffers=buffers)
+    wrong = program.replace(ops=ops, buffers=buffers)
     refuses(Schedule(schedule.header, [wrong].__getitem__), message)
 
 
@@ -195,7 +195,7 @@ def test_weights_without_tokens() -> None:
     copy = Copy(label="copy", source=Split(gate, 0, 1), target=Split(total, 0, 1))
     ops = (copy, Accumulate(label="odd", source=up, into=total), *program.ops)
     buffers = (*program.buffers, program.buffers[gate.buffer])
-    wrong = msgspec.structs.replace(program, ops=ops, buffers=buffers)
+    wrong = program.replace(ops=ops, buffers=buffers)
     refuses(Schedule(schedule.header, [wrong].__getitem__), "of weights alone")
 
 

@@ -209,6 +209,6 @@ def test_ops_that_no_kernel_waits_for_do_not_look_through_the_whole_program() ->
     program = b.build()
     dependencies = derive(program)
     known = Counted(dependencies.known)
-    spans = lifetimes(program, dependencies._replace(known=known))
+    spans = lifetimes(program, Dependencies(dependencies.streams, known=known))
     assert spans[q.buffer] == (0, len(program.ops), {"link"})
     assert known.times < 3 * len(program.ops)

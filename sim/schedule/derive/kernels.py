@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
 from sim.schedule.ir.ops import Attend, AttendBackward, Copy, Gemm, Kernel, StreamingKernel
-from sim.schedule.ir.program import Program
+from sim.schedule.ir.program import Fragment, Program
 from sim.workload import DTYPE_BYTES, Dtype
 
 TILE = 128
@@ -64,7 +65,18 @@ ATTENTION_KERNELS = ("attention_forward", "attention_backward")
 
 def kernel_uses(program: Program) -> list[KernelUse | None]:
     """Return per op of a program the kernel that it runs; None for communication and synchronisation."""
-    return [kernel_use(op, program) if isinstance(op, Kernel) else None for op in program.ops]
+    return [use for call in program.calls for use in _uses_of(call.fragment)]
+
+
+def _uses_of(fragment: Fragment) -> list[KernelUse | None]:
+    """Return the kernels of a fragment's ops, which are those of every call."""
+    if fragment not in _USES:
+        alone = fragment.program(rank=0)
+        _USES[fragment] = [kernel_use(op, alone) if isinstance(op, Kernel) else None for op in fragment.ops]
+    return _USES[fragment]
+
+
+_USES: WeakKeyDictionary[Fragment, list[KernelUse | None]] = WeakKeyDictionary()
 
 
 def kernel_use(op: Kernel, program: Program) -> KernelUse:

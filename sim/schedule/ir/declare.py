@@ -8,12 +8,16 @@ into the next letter; ``...`` stands for any dimensions, the same wherever it st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
 
 from sim.schedule.ir.views import Data, Split, View
+
+AnyOp = TypeVar("AnyOp", bound=Data)
 
 
 class Operand(NamedTuple):
@@ -129,6 +133,22 @@ def views_in(value: View | Split | Iterable[Any] | None) -> Iterator[View]:
     elif value is not None:
         for _, view in value:
             yield view
+
+
+def rebound(op: AnyOp, number: Mapping[int, int] | Sequence[int], **changes: Any) -> AnyOp:
+    """Return an op on other buffers, ``number[old]``, and with other values of some fields."""
+    for name in operands(type(op)):
+        value = getattr(op, name)
+        if type(value) is View:
+            changes[name] = View(number[value.buffer], value.slices)
+        elif type(value) is Split:
+            view = View(number[value.view.buffer], value.view.slices)
+            changes[name] = Split(view, value.dim, value.parts, value.sizes)
+        elif value is not None:
+            changes[name] = tuple(
+                [type(one)(one.peer, View(number[one.view.buffer], one.view.slices)) for one in value]
+            )
+    return msgspec.structs.replace(op, **changes)
 
 
 def side(op: Data, *, written: bool) -> View | Split | None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
+from sim.schedule.ir.columns import Columns, columns_of, joined
+from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Data, View
@@ -44,15 +48,180 @@ class Port(Data, frozen=True, kw_only=True):
         """What people call it: the tensor, with the layer where there is more than the first."""
         return f"{self.tensor} {self.layer}" if self.layer else self.tensor
 
+    def rebound(self, number: Mapping[int, int] | Sequence[int], layers: int = 0) -> Port:
+        """Return the port on another buffer, ``number[old]``, so many layers later."""
+        view = View(number[self.view.buffer], self.view.slices)
+        return msgspec.structs.replace(self, view=view, layer=self.layer + layers)
 
-class Program(Data, frozen=True, kw_only=True):
-    """All that one rank does."""
 
-    rank: int
-    buffers: tuple[Buffer, ...]
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Ops that are written once and called many times, over buffers that a call gives and buffers of the call's own.
+
+    Buffers are numbered from 0, those that are given first. Layers count from that of the call.
+    """
+
+    given: tuple[Buffer, ...]
+    """What the call has to give, each another buffer."""
+    own: tuple[Buffer, ...]
     ops: tuple[Op, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    buffer_layers: Mapping[int, int] = field(default_factory=dict)
+    """By the number of a buffer the layer that follows its name, where one does."""
+    op_layers: Mapping[int, int] = field(default_factory=dict)
+    """By the number of an op the layer that follows its label, where one does."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
+        return columns_of(self.ops)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Which of the buffers that it is given it writes to."""
+        count = len(self.given)
+        return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
+
+    def program(self, rank: int, layer: int = 0) -> Program:
+        """Return a program that does nothing else, of a rank, as of a layer; names leave out layers."""
+        buffers = (*self.given, *self.own)
+        inputs, outputs = (
+            [port.rebound(range(len(buffers)), layer) for port in ports] if layer else ports
+            for ports in (self.inputs, self.outputs)
+        )
+        return Program(rank=rank, buffers=buffers, ops=self.ops, inputs=inputs, outputs=outputs)
+
+
+class Call(NamedTuple):
+    """A fragment on some buffers of a program."""
+
+    fragment: Fragment
+    given: tuple[int, ...] = ()
+    """The numbers of what it is given, in the program."""
+    first: int = 0
+    """The number of the first of its own buffers; the others follow."""
+    layer: int = 0
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers, in the program, of all buffers of the fragment."""
+        own = range(self.first, self.first + len(self.fragment.own))
+        return (*self.given, *own) if self.given else own
+
+    @property
+    def buffers(self) -> Iterable[Buffer]:
+        """Its own buffers, as they are called in the program."""
+        of_layer, before = self.fragment.buffer_layers, len(self.fragment.given)
+        if not of_layer:
+            return self.fragment.own
+        buffers = list(self.fragment.own)
+        for number, layer in of_layer.items():
+            if number >= before:
+                named = f"{buffers[number - before].name} {layer + self.layer}"
+                buffers[number - before] = msgspec.structs.replace(buffers[number - before], name=named)
+        return buffers
+
+    @property
+    def ops(self) -> Iterable[Op]:
+        """Its ops, on buffers of the program."""
+        ops, of_layer, numbers = self.fragment.ops, self.fragment.op_layers, self.numbers
+        if self._is_as_written and not of_layer:
+            return ops
+        return [
+            rebound(op, numbers, label=f"{op.label} {of_layer[at] + self.layer}")
+            if at in of_layer
+            else rebound(op, numbers)
+            for at, op in enumerate(ops)
+        ]
+
+    def ports(self, ports: Iterable[Port]) -> Iterable[Port]:
+        """Return inputs or outputs of its fragment, on buffers of the program."""
+        if self._is_as_written:
+            return ports
+        numbers = self.numbers
+        return [port.rebound(numbers, self.layer) for port in ports]
+
+    @property
+    def _is_as_written(self) -> bool:
+        """Whether its buffers have the numbers that they have in the fragment, and its layers, too."""
+        return not (self.given or self.first or self.layer)
+
+
+class Program:
+    """All that one rank does: calls of fragments, one after the other. What is written without any is one call.
+
+    Buffers, ops and ports of all calls, by their numbers in the program, are made when they are asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        buffers: Iterable[Buffer],
+        ops: Iterable[Op],
+        inputs: Iterable[Port] = (),
+        outputs: Iterable[Port] = (),
+    ) -> None:
+        self.rank = rank
+        self.calls: tuple[Call, ...] = (Call(Fragment((), tuple(buffers), tuple(ops), tuple(inputs), tuple(outputs))),)
+
+    @staticmethod
+    def of_calls(rank: int, calls: Iterable[Call]) -> Program:
+        """Return the program of a rank that makes these calls."""
+        program = Program(rank=rank, buffers=(), ops=())
+        program.calls = tuple(calls)
+        return program
+
+    @property
+    def num_ops(self) -> int:
+        """How many ops all calls have."""
+        return sum(len(call.fragment.ops) for call in self.calls)
+
+    @property
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of all buffers."""
+        return (buffer.shape for call in self.calls for buffer in call.fragment.own)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All ops as arrays; raises OverflowError for boxes that have no place in one."""
+        if len(self.calls) == 1:
+            return self.calls[0].fragment.columns
+        return joined([(call.fragment.columns, call.numbers) for call in self.calls])
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers; views name them by their place here."""
+        return tuple(chain.from_iterable(call.buffers for call in self.calls))
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops, in the order of their issue."""
+        return tuple(chain.from_iterable(call.ops for call in self.calls))
+
+    @cached_property
+    def inputs(self) -> tuple[Port, ...]:
+        """What comes from outside."""
+        return tuple(port for call in self.calls for port in call.ports(call.fragment.inputs))
+
+    @cached_property
+    def outputs(self) -> tuple[Port, ...]:
+        """What is left for outside."""
+        return tuple(port for call in self.calls for port in call.ports(call.fragment.outputs))
+
+    def replace(self, **changes: Any) -> Program:
+        """Return a program with other buffers, ops or ports, or of another rank, in one call."""
+        return Program(**{**_fields(self), **changes})
+
+    def to_json(self) -> bytes:
+        """Return the program as JSON, by all of its ops."""
+        return msgspec.json.encode(_Written(**_fields(self)))
+
+    @staticmethod
+    def from_json(data: bytes) -> Program:
+        """Return the program that ``to_json`` wrote."""
+        return _read(msgspec.json.decode(data, type=_Written))
 
     def nbytes(self, view: View) -> int:
         """Return the size of a view in bytes."""
@@ -61,6 +230,29 @@ class Program(Data, frozen=True, kw_only=True):
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view."""
         return self.buffers[view.buffer].dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and _fields(self) == _fields(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Written(Data, frozen=True, kw_only=True):
+    """A program as JSON."""
+
+    rank: int
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+def _fields(program: Program) -> dict[str, Any]:
+    return {name: getattr(program, name) for name in _Written.__struct_fields__}
+
+
+def _read(written: _Written) -> Program:
+    return Program(**msgspec.structs.asdict(written))
 
 
 class Communicator(Data, frozen=True, kw_only=True):
@@ -106,7 +298,7 @@ class _Document(Data, frozen=True, kw_only=True):
     """A schedule as JSON."""
 
     header: Header
-    programs: tuple[Program, ...]
+    programs: tuple[_Written, ...]
 
 
 class Schedule:
@@ -148,7 +340,8 @@ class Schedule:
 
     def to_json(self) -> bytes:
         """Return the whole schedule as JSON; dependencies are left out, since reading derives them again."""
-        return msgspec.json.encode(_Document(header=self.header, programs=tuple(self.programs)))
+        programs = tuple(_Written(**_fields(program)) for program in self.programs)
+        return msgspec.json.encode(_Document(header=self.header, programs=programs))
 
     @staticmethod
     def from_json(data: bytes) -> Schedule:
@@ -159,7 +352,7 @@ class Schedule:
             raise InputError(f"not a schedule in JSON: {error}") from error
         if len(document.programs) != document.header.mesh.size:
             raise InputError(f"{len(document.programs)} programs for {document.header.mesh.size} ranks")
-        return Schedule(document.header, document.programs.__getitem__)
+        return Schedule(document.header, lambda rank: _read(document.programs[rank]))
 
 
 def require_checked(given: object) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -16,8 +15,6 @@ Category = Literal[
     "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"
 ]  # fmt: skip
 
-
-Described = TypeVar("Described", bound=msgspec.Struct)
 
 TOKENS, HEADS = 1, 2
 """Dimensions of (B, S, H, D)."""
@@ -96,17 +93,6 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def part_of(side: View | Split, member: int) -> View:
     """Return what one side of a collective has for, or from, a member of the group: a part, or all of a view."""
     return side.part(member) if isinstance(side, Split) else side
-
-
-def renumbered(part: Described, number: Mapping[int, int] | Sequence[int]) -> Described:
-    """Return an op or a port with other numbers for its buffers: ``number[old]``."""
-
-    def moved(value: object) -> object:
-        if isinstance(value, View):
-            return View(number[value.buffer], value.slices)
-        return renumbered(value, number) if isinstance(value, msgspec.Struct) else value
-
-    return msgspec.structs.replace(part, **{name: moved(getattr(part, name)) for name in part.__struct_fields__})
 
 
 def is_contiguous(view: View, buffer: Buffer) -> bool:

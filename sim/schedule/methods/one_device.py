@@ -15,8 +15,9 @@ from sim.mesh import Mesh
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Transfer
 from sim.schedule.ir import ops
+from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.program import Port, Program, Schedule
-from sim.schedule.ir.views import Buffer, Split, View, part_of, renumbered
+from sim.schedule.ir.views import Buffer, Split, View, part_of
 from sim.schedule.proof.check import Checked
 
 
@@ -49,7 +50,7 @@ def _buffers(schedule: Schedule) -> tuple[Buffer, ...]:
 def _ports(schedule: Schedule, which: str) -> tuple[Port, ...]:
     numbers = _numbers(schedule)
     return tuple(
-        renumbered(port, numbers[program.rank]) for program in schedule.programs for port in getattr(program, which)
+        port.rebound(numbers[program.rank]) for program in schedule.programs for port in getattr(program, which)
     )
 
 
@@ -89,7 +90,7 @@ class _Recorder(Interpreter):
 
     def _own(self, key: Key, op: ops.Kernel | ops.HostCopy | ops.HostSync) -> None:
         """Write down what concerns one rank alone."""
-        own = renumbered(op, self._numbers[key[0]])
+        own = rebound(op, self._numbers[key[0]])
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))
 
     def transfer(self, transfer: Transfer) -> None:

@@ -8,6 +8,7 @@ is in ``block``; where its weights and activations are, and how many tokens it t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -118,9 +119,17 @@ class LayerWriter(NamedTuple):
         return b.build()
 
     def _forward(self, layer: int, x: View) -> View:
-        """Append a layer; return what leaves it. What outlives a chunk lies in one buffer for all of them."""
-        block, around, stop = self.block, self.block.forward, 0
-        weights, lasting = self.params.gather(layer), {block.x: x}
+        """Append a layer; return what leaves it."""
+        forward = partial(self._forward_with, layer)
+        following, kept = self.b.call("forward", layer, forward, x, self.params.gather(layer))
+        self.saving.save(layer, kept)
+        return following
+
+    def _forward_with(self, layer: int, x: View, weights: Values) -> tuple[View, Kept]:
+        """Append a layer; return what leaves it and what it saves. What outlives a chunk lies in one buffer for all of
+        them.
+        """
+        block, around, stop, lasting = self.block, self.block.forward, 0, {self.block.x: x}
         if len(self.chunks) > 1:
             made = (tensor for tensor in (*block.saved, block.x.later(1)) if tensor not in {block.x, block.out})
             lasting |= {tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens)) for tensor in made}
@@ -134,14 +143,16 @@ class LayerWriter(NamedTuple):
         values |= lasting
         at = block.saved.index(block.out)
         before, after = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
-        self.saving.save(layer, Kept(before, kept, after))
-        return values[block.x.later(1)]
+        return values[block.x.later(1)], Kept(before, kept, after)
 
     def _backward(self, layer: int, dx: View) -> View:
         """Append the backward pass of a layer; return the gradient of what came into it."""
-        block, around = self.block, self.block.backward
         weights = self.params.gather(layer)
         kept = self.saving.restore(layer, weights)
+        return self.b.call("backward", layer, partial(self._backward_with, layer), dx, weights, kept)
+
+    def _backward_with(self, layer: int, dx: View, weights: Values, kept: Kept) -> View:
+        block, around = self.block, self.block.backward
         values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
         self._write(around.before, layer, self.tokens, values)
         grads = self.attention.backward(kept.attention, values[d(block.out)])

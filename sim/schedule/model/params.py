@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Protocol
 
 from sim.schedule.ir.ops import AllReduce
@@ -31,11 +32,13 @@ class Replicated:
     """Every rank has every weight; each gradient is summed by an all-reduce of its own, as soon as it is there."""
 
     def __init__(self, b: ProgramBuilder, block: Block, over: tuple[Communicator, ...]) -> None:
-        self._b, self._over = b, over
-        self._weights = [
-            {weight: b.input_of(weight.later(layer), weight.rows(b.workload.model)) for weight in block.weights}
-            for layer in range(b.workload.layers)
-        ]
+        self._b, self._block, self._over = b, block, over
+        layers = range(b.workload.layers)
+        self._weights = [b.call("weights", layer, partial(self._of_layer, layer)) for layer in layers]
+
+    def _of_layer(self, layer: int) -> Values:
+        b = self._b
+        return {w: b.input_of(w.later(layer), w.rows(b.workload.model)) for w in self._block.weights}
 
     def gather(self, layer: int) -> Values:
         """See Params."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
 from sim.options import Place
 from sim.schedule.ir.ops import OFFLOAD, HostSync
 from sim.schedule.ir.views import View
 from sim.schedule.model.write import Kept, Values
 from sim.schedule.write.builder import ProgramBuilder
-
-Nest = TypeVar("Nest")
+from sim.schedule.write.nests import mapped
 
 
 class Saving(Protocol):
@@ -55,8 +55,7 @@ class Offload(Keep):
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
         if layer < self._last:
-            self._b.add(HostSync(label="wait for the layer before", streams=(OFFLOAD,)))
-            kept = self._copied(kept, self._place, f"offload layer {layer}")
+            kept = self._b.call("offload", layer, partial(self._offloaded, layer), kept)
         self._kept[layer] = kept
 
     def restore(self, layer: int, _weights: Values, /) -> Kept:
@@ -64,26 +63,26 @@ class Offload(Keep):
         if layer and layer == self._last:
             self._b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
         if layer:
-            self._kept[layer - 1] = self._copied(self._kept[layer - 1], "hbm", f"fetch layer {layer - 1}")
+            fetched = partial(self._copied, layer - 1, "hbm", "fetch layer")
+            self._kept[layer - 1] = self._b.call("fetch", layer - 1, fetched, self._kept[layer - 1])
         return self._kept[layer]
 
-    def _copied(self, kept: Nest, place: Place, label: str) -> Nest:
-        """Append a copy of every buffer in a nest of tuples but inputs, which stay; return the views of the copies."""
+    def _offloaded(self, layer: int, kept: Kept) -> Kept:
+        self._b.add(HostSync(label="wait for the layer before", streams=(OFFLOAD,)))
+        return self._copied(layer, self._place, "offload layer", kept)
+
+    def _copied(self, layer: int, place: Place, label: str, kept: Kept) -> Kept:
+        """Append a copy of every buffer of what is kept but inputs, which stay; return the views of the copies."""
         b = self._b
         copies: dict[int, View] = {}
 
-        def moved(part: object) -> object:
-            if isinstance(part, View) and not b.is_input(part):
-                if part.buffer not in copies:
-                    whole = b.whole(part)
-                    copies[part.buffer] = b.elsewhere(whole, place)
-                    b.host_copy(whole, copies[part.buffer], label)
-                return View(copies[part.buffer].buffer, part.slices)
-            if isinstance(part, dict):
-                return {tensor: moved(view) for tensor, view in part.items()}
-            if isinstance(part, tuple):
-                make = getattr(part, "_make", tuple)  # of named tuples
-                return make(map(moved, part))
-            return part
+        def moved(view: View) -> View:
+            if b.is_input(view):
+                return view
+            if view.buffer not in copies:
+                whole = b.whole(view)
+                copies[view.buffer] = b.elsewhere(whole, place)
+                b.host_copy(whole, copies[view.buffer], label, layer)
+            return View(copies[view.buffer].buffer, view.slices)
 
-        return moved(kept)  # type: ignore[return-value]
+        return mapped(kept, moved)

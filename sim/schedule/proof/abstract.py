@@ -13,13 +13,13 @@ from sim.schedule.derive.show import window
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
-from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.model.block import TERMS, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
-from sim.schedule.proof.owners import check_shards, check_tokens, without_replicas
+from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.token_rules import TokenRules, check_positions
 
 
@@ -28,15 +28,11 @@ class AbstractPlayer(Interpreter):
 
     def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
         super().__init__(schedule, matching, dependencies)
-        workload = schedule.header.workload
-        model = workload.model
-        group = model.num_heads // model.num_kv_heads
-        sequences = workload.batch * schedule.header.mesh.dp
-        self._rules = AttentionRules(mask_of(workload), workload.seq, sequences, group)
-        self._token_rules = TokenRules(model, self._rules)
+        self._rules = attention_rules(schedule)
+        self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
-        self._memory = [AbstractMemory(program, self._rules) for program in self._programs]
+        self.memory = [AbstractMemory(program, self._rules) for program in self._programs]
 
     def run(self) -> None:
         """Play to the end, then look at the outputs; errors say which op they came from, or which ranks stand still."""
@@ -47,11 +43,14 @@ class AbstractPlayer(Interpreter):
                 raise
             grid = window(self._programs, {self._at[0]: self._at[1]})
             raise ScheduleError(f"{describe(self._schedule, self._at)}: {error}", grid) from error
-        self._check_outputs()
+        for program, memory in zip(self._programs, self.memory, strict=True):
+            for port in program.outputs:
+                check_output(port, program, memory, self._rules)
+        check_owners(self._schedule, self._rules.batch)
 
     def kernel(self, key: Key, op: ops.Kernel) -> None:
         """See Interpreter."""
-        memory = self._memory[key[0]]
+        memory = self.memory[key[0]]
         self._at = key
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
@@ -108,7 +107,7 @@ class AbstractPlayer(Interpreter):
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Interpreter."""
-        self._at, memory = key, self._memory[key[0]]
+        self._at, memory = key, self.memory[key[0]]
         memory.write(op.target, memory.read(op.source))
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
@@ -117,7 +116,7 @@ class AbstractPlayer(Interpreter):
     def transfer(self, transfer: Transfer) -> None:
         """See Interpreter."""
         self._at = transfer.source
-        source, target = self._memory[transfer.source[0]], self._memory[transfer.target[0]]
+        source, target = self.memory[transfer.source[0]], self.memory[transfer.target[0]]
         for sent, received in transfer.pairs:
             target.write(received, source.read(sent))
 
@@ -127,35 +126,33 @@ class AbstractPlayer(Interpreter):
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
             self._at, parts = key, [of_member[place] for of_member in sent if of_member[place]]
             if isinstance(op.taken, Split):
-                self._memory[key[0]].write_parts(op.taken, parts)
+                self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                self._memory[key[0]].write(op.taken, reduce(_sum, parts))
+                self.memory[key[0]].write(op.taken, reduce(_sum, parts))
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
-        self._at, memory = key, self._memory[key[0]]
+        self._at, memory = key, self.memory[key[0]]
         if isinstance(op.given, Split):
             return memory.read_parts(op.given)
         return [memory.read(op.given) if op.given else []] * size
 
-    def _check_outputs(self) -> None:
-        """Raise where an output is not what its port says, not complete, or owned by no rank or by two."""
-        for program in self._programs:
-            for port in program.outputs:
-                where = f"rank {program.rank} output {port.name}"
-                for piece, expected in common(self._memory[program.rank].read(port.view), port_pieces(port, program)):
-                    if piece.content[:3] != expected.content[:3]:
-                        raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
-                    if not self._rules.complete(piece.content):
-                        raise ScheduleError(
-                            f"{where}: {brief(piece.content)} lacks contributions; it has {piece.content.seen}"
-                        )
-        workload = self._schedule.header.workload
-        check_tokens([port for program in self._programs for port in program.outputs], workload, self._rules.batch)
-        if self._schedule.header.claims:
-            inputs = [port for program in self._programs for port in program.inputs]
-            check_tokens(inputs if workload.forward else without_replicas(inputs), workload, self._rules.batch)
-            check_shards(self._programs, workload)
+
+def attention_rules(schedule: Schedule) -> AttentionRules:
+    """Return what attention of a schedule's workload makes of contents."""
+    workload = schedule.header.workload
+    group = workload.model.num_heads // workload.model.num_kv_heads
+    return AttentionRules(mask_of(workload), workload.seq, workload.batch * schedule.header.mesh.dp, group)
+
+
+def check_output(port: Port, program: Program, memory: AbstractMemory, rules: AttentionRules) -> None:
+    """Raise where an output is not what its port says, or not complete."""
+    where = f"rank {program.rank} output {port.name}"
+    for piece, expected in common(memory.read(port.view), port_pieces(port, program)):
+        if piece.content[:3] != expected.content[:3]:
+            raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
+        if not rules.complete(piece.content):
+            raise ScheduleError(f"{where}: {brief(piece.content)} lacks contributions; it has {piece.content.seen}")
 
 
 def renamed(pieces: list[Piece], tensor: str) -> list[Piece]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
+from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span
@@ -28,6 +29,14 @@ from sim.schedule.proof.contents import (
 _CUT = ", ".join(AXIS_OF)
 
 
+class Held(NamedTuple):
+    """What a buffer holds."""
+
+    pieces: tuple[Piece, ...]
+    complete: bool
+    """Whether they are known to fill it."""
+
+
 class AbstractMemory:
     """The contents of all buffers of one rank. Most views are whole buffers, so those take a short way."""
 
@@ -40,6 +49,14 @@ class AbstractMemory:
         for port in program.inputs:
             pieces = port_pieces(port, program)
             self.write(port.view, [piece._replace(content=rules.completed(piece.content)) for piece in pieces])
+
+    def hold(self, number: int, held: Held) -> None:
+        """Put contents in place of what a buffer held."""
+        self._pieces[number], self._full[number] = list(held.pieces), held.complete
+
+    def held(self) -> list[Held]:
+        """Return what every buffer holds."""
+        return [Held(tuple(pieces), full) for pieces, full in zip(self._pieces, self._full, strict=True)]
 
     def read(self, view: View) -> list[Piece]:
         """Return the pieces of a view, in its own coordinates; raises where part of it was never written."""

@@ -10,9 +10,10 @@ of memory, by ``sim.memory``); an op that collides with itself is refused.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.errors import InputError, ScheduleError
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
@@ -20,7 +21,8 @@ from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.block import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
-from sim.schedule.proof.wellformed import op_problem, port_problem
+from sim.schedule.proof.supersteps import Declined, Supersteps
+from sim.schedule.proof.wellformed import check_program
 from sim.workload import Workload
 
 
@@ -35,20 +37,25 @@ class RankSchedule(NamedTuple):
 
 
 class Checked:
-    """A schedule that ``check`` has proved, with what it derived on the way; both players start from it."""
+    """A schedule that ``check`` has proved, and what is derived of it; both players start from it."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        matching: Matching,
-        dependencies: list[Dependencies],
-        kernels: list[list[KernelUse | None]],
-    ) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.matching = matching
-        self.dependencies = dependencies
-        self.kernels = kernels
+
+    @cached_property
+    def matching(self) -> Matching:
+        """Which communication ops meet."""
+        return match(self.schedule)
+
+    @cached_property
+    def dependencies(self) -> list[Dependencies]:
+        """Per rank which ops wait for which."""
+        return [derive(program) for program in self.schedule.programs]
+
+    @cached_property
+    def kernels(self) -> list[list[KernelUse | None]]:
         """Per rank and op the kernel that it runs, None for communication and synchronisation."""
+        return [kernel_uses(program) for program in self.schedule.programs]
 
     def of_rank(self, rank: int) -> RankSchedule:
         """Return what a rank needs to execute its program."""
@@ -71,29 +78,34 @@ def check(schedule: Schedule) -> Checked:
         if len(set(members)) < len(members) or not set(members) <= set(range(schedule.num_ranks)):
             named = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
+    checked = Checked(schedule)
+    if not _is_proved_by_calls(checked):
+        _prove(checked)
+    return checked
+
+
+def _prove(checked: Checked) -> None:
+    """Prove a schedule by all of its ops."""
+    schedule = checked.schedule
     for program in schedule.programs:
-        _check_program(program, schedule.header.workload)
-    matching = match(schedule)
-    dependencies = [derive(program) for program in schedule.programs]
+        check_program(program, schedule.header.workload)
+    matching, dependencies = checked.matching, checked.dependencies
     _check_ports(schedule)
-    kernels = [kernel_uses(program) for program in schedule.programs]
     AbstractPlayer(schedule, matching, dependencies).run()
-    _check_claims(schedule, matching, kernels)
-    return Checked(schedule, matching, dependencies, kernels)
+    _check_claims(checked, wire_bytes(schedule, matching))
 
 
-def _check_program(program: Program, workload: Workload) -> None:
-    """Raise where an op or a port is wrong by itself."""
-    for what, ports in (("input", program.inputs), ("output", program.outputs)):
-        for port in ports:
-            problem = port_problem(port, program, workload.model)
-            if problem:
-                raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
-    inputs = {port.view.buffer: port.tensor for port in program.inputs}
-    for index, op in enumerate(program.ops):
-        problem = op_problem(op, program, inputs)
-        if problem:
-            raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
+def _is_proved_by_calls(checked: Checked) -> bool:
+    """Return whether a schedule is proved by its calls; where it is not, a proof by all ops decides, and says why."""
+    schedule = checked.schedule
+    try:
+        supersteps = Supersteps(schedule)
+        _check_ports(schedule)
+        supersteps.play()
+        _check_claims(checked, supersteps.wire_bytes)
+    except (Declined, InputError):
+        return False
+    return True
 
 
 def _check_ports(schedule: Schedule) -> None:
@@ -116,16 +128,15 @@ def _check_ports(schedule: Schedule) -> None:
         raise ScheduleError(f"no rank has the output {tensor} of layer {layer}")
 
 
-def _check_claims(schedule: Schedule, matching: Matching, kernels: list[list[KernelUse | None]]) -> None:
-    """Raise where FLOPs or bytes differ from what the builder claims by its paper's formula."""
-    claims = schedule.header.claims
+def _check_claims(checked: Checked, sent: int) -> None:
+    """Raise where FLOPs or bytes that are sent differ from what the builder claims by its paper's formula."""
+    claims = checked.schedule.header.claims
     if claims is None:
         return
     claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
     for name, expected in claimed.items():
-        flops = sum(use.flops for uses in kernels for use in uses if use and use.kernel.startswith(name))
+        flops = sum(use.flops for uses in checked.kernels for use in uses if use and use.kernel.startswith(name))
         if flops != expected:
             raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
-    sent = wire_bytes(schedule, matching)
     if sent != claims.wire_bytes:
         raise ScheduleError(f"{sent} bytes are sent, but {claims.source} says {claims.wire_bytes}")

@@ -10,11 +10,21 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.block import LLAMA, tensor_of
 from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
+
+
+def check_owners(schedule: Schedule, sequences: int) -> None:
+    """Raise where something of so many sequences, or a shard of a weight, belongs to no rank or to two."""
+    workload, programs = schedule.header.workload, schedule.programs
+    check_tokens([port for program in programs for port in program.outputs], workload, sequences)
+    if schedule.header.claims:
+        inputs = [port for program in programs for port in program.inputs]
+        check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
+        check_shards(programs, workload)
 
 
 def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> None:

@@ -6,6 +6,7 @@ import math
 from functools import cache, lru_cache
 from itertools import combinations
 
+from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Slices, overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
@@ -13,7 +14,21 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
-from sim.workload import ModelSpec
+from sim.workload import ModelSpec, Workload
+
+
+def check_program(program: Program, workload: Workload) -> None:
+    """Raise ScheduleError where an op or a port is wrong by itself."""
+    for what, ports in (("input", program.inputs), ("output", program.outputs)):
+        for port in ports:
+            problem = port_problem(port, program, workload.model)
+            if problem:
+                raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
+    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+    for index, op in enumerate(program.ops):
+        problem = op_problem(op, program, inputs)
+        if problem:
+            raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
 def op_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:

@@ -45,6 +45,8 @@ class DistributedAttention(Protocol):
 
     A layer may go forward in chunks of its tokens, under a mask that hides from each the keys of later ones. Attention
     made for that has ``forward`` called once a chunk; all other is one chunk. The backward pass takes all at once.
+    A pass of a layer is a call (see ``ProgramBuilder.call``): it uses no buffer that was made outside of it but those
+    that it is given.
     """
 
     saved_shard: Shard

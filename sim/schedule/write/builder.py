@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 
+from sim.errors import ScheduleError
 from sim.options import Place, SumOptions
+from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.program import Call, Fragment, Port, Program
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
+from sim.schedule.write.nests import flatten, mapped
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
+
+Views = TypeVarTuple("Views")
+Result = TypeVar("Result")
+
+
+class _Writing:
+    """What is written by one call, or between two of them."""
+
+    def __init__(self, key: str, given: Mapping[int, int], first: int, layer: int) -> None:
+        self.key = key
+        """Of the call; empty between calls, where all buffers are at hand."""
+        self.given = given
+        """By the numbers of buffers that the call is given their place among them."""
+        self.first = first
+        """The number of the first buffer of its own."""
+        self.layer = layer
+        self.ops: list[Op] = []
+        self.op_layers: dict[int, int] = {}
+        self.inputs: list[Port] = []
+        self.outputs: list[Port] = []
+        self.asked: dict[int, bool] = {}
+        """By place among those given, whether it is an input, where the function asked for that."""
+
+
+class _Traced(NamedTuple):
+    """A call that can be made again, by binding buffers."""
+
+    fragment: Fragment
+    result: Any
+    """What its function returned, on buffers of the fragment."""
+    asked: tuple[tuple[int, bool], ...]
 
 
 class ProgramBuilder:
     """Collects the buffers and ops of one rank; ``part`` names the pass that is being written.
 
-    Shapes are written once: ``tensor``, ``lse`` and ``new`` make every tensor from its tokens and its heads.
+    Shapes are written once: ``tensor``, ``lse`` and ``new`` make every tensor from its tokens and its heads. What is
+    written many times, as layers are, is written by ``call``.
     """
 
     def __init__(self, rank: int, workload: Workload, batch: Span | None = None) -> None:
@@ -28,30 +64,133 @@ class ProgramBuilder:
         self.batch = batch or Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
-        self._ops: list[Op] = []
-        self._inputs: list[Port] = []
-        self._outputs: list[Port] = []
+        """Their names without layers; the same object for all that are alike."""
+        self._layers: dict[int, int] = {}
+        """By number the layer that follows the name of a buffer, where one does."""
+        self._inputs: set[int] = set()
+        self._alike: dict[Buffer, Buffer] = {}
+        self._calls: list[Call] = []
+        self._traced: dict[tuple[Hashable, ...], list[_Traced]] = {}
+        self._writing = _Writing("", {}, 0, 0)
 
     def build(self) -> Program:
         """Return what has been written."""
-        return Program(
-            rank=self.rank,
-            buffers=tuple(self._buffers),
-            ops=tuple(self._ops),
-            inputs=tuple(self._inputs),
-            outputs=tuple(self._outputs),
+        self._end_stretch()
+        return Program.of_calls(self.rank, self._calls)
+
+    # Calls
+
+    def call(self, key: str, layer: int, function: Callable[[*Views], Result], *views: *Views) -> Result:
+        """Return ``function(*views)``, nests of views, having written what it writes.
+
+        It is run once for all calls with the same key and pass whose views are of the same shapes and alias each other
+        in the same way; calls after that bind other buffers to the same ops. So it may depend on nothing else but the
+        layer, and on that only in names, labels and ports. Raises ScheduleError if it uses a view that it was not
+        given. Calls within calls are part of them.
+        """
+        if self._writing.key:
+            return function(*views)
+        self._end_stretch()
+        found: list[View] = []
+        form: list[Hashable] = []
+        flatten(views, found, form)
+        place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in found]))}
+        buffers, layers = self._buffers, self._layers
+        described = [(id(buffers[number]), layers[number] - layer if number in layers else None) for number in place]
+        shape = (key, self.part, *form, *[(place[view.buffer], view.slices) for view in found], *described)
+        known = self._traced.setdefault(shape, [])
+        numbers, is_input = tuple(place), self._inputs.__contains__
+        for traced in known:
+            if all(is_input(numbers[at]) == flag for at, flag in traced.asked):
+                return self._bound(traced, numbers, layer)  # type: ignore[no-any-return]
+        first, self._writing = len(buffers), _Writing(key, place, len(buffers), layer)
+        result = function(*views)
+        number = {**place, **{own: len(place) + own - first for own in range(first, len(buffers))}}
+        here = mapped(result, lambda view: View(self._visible(view) and number[view.buffer], view.slices))
+        known.append(_Traced(self._end(number), here, tuple(self._writing.asked.items())))
+        self._writing = _Writing("", {}, len(buffers), 0)
+        self._calls.append(Call(known[-1].fragment, numbers, first, layer))
+        return result
+
+    def _bound(self, traced: _Traced, given: tuple[int, ...], layer: int) -> Any:
+        """Return the result of a call that is made again, on other buffers."""
+        fragment, first = traced.fragment, len(self._buffers)
+        call = Call(fragment, given, first, layer)
+        self._calls.append(call)
+        self._buffers += fragment.own
+        numbers = call.numbers
+        for number, of_layer in fragment.buffer_layers.items():
+            self._layers[numbers[number]] = of_layer + layer
+        self._inputs.update([numbers[port.view.buffer] for port in fragment.inputs])
+        self._writing = _Writing("", {}, len(self._buffers), 0)
+        return mapped(traced.result, lambda view: View(numbers[view.buffer], view.slices))
+
+    def _end_stretch(self) -> None:
+        """Make a call of what has been written since the last one."""
+        writing, count = self._writing, len(self._buffers)
+        if not (writing.ops or writing.inputs or writing.outputs or count > writing.first):
+            return
+        used = [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
+        used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
+        given = tuple(dict.fromkeys([number for number in used if number < writing.first]))
+        order = (*given, *range(writing.first, count))
+        fragment = self._end({number: at for at, number in enumerate(order)})
+        self._calls.append(Call(fragment, given, writing.first, 0))
+        self._writing = _Writing("", {}, count, 0)
+
+    def _end(self, number: Mapping[int, int]) -> Fragment:
+        """Return what has been written as a fragment whose buffers have these numbers."""
+        writing, buffers = self._writing, self._buffers
+        moved = any(old != new for old, new in number.items())
+        inputs, outputs = (
+            [port.rebound(number, -writing.layer) for port in ports] if moved else ports
+            for ports in (writing.inputs, writing.outputs)
         )
+        layers = {new: self._layers[old] - writing.layer for old, new in number.items() if old in self._layers}
+        given = [old for old in number if old < writing.first]
+        return Fragment(
+            given=tuple([buffers[old] for old in given]),
+            own=tuple(buffers[writing.first :]),
+            ops=tuple([rebound(op, number) for op in writing.ops] if moved else writing.ops),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            buffer_layers=layers,
+            op_layers=writing.op_layers,
+        )
+
+    def _visible(self, view: View) -> bool:
+        """Return True; raises ScheduleError where a call uses what it was not given."""
+        writing = self._writing
+        if writing.key and view.buffer < writing.first and view.buffer not in writing.given:
+            raise ScheduleError(
+                f"call {writing.key!r} uses buffer {self._buffers[view.buffer].name!r}, which it was not given: it "
+                f"takes a view of it as an argument"
+            )
+        return True
+
+    def _buffer(self, view: View) -> Buffer:
+        """Return the buffer of a view that may be used here."""
+        self._visible(view)
+        return self._buffers[view.buffer]
 
     # Buffers
 
     def buffer(
-        self, name: str, dims: str, shape: Sequence[int], dtype: Dtype, category: Category, place: Place = "hbm"
+        self,
+        name: str,
+        dims: str,
+        shape: Sequence[int],
+        dtype: Dtype,
+        category: Category,
+        place: Place = "hbm",
+        layer: int | None = None,
     ) -> View:
-        """Return the whole of a new buffer."""
-        self._buffers.append(
-            Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category, place=place)
-        )
-        return View(len(self._buffers) - 1, tuple((0, extent) for extent in shape))
+        """Return the whole of a new buffer. Where its name says the layer, that is given apart."""
+        buffer = Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category, place=place)
+        if layer is not None:
+            self._layers[len(self._buffers)] = layer
+        self._buffers.append(self._alike.setdefault(buffer, buffer))
+        return View(len(self._buffers) - 1, tuple([(0, extent) for extent in shape]))
 
     def tensor(self, name: str, tokens: int, heads: int, category: Category, dtype: Dtype | None = None) -> View:
         """Return a new (B, tokens, heads, D) buffer, by default in the model's data type."""
@@ -65,21 +204,25 @@ class ProgramBuilder:
 
     def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None) -> View:
         """Return a new buffer with the shape and dims of a view, by default with its data type too."""
-        buffer = self._buffers[view.buffer]
+        buffer = self._buffer(view)
         return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
 
     def elsewhere(self, view: View, place: Place) -> View:
         """Return a new buffer like a whole one, in the GPU's memory or its host's."""
-        buffer = self._buffers[view.buffer]
-        return self.buffer(buffer.name, buffer.dims, buffer.shape, buffer.dtype, buffer.category, place)
+        buffer, layer = self._buffer(view), self._layers.get(view.buffer)
+        return self.buffer(buffer.name, buffer.dims, buffer.shape, buffer.dtype, buffer.category, place, layer)
 
     def whole(self, view: View) -> View:
         """Return the whole of a view's buffer."""
-        return View(view.buffer, tuple((0, extent) for extent in self._buffers[view.buffer].shape))
+        return View(view.buffer, tuple((0, extent) for extent in self._buffer(view).shape))
 
     def is_input(self, view: View) -> bool:
         """Return whether a view's buffer is the caller's, and so stays where it is."""
-        return any(port.view.buffer == view.buffer for port in self._inputs)
+        self._visible(view)
+        found, place = view.buffer in self._inputs, self._writing.given.get(view.buffer)
+        if place is not None:
+            self._writing.asked[place] = found
+        return found
 
     def gradient(self, name: str, like: View, options: SumOptions) -> View:
         """Return a new buffer in which partial gradients of a tensor are summed."""
@@ -87,30 +230,29 @@ class ProgramBuilder:
 
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view's buffer."""
-        return self._buffers[view.buffer].dtype
+        return self._buffer(view).dtype
 
     def parts_are_contiguous(self, split: Split) -> bool:
         """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
-        return parts_are_contiguous(split, self._buffers[split.view.buffer])
+        return parts_are_contiguous(split, self._buffer(split.view))
 
     def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
         """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
         new = self.lse if tensor == "lse" else self.tensor
         view = new(tensor, num_tokens(tokens), heads.size, "other" if tensor == "dout" else "saved")
-        self._inputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
-        return view
+        return self._input(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
     def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        self._outputs.append(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
+        self._output(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
     def new(self, tensor: Tensor, extent: int) -> View:
         """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight."""
         model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
         if tensor.of_weight:
             category: Category = "parameter" if tensor.kind == "weight" else "gradient"
-            name = f"{name} {tensor.layer}"
-            return self.buffer(name, "io"[: len(shape)], (extent, *shape[1:]), self.workload.dtype, category)
+            dims, dtype = "io"[: len(shape)], self.workload.dtype
+            return self.buffer(name, dims, (extent, *shape[1:]), dtype, category, layer=tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
@@ -121,13 +263,20 @@ class ProgramBuilder:
 
     def input_of(self, tensor: Tensor, tokens: Tokens) -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
-        view = self.new(tensor, num_tokens(tokens))
-        self._inputs.append(self._port(tensor, tokens, view))
-        return view
+        return self._input(self._port(tensor, tokens, self.new(tensor, num_tokens(tokens))))
 
     def output_of(self, tensor: Tensor, tokens: Tokens, view: View) -> None:
         """Declare that a view holds these tokens of a tensor, or rows of a gradient, when the program ends."""
-        self._outputs.append(self._port(tensor, tokens, view))
+        self._output(self._port(tensor, tokens, view))
+
+    def _input(self, port: Port) -> View:
+        self._writing.inputs.append(port)
+        self._inputs.add(port.view.buffer)
+        return port.view
+
+    def _output(self, port: Port) -> None:
+        self._visible(port.view)
+        self._writing.outputs.append(port)
 
     def _port(self, tensor: Tensor, tokens: Tokens, view: View) -> Port:
         batch = ONE if tensor.of_weight else self.batch
@@ -135,20 +284,25 @@ class ProgramBuilder:
 
     # Ops
 
-    def add(self, op: Op) -> None:
-        """Append an op to the pass that is being written."""
-        self._ops.append(op if op.part == self.part else msgspec.structs.replace(op, part=self.part))
+    def add(self, op: Op, layer: int | None = None) -> None:
+        """Append an op to the pass that is being written. Where its label says the layer, that is given apart."""
+        writing = self._writing
+        for view in (*op.reads, *op.writes) if writing.key else ():
+            self._visible(view)
+        if layer is not None:
+            writing.op_layers[len(writing.ops)] = layer - writing.layer
+        writing.ops.append(op if op.part == self.part else msgspec.structs.replace(op, part=self.part))
 
     def copy(self, source: View, target: View, label: str) -> None:
         """Append target = source, cast where the data types differ."""
         self.add(Copy(label=label, source=Split(source, 0, 1), target=Split(target, 0, 1)))
 
-    def host_copy(self, source: View, target: View, label: str) -> None:
+    def host_copy(self, source: View, target: View, label: str, layer: int | None = None) -> None:
         """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
         pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
         """
-        places = {self._buffers[view.buffer].place for view in (source, target)}
-        stream = FETCH if self._buffers[target.buffer].place == "hbm" else OFFLOAD
-        self.add(HostCopy(label=label, stream=stream, source=source, target=target))
+        places = {self._buffer(view).place for view in (source, target)}
+        stream = FETCH if self._buffer(target).place == "hbm" else OFFLOAD
+        self.add(HostCopy(label=label, stream=stream, source=source, target=target), layer)
         if "pageable" in places:
             self.add(HostSync(label="pageable memory", streams=(stream,)))
