@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
+from sim.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
@@ -62,6 +63,7 @@ class Checked:
         )
 
 
+@garbage_collection_off()
 def check(schedule: Schedule) -> Checked:
     """Return the schedule with its matching and dependencies; raises ScheduleError that names the op at fault."""
     for communicator in schedule.header.communicators:
