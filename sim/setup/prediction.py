@@ -17,6 +17,7 @@ from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
 from sim.errors import InputError, LongstepError, none_of
 from sim.files import Output
+from sim.garbage import garbage_collection_off
 from sim.memory import counters
 from sim.mesh import Mesh
 from sim.profile import Profile
@@ -153,6 +154,7 @@ def blaming_the_builder() -> Iterator[None]:
         raise InputError(f"building the schedule failed at {where}: {type(error).__name__}: {error}") from error
 
 
+@garbage_collection_off()
 def built(entry: Entry, workload: Workload, mesh: Mesh, options: Any, hints: Hints) -> Schedule:
     """Return the schedule that a builder makes; raises InputError where it fails, or returns something else."""
     with blaming_the_builder():

@@ -16,6 +16,7 @@ import msgspec
 from sim.engine.cost import CostModel
 from sim.engine.simulate import STEADY, Engine, Jitter, simulate
 from sim.errors import InputError, LengthError, unknown
+from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
 from sim.presets import override
 from sim.profile import Profile
@@ -106,6 +107,7 @@ class Setup:
         elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
             object.__setattr__(self, "set", tuple(self.set))
 
+    @garbage_collection_off()
     def predicted(self) -> Prediction:
         """Return the prediction of one step; raises InputError as ``resolved`` does."""
         return _predicted(self)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from sim.errors import InputError, ScheduleError
+from sim.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
@@ -69,6 +70,7 @@ class Checked:
         )
 
 
+@garbage_collection_off()
 def check(schedule: Schedule) -> Checked:
     """Return the schedule with its matching and dependencies; raises ScheduleError that names the op at fault."""
     for communicator in schedule.header.communicators:
