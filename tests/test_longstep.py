@@ -6,8 +6,8 @@ import ast
 import doctest
 import importlib
 import inspect
-import re
 import os
+import re
 import subprocess
 import sys
 import sysconfig

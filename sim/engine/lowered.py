@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 from sim.kept import kept
-from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.derive.matching import Group, Key, Transfer
+from sim.schedule.derive.kernels import KernelUse, kernel_uses
+from sim.schedule.derive.matching import Key
 from sim.schedule.ir import ops
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 
@@ -86,115 +86,261 @@ class Lowered:
     """The arrays of a checked schedule, and what is distinct in it."""
 
     def __init__(self, checked: Checked) -> None:
-        schedule = checked.schedule
-        programs = schedule.programs
-        counts = [len(program.ops) for program in programs]
-        if sum(counts) + len(checked.matching.transfers) > np.iinfo(INT).max:
-            raise InputError(f"schedule {schedule.header.name!r} has {sum(counts)} ops, more than an engine can number")
+        programs = checked.schedule.programs
+        counts = [program.num_ops for program in programs]
+        if sum(counts) > np.iinfo(INT).max:
+            name = checked.schedule.header.name
+            raise InputError(
+                f"schedule {name!r} has {sum(counts)} ops, more than an engine can number: use fewer ranks"
+            )
         self.first: list[int] = [0, *np.cumsum(counts).tolist()]
         """The number of each rank's first op, and that of all ops."""
         self.uses, self.copies, self.issues = Distinct(), Distinct(), Distinct()
-        self._lower_programs(checked)
-        self._lower_matching(checked)
+        self.ops = np.zeros(self.num_ops, OP)
+        self.op_rank = np.repeat(np.arange(len(programs), dtype=INT), counts)
+        self._lower_programs(programs)
+        self._lower_dependencies(checked)
+        met = _Met(checked.schedule, self)
+        self.transfers, self.transfers_of, self.transfer_message = met.transfers, met.transfers_of, met.transfer_message
+        self.messages = met.messages
+        self.groups, self.members, self.group_call, self.calls = met.groups, met.members, met.group_call, met.calls
 
     @property
     def num_ops(self) -> int:
         """Ops of all ranks."""
         return self.first[-1]
 
-    def _lower_programs(self, checked: Checked) -> None:
+    def _lower_programs(self, programs: Sequence[Program]) -> None:
         """Set what follows from each rank's program alone."""
-        parts = [_RankColumns(program, checked, self) for program in checked.schedule.programs]
-        self.ops = np.zeros(self.num_ops, OP)
-        streams = np.cumsum([0, *(len(part.streams) for part in parts)])
-        for name in ("kind", "issue"):
-            self.ops[name] = np.concatenate([getattr(part, name) for part in parts])
-        self.ops["stream"] = np.concatenate([np.array(p.stream, INT) + s for p, s in zip(parts, streams, strict=False)])
-        behind = [np.array(part.behind, INT) for part in parts]
-        self.ops["behind"] = np.concatenate(
-            [np.where(own >= 0, own + start, -1) for own, start in zip(behind, self.first, strict=False)]
-        )
-        self.ops["waits"], self.ops["waits_end"], self.waits = _ranges(
+        fragments = [(program.rank, call.fragment) for program in programs for call in program.calls]
+        numbered = {of: self._numbered(*of) for of in dict.fromkeys(fragments)}
+        all_of = [numbered[of] for of in fragments]
+        self.ops["kind"] = _joined([_facts(fragment).kind for _, fragment in fragments])
+        self.ops["issue"] = _joined([of.issue for of in all_of])
+        self.op_use = _joined([of.use for of in all_of])
+        """Number of the kernel use of each op, -1 for others."""
+        self.op_copy = _joined([of.copy for of in all_of])
+        """Number of the copy between a GPU and its host, -1 for others."""
+        names = [
+            list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment).streams)) for p in programs
+        ]
+        before = np.cumsum([0, *map(len, names)]).tolist()
+        self.ops["stream"] = _joined(
             [
-                [start + other for other in waits]
-                for start, found in zip(self.first, checked.dependencies, strict=False)
-                for waits in found.waits
+                np.array([of_rank.index(name) + start for name in facts.streams], INT)[facts.stream]
+                for program, of_rank, start in zip(programs, names, before, strict=False)
+                for facts in (_facts(call.fragment) for call in program.calls)
             ]
         )
-        self.op_use = np.concatenate([np.array(part.use, INT) for part in parts])
-        """Number of the kernel use of each op, -1 for others."""
-        self.op_copy = np.concatenate([np.array(part.copy, INT) for part in parts])
-        """Number of the copy between a GPU and its host, -1 for others."""
-        self.op_rank = np.repeat(np.arange(len(parts), dtype=INT), np.diff(self.first))
         self.stream_ops = np.argsort(self.ops["stream"], kind="stable").astype(INT)
-        ends = np.cumsum(np.bincount(self.ops["stream"], minlength=int(streams[-1])))
-        self.streams = np.zeros(int(streams[-1]), STREAM)
-        self.streams["ops_end"] = ends
-        self.streams["ops"][1:] = ends[:-1]
-        self.streams["rank"] = np.repeat(np.arange(len(parts)), np.diff(streams))
-        self.streams["own"] = [name in {ops.COMPUTE, ops.HOST} for part in parts for name in part.streams]
-        self.programs = np.zeros(len(parts), PROGRAM)
+        self.streams = np.zeros(before[-1], STREAM)
+        ends = np.cumsum(np.bincount(self.ops["stream"], minlength=before[-1]))
+        self.streams["ops_end"], self.streams["ops"][1:] = ends, ends[:-1]
+        self.streams["rank"] = np.repeat(np.arange(len(programs)), list(map(len, names)))
+        self.streams["own"] = [name in {ops.COMPUTE, ops.HOST} for of_rank in names for name in of_rank]
+        self.programs = np.zeros(len(programs), PROGRAM)
         self.programs["ops"], self.programs["ops_end"] = self.first[:-1], self.first[1:]
         self.programs["compute_stream"] = [
-            start + part.streams[ops.COMPUTE] if ops.COMPUTE in part.streams else -1
-            for start, part in zip(streams.tolist(), parts, strict=False)
+            start + of_rank.index(ops.COMPUTE) if ops.COMPUTE in of_rank else -1
+            for start, of_rank in zip(before, names, strict=False)
         ]
 
-    def _lower_matching(self, checked: Checked) -> None:
-        """Set what belongs together on different ranks."""
-        schedule, matching = checked.schedule, checked.matching
-        messages, calls = Distinct(), Distinct()
-        self.transfers = np.zeros(len(matching.transfers), TRANSFER)
-        self.transfers["source"] = self._numbers(transfer.source for transfer in matching.transfers)
-        self.transfers["target"] = self._numbers(transfer.target for transfer in matching.transfers)
-        sizes: dict[tuple[str, int], int] = {}
-        self.transfer_message = np.array(
-            [messages.number(m, m) for m in (_message(schedule, t, sizes) for t in matching.transfers)], INT
+    def _numbered(self, rank: int, fragment: Fragment) -> _Numbered:
+        """Return what is distinct in a fragment by the numbers that it has here."""
+        facts, alone = _facts(fragment), fragment.program(rank)
+        issues = [self.issues.number(key, one) for key, one in facts.issues]
+        uses = [self.uses.number(use, use) for use in facts.uses]
+        copies = [self.copies.number((rank, *key), (alone, op)) for key, op in facts.copies]
+        return _Numbered(
+            np.array(issues, INT)[facts.issue],
+            np.array([*uses, -1], INT)[facts.use],
+            np.array([*copies, -1], INT)[facts.copy],
         )
-        of_ops: list[Sequence[int]] = [()] * self.num_ops
-        for (rank, index), found in matching.transfers_of.items():
-            of_ops[self.first[rank] + index] = found
-        self.ops["transfers"], self.ops["transfers_end"], self.transfers_of = _ranges(of_ops)
-        self.ops["group"] = -1
-        members = [[self.first[rank] + index for rank, index in group.members] for group in matching.groups]
-        self.groups = np.zeros(len(members), GROUP)
-        self.groups["members"], self.groups["members_end"], self.members = _ranges(members)
-        self.ops["group"][self.members] = np.repeat(np.arange(len(members)), [len(found) for found in members])
-        self.group_call = np.array([calls.number(*_call(schedule, group)) for group in matching.groups], INT)
-        self.messages: list[MessageKey] = messages.found
-        self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
 
-    def _numbers(self, keys: Iterable[Key]) -> Array:
-        return np.array([self.first[rank] + index for rank, index in keys], INT)
+    def _lower_dependencies(self, checked: Checked) -> None:
+        """Set what ops wait for, on any machine, and beyond that on CUDA."""
+        waits = [found.waits_array for found in checked.dependencies]
+        counts = _joined([np.diff(of_rank.ends, prepend=0) for of_rank in waits])
+        self.waits = _joined([of_rank.items + start for of_rank, start in zip(waits, self.first, strict=False)])
+        self.ops["waits_end"] = np.cumsum(counts)
+        self.ops["waits"] = self.ops["waits_end"] - counts
+        kernels = np.zeros(len(self.streams) + 1, bool)
+        kernels[self.programs["compute_stream"]] = True
+        kernels[-1] = False
+        last = np.where(kernels[self.ops["stream"]], np.arange(self.num_ops), -1)
+        last = np.maximum.accumulate(np.concatenate([[-1], last]))[:-1]  # before each op, of any rank
+        waits_behind = np.isin(self.ops["kind"], (EXCHANGE, COLLECTIVE, HOST_COPY))
+        own = last >= np.array(self.first[:-1])[self.op_rank]
+        self.ops["behind"] = np.where(waits_behind & own, last, -1)
 
 
 @kept
 def lowered(checked: Checked) -> Lowered:
-    """Return the arrays of a checked schedule; the same on every call."""
+    """Return the arrays of a schedule; kept as long as it is."""
     return Lowered(checked)
 
 
-class _RankColumns:
-    """What follows from one rank's program, per op."""
+class _Facts(NamedTuple):
+    """What a fragment's ops are to an engine, whoever calls it."""
 
-    def __init__(self, program: Program, checked: Checked, into: Lowered) -> None:
-        self.kind, self.stream, self.issue, self.behind, self.use, self.copy = ([] for _ in range(6))
-        self.streams: dict[str, int] = {}
-        last = -1
-        for index, (op, use) in enumerate(zip(program.ops, checked.kernels[program.rank], strict=True)):
-            kind = kind_of(op)
-            self.kind.append(kind)
-            self.stream.append(self.streams.setdefault(op.stream, len(self.streams)))
-            self.issue.append(into.issues.number(issue_key(op, use), (op, use)))
-            self.behind.append(last if kind in {EXCHANGE, COLLECTIVE, HOST_COPY} else -1)
-            self.use.append(-1 if use is None else into.uses.number(use, use))
-            copy = -1
-            if isinstance(op, ops.HostCopy):
-                key = (program.rank, op.stream, op.source.shape, program.dtype(op.source), _places(program, op))
-                copy = into.copies.number(key, (program, op))
-            self.copy.append(copy)
-            if op.stream == ops.COMPUTE:
-                last = index
+    kind: Array
+    streams: list[str]
+    """In the order of their first op."""
+    stream: Array
+    issues: list[tuple[Hashable, tuple[ops.Op, KernelUse | None]]]
+    issue: Array
+    uses: list[KernelUse]
+    use: Array
+    copies: list[tuple[tuple[object, ...], ops.HostCopy]]
+    copy: Array
+    sides: Array
+    """Of messages, a row for all that an Exchange sends to one peer, or takes from it."""
+    collectives: Array
+    """A row per collective."""
+    communicators: list[str]
+    kinds: list[ops.Collective]
+    """An op of each kind of collective."""
+
+
+class _Numbered(NamedTuple):
+    """Numbers per op of a fragment, or -1."""
+
+    issue: Array
+    use: Array
+    copy: Array
+
+
+_SIDE = np.dtype([("op", INT), ("communicator", INT), ("receives", INT), ("peer", INT), ("nbytes", np.int64)])
+_COLLECTIVE = np.dtype([("op", INT), ("communicator", INT), ("kind", INT), ("nbytes", np.int64)])
+
+
+@kept
+def _facts(fragment: Fragment) -> _Facts:
+    alone = fragment.program(rank=0)
+    streams, issues, uses, copies = Distinct(), Distinct(), Distinct(), Distinct()
+    communicators, kinds = Distinct(), Distinct()
+    rows: list[tuple[int, ...]] = []
+    sides: list[tuple[int, ...]] = []
+    collectives: list[tuple[int, ...]] = []
+    for index, (op, kernel) in enumerate(zip(fragment.ops, kernel_uses(alone), strict=True)):
+        issued, copied = issues.number(key := issue_key(op, kernel), (key, (op, kernel))), -1
+        if isinstance(op, ops.HostCopy):
+            places = (alone.buffers[view.buffer].place for view in (op.source, op.target))
+            what = (op.stream, op.source.shape, alone.dtype(op.source), *places)
+            copied = copies.number(what, (what, op))
+        elif isinstance(op, ops.Exchange):
+            over = communicators.number(op.communicator, op.communicator)
+            sides += [(index, over, 0, *sent) for sent in _by_peer(op.sends, alone)]
+            sides += [(index, over, 1, *taken) for taken in _by_peer(op.recvs, alone)]
+        elif isinstance(op, ops.Collective):
+            over = communicators.number(op.communicator, op.communicator)
+            collectives.append((index, over, kinds.number(type(op), op), _largest_part(op, alone)))
+        used = -1 if kernel is None else uses.number(kernel, kernel)
+        rows.append((kind_of(op), streams.number(op.stream, op.stream), issued, used, copied))
+    kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5).T
+    return _Facts(
+        kind, streams.found, stream, issues.found, issue, uses.found, use, copies.found, copy,
+        np.array(sides, _SIDE), np.array(collectives, _COLLECTIVE), communicators.found, kinds.found,
+    )  # fmt: skip
+
+
+def _by_peer(messages: Iterable[ops.Message], program: Program) -> Iterable[tuple[int, int]]:
+    """Return how many bytes go to each peer, or come from it."""
+    nbytes: dict[int, int] = {}
+    for peer, view in messages:
+        nbytes[peer] = nbytes.get(peer, 0) + program.nbytes(view)
+    return nbytes.items()
+
+
+class _Met:
+    """What belongs together on different ranks: ``match`` on arrays, of a schedule that is proved."""
+
+    def __init__(self, schedule: Schedule, into: Lowered) -> None:
+        names = sorted(communicator.name for communicator in schedule.header.communicators)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._communicators = [schedule.communicator(name) for name in names]
+        self._kinds = Distinct()
+        sides, collectives = [], []
+        for program, first in zip(schedule.programs, into.first, strict=False):
+            for call in program.calls:
+                facts = _facts(call.fragment)
+                sides.append(self._placed(facts, facts.sides, first))
+                collectives.append(self._placed(facts, facts.collectives, first))
+                first += len(facts.kind)  # noqa: PLW2901 - of the rank's next call
+        self._set_transfers(_joined(sides, _SIDE), into)
+        self._set_groups(_joined(collectives, _COLLECTIVE), into)
+
+    def _placed(self, facts: _Facts, rows: Array, first: int) -> Array:
+        """Return rows of a fragment, by the numbers of ops and communicators of the schedule."""
+        if not len(rows):
+            return rows
+        placed = rows.copy()
+        placed["op"] += first
+        placed["communicator"] = np.array([self._numbers[name] for name in facts.communicators])[rows["communicator"]]
+        if rows.dtype == _COLLECTIVE:
+            placed["kind"] = np.array([self._kinds.number(type(op), op) for op in facts.kinds])[rows["kind"]]
+        return placed
+
+    def _set_transfers(self, sides: Array, into: Lowered) -> None:
+        """Let the n-th that a rank sends to another over a communicator meet the n-th that this takes from it."""
+        ranks = into.op_rank[sides["op"]]
+
+        def ordered(receives: int) -> tuple[Array, Array]:
+            some = sides[sides["receives"] == receives]
+            own, peers = ranks[sides["receives"] == receives], some["peer"]
+            source, target = (peers, own) if receives else (own, peers)
+            order = np.lexsort((some["op"], target, source, some["communicator"]))
+            return some[order], np.stack([source, target], axis=1)[order]
+
+        (sent, pairs), (taken, met) = ordered(0), ordered(1)
+        assert np.array_equal(pairs, met)
+        assert np.array_equal(sent["nbytes"], taken["nbytes"])
+        self.transfers = np.zeros(len(sent), TRANSFER)
+        self.transfers["source"], self.transfers["target"] = sent["op"], taken["op"]
+        of_op = np.concatenate([sent["op"], taken["op"]])
+        order = np.argsort(of_op, kind="stable")  # an op's sends, then its receives
+        self.transfers_of = (np.arange(len(of_op)) % max(len(sent), 1))[order].astype(INT)
+        ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops))
+        into.ops["transfers_end"], into.ops["transfers"][1:] = ends, ends[:-1]
+        members = [{rank: len(group) for group in c.groups for rank in group} for c in self._communicators]
+        sizes = np.array([[of.get(rank, 0) for rank in range(len(into.programs))] for of in members], np.int64)
+        groups = sizes[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
+        keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], groups])
+        distinct, self.transfer_message = np.unique(keys, axis=0, return_inverse=True)
+        self.transfer_message = self.transfer_message.reshape(-1)
+        self.messages = [MessageKey(*key) for key in distinct.tolist()]
+
+    def _set_groups(self, collectives: Array, into: Lowered) -> None:
+        """Let the n-th collectives of all members of a group be one."""
+        calls = Distinct()
+        members, sizes, group_call = [], [], []
+        ranks = into.op_rank[collectives["op"]]
+        for number, communicator in enumerate(self._communicators):
+            own = collectives["communicator"] == number
+            for group in sorted(communicator.groups):
+                rows = [collectives[own & (ranks == rank)] for rank in group]
+                if not len(rows[0]):
+                    continue
+                ops_of = np.stack([row["op"] for row in rows], axis=1)
+                nbytes = np.stack([row["nbytes"] for row in rows], axis=1).max(axis=1)
+                members.append(ops_of.reshape(-1))
+                sizes.append(np.full(len(ops_of), len(group)))
+                kinds = [self._kinds.found[kind] for kind in rows[0]["kind"].tolist()]
+                keys = [CollectiveKey(type(op), group, size) for op, size in zip(kinds, nbytes.tolist(), strict=True)]
+                group_call += [calls.number(key, (key, op)) for key, op in zip(keys, kinds, strict=True)]
+        self.members, counts = _joined(members), _joined(sizes)
+        self.groups = np.zeros(len(counts), GROUP)
+        self.groups["members_end"] = np.cumsum(counts)
+        self.groups["members"] = self.groups["members_end"] - counts
+        into.ops["group"] = -1
+        into.ops["group"][self.members] = np.repeat(np.arange(len(counts)), counts)
+        self.group_call = np.array(group_call, INT)
+        self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
+
+
+def _joined(parts: Sequence[Array], dtype: Any = INT) -> Array:
+    """Return arrays one after the other; of none an empty one."""
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
 
 def kind_of(op: ops.Op) -> int:
@@ -217,40 +363,6 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     return use.kernel if use else (type(op), op.stream if isinstance(op, ops.HostCopy) else "")
 
 
-def _places(program: Program, op: ops.HostCopy) -> tuple[str, str]:
-    return program.buffers[op.source.buffer].place, program.buffers[op.target.buffer].place
-
-
-def _message(schedule: Schedule, transfer: Transfer, sizes: dict[tuple[str, int], int]) -> MessageKey:
-    """Return what a transfer's cost depends on; ``sizes`` keeps those of groups."""
-    rank, index = transfer.source
-    op = schedule.program(rank).ops[index]
-    assert isinstance(op, ops.Exchange)
-    key = (op.communicator, rank)
-    if key not in sizes:
-        sizes[key] = len(schedule.communicator(op.communicator).group_of(rank))
-    return MessageKey(rank, transfer.target[0], transfer.nbytes, sizes[key])
-
-
-def _call(schedule: Schedule, group: Group) -> tuple[CollectiveKey, tuple[CollectiveKey, ops.Collective]]:
-    """Return what a collective's cost depends on, and an op of it."""
-    rank, index = group.members[0]
-    op = schedule.program(rank).ops[index]
-    assert isinstance(op, ops.Collective)
-    call = CollectiveKey(
-        type(op), tuple(member for member, _ in group.members), part_bytes(schedule.programs, group.members)
-    )
-    return call, (call, op)
-
-
-def _ranges(lists: Sequence[Sequence[int]]) -> tuple[Array, Array, Array]:
-    """Return lists one after the other: where each begins, where it ends, and all of their items."""
-    ends = np.cumsum([len(found) for found in lists], dtype=np.int64)
-    begins = np.concatenate([[0], ends[:-1]]) if len(lists) else ends
-    items = np.fromiter((item for found in lists for item in found), INT, int(ends[-1]) if len(lists) else 0)
-    return begins.astype(INT), ends.astype(INT), items
-
-
 def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
     """Return the bytes of one part of a collective (of AllReduce the whole). Where parts differ it is the largest, at
     whose pace a ring goes; of direct sends that is an upper bound.
@@ -259,8 +371,14 @@ def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
     for rank, index in members:
         op = programs[rank].ops[index]
         assert isinstance(op, ops.Collective)
-        alike = not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
-        if op.given:
-            parts = [part_of(op.given, member) for member in range(1 if alike else len(members))]
-            largest = max(largest, *map(programs[rank].nbytes, parts))
+        largest = max(largest, _largest_part(op, programs[rank]))
     return largest
+
+
+def _largest_part(op: ops.Collective, program: Program) -> int:
+    """Return the bytes of the largest part that one member gives."""
+    if not op.given:
+        return 0
+    alike = not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
+    count = 1 if alike or not isinstance(op.given, Split) else op.given.parts
+    return max(program.nbytes(part_of(op.given, member)) for member in range(count))
