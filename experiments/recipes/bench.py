@@ -1,35 +1,45 @@
-"""What simulating costs: build, check and simulate, as whole steps; and what starting ranks does. ``make bench`` prints
-medians of interleaved runs.
+"""What simulating costs, from nothing and once more: ``make bench`` prints CPU time, the least of interleaved runs.
 
-Nothing here is asserted: machines differ and are noisy. The targets are those that Longstep was designed for, on two
-cores of a small virtual machine.
+Nothing here is asserted: machines differ and are noisy. So beside each time stands what the reference engine takes in
+the same run. The targets are those that Longstep was designed for, on one core of a small virtual machine.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.units import seconds
-from sim.engine.simulate import simulate
+from sim.engine import native, reference
+from sim.engine.cost import CostModel
+from sim.engine.lowered import Lowered
+from sim.engine.report import report
+from sim.engine.simulate import Prepared
 from sim.mesh import Mesh
+from sim.profile import Profile, load_profile
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import Exchange, Message
-from sim.schedule.ir.program import Communicator, Header, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.methods import ring, ulysses
-from sim.schedule.proof.check import check
+from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import all_heads, attention_program
 from sim.schedule.write.builder import ProgramBuilder
+from sim.setup.setup import Setup
+from sim.setup.sweep import sweep
 from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu
+
+Made = TypeVar("Made")
 
 ROUNDS = 5
 RANKS = 4
@@ -43,7 +53,9 @@ class Case(NamedTuple):
     name: str
     build: Callable[[], Schedule]
     spec: ClusterSpec
-    target_s: float | None
+    profile: Profile | None = None
+    target_s: float | None = None
+    """Of everything, from nothing to a report with its interval."""
 
 
 class TrafficRing(ring.RingAttention):
@@ -95,44 +107,128 @@ def cases() -> list[Case]:
     wide = Workload(model=msgspec.structs.replace(model, num_heads=64, num_kv_heads=64), seq=1024 * 1024, dtype="bf16")
     deep = Workload(model=model, seq=128 * 1024, dtype="bf16", scope="layer", layers=32)
     layer = Workload(model=model, seq=1024 * 1024, dtype="bf16", scope="layer")
-    balanced = ring.RingOptions(layout="zigzag")
+    balanced, known = ring.RingOptions(layout="zigzag"), load_profile("h100-sxm")
     return [
-        Case("ring, P = 8", lambda: ring.build(long, Mesh(ring=8)), one, 0.05),
-        Case("ring, P = 64", lambda: ring.build(long, Mesh(ring=64)), eight, 1.5),
-        Case("zigzag, P = 64", lambda: ring.build(long, Mesh(ring=64), balanced), eight, None),
-        Case("ulysses, P = 8", lambda: ulysses.build(long, Mesh(ulysses=8)), one, None),
-        Case("ulysses, P = 64", lambda: ulysses.build(wide, Mesh(ulysses=64)), eight, None),
-        Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven, None),
-        Case("32 layers, ring, P = 8", lambda: ring.build(deep, Mesh(ring=8)), one, None),
-        Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Mesh(ulysses=8)), one, None),
-        Case("1 layer, ring, P = 64", lambda: ring.build(layer, Mesh(ring=64)), eight, None),
+        Case("ring, P = 8", lambda: ring.build(long, Mesh(ring=8)), one, None, 0.015),
+        Case("ring, P = 64", lambda: ring.build(long, Mesh(ring=64)), eight, None, 0.8),
+        Case("zigzag, P = 64", lambda: ring.build(long, Mesh(ring=64), balanced), eight, None, 2.5),
+        Case("ulysses, P = 8", lambda: ulysses.build(long, Mesh(ulysses=8)), one),
+        Case("ulysses, P = 64", lambda: ulysses.build(wide, Mesh(ulysses=64)), eight),
+        Case("short ring beside traffic, P = 64", lambda: desynchronised(short, 64), uneven),
+        Case("32 layers, ring, P = 8", lambda: ring.build(deep, Mesh(ring=8)), one, known, 0.5),
+        Case("32 layers, zigzag, P = 8", lambda: ring.build(deep, Mesh(ring=8), balanced), one, known, 0.5),
+        Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Mesh(ulysses=8)), one, known, 0.5),
+        Case("1 layer, ring, P = 64", lambda: ring.build(layer, Mesh(ring=64)), eight),
     ]
 
 
 class Taken(NamedTuple):
-    """How long one run of a case took."""
+    """How long one run of a case took, in seconds of CPU time."""
 
-    ops: int
-    build_s: float
-    check_s: float
-    simulate_s: float
+    build: float
+    check: float
+    lower: float
+    costs: float
+    play: float
+    report: float
+    """With the 90 % interval, where there is a profile: that is two more plays."""
+    reference: float
+    """Playing by the reference engine."""
+    again: float
+    """Another what-if: step time, breakdown and interval."""
 
     @property
-    def all_s(self) -> float:
-        """The whole run."""
-        return self.build_s + self.check_s + self.simulate_s
+    def all(self) -> float:
+        """From nothing to the report."""
+        return sum(self[:6])
 
 
-def timed(case: Case) -> Taken:
-    """Run a case once. What it made is freed on return, outside of what the next one times."""
+def timed(case: Case) -> tuple[Taken, int, int]:
+    """Run a case once; return also its ops and the events of one play."""
+    clock = Stopwatch()
+    schedule = clock.of(case.build)
+    clock.of(lambda: schedule.programs, more=True)
+    checked = clock.of(lambda: check(schedule))
+    lowered = clock.of(lambda: Lowered(checked))
+    cluster = Cluster(case.spec)
+    priced = clock.of(lambda: native.Priced(lowered, cluster, CostModel(Cluster(case.spec), case.profile), None))
+    times, events = clock.of(lambda: native.run(native.library(), lowered, priced))
+    prepared = Prepared(checked)
+    simulation = prepared.play(cluster, case.profile)
+    clock.of(lambda: report(simulation, with_interval=True))
+    meant = clock.of(lambda: reference.play(checked, cluster, CostModel(cluster, case.profile), None))
+    assert all((a == b).all() for a, b in zip(times, meant, strict=True)), case.name
+    clock.of(lambda: report(prepared.play(Cluster(case.spec), case.profile), with_interval=True))
+    return Taken(*clock.taken), lowered.num_ops, events
+
+
+class Stopwatch:
+    """CPU time of one thing after the other."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+
+    def of(self, do: Callable[[], Made], *, more: bool = False) -> Made:
+        """Do something; ``more`` adds its time to that of the last one."""
+        begin = time.process_time()
+        made = do()
+        taken = time.process_time() - begin
+        if more:
+            self.taken[-1] += taken
+        else:
+            self.taken.append(taken)
+        return made
+
+
+def single_messages(ranks: int) -> tuple[int, float]:
+    """Return the messages of an all-to-all of single messages, all at once, and how long they take to play."""
+    workload, everyone = Workload(model=load_model("tiny"), seq=16 * ranks), tuple(range(ranks))
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        out, into = (b.tensor(name, 16 * ranks, 4, "communication") for name in ("out", "in"))
+        sides = (
+            [Message(peer, x[:, 16 * peer : 16 * peer + 16]) for peer in everyone if peer != rank] for x in (out, into)
+        )
+        sends, recvs = map(tuple, sides)
+        b.add(Exchange(label="all to all", communicator="all", sends=sends, recvs=recvs))
+        return b.build()
+
+    header = Header(
+        name="single messages", workload=workload, mesh=Mesh(ring=ranks),
+        communicators=(Communicator(name="all", groups=(everyone,)),),
+    )  # fmt: skip
+    schedule = Schedule(header, program)
+    lowered = Lowered(Checked(schedule))
+    cluster = Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=ranks // 8))
+    priced = native.Priced(lowered, cluster, CostModel(cluster, None), None)
+    clock = Stopwatch()
+    for _ in range(ROUNDS):
+        clock.of(lambda: native.run(native.library(), lowered, priced))
+    return len(lowered.transfers), min(clock.taken)
+
+
+def single_imports() -> float:
+    """Return the CPU time of what predicting imports, the bare interpreter apart."""
+    code = (
+        "import time; begin = time.process_time(); import longstep; longstep.predict; import sim.engine.native; "
+        "import sim.engine.report; print(time.process_time() - begin)"
+    )
+    runs = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(ROUNDS)
+    )
+    return min(float(run.stdout) for run in runs)
+
+
+def thousand() -> float:
+    """Return the seconds on the clock of 1,000 what-ifs of 32 layers, each with breakdown and interval."""
+    step = Setup("ring", model="llama3-8b", seq="128K", cluster="hgx-h100", gpus=8, scope="layer", layers=32)
+    first = step.predicted()
+    rates = [f"*{1 + number / 50:.3g}" for number in range(40)]
     begin = time.perf_counter()
-    schedule = case.build()
-    ops = sum(len(program.ops) for program in schedule.programs)
-    built = time.perf_counter()
-    checked = check(schedule)
-    proved = time.perf_counter()
-    simulate(checked, Cluster(case.spec), None)
-    return Taken(ops, built - begin, proved - built, time.perf_counter() - proved)
+    found = sweep(first, {"cluster.nvlink.bytes_per_s": rates, "cluster.hbm.bytes_per_s": rates[:25]})
+    assert len(found) == 1000
+    return time.perf_counter() - begin
 
 
 def sessions() -> tuple[float, float]:
@@ -151,22 +247,29 @@ def sessions() -> tuple[float, float]:
 
 
 def bench(console: Console) -> None:
-    """Time all cases in turn, several times, and print medians."""
-    taken: dict[str, list[Taken]] = {}
+    """Time all cases in turn, several times, and print the least of each."""
+    runs: dict[str, list[tuple[Taken, int, int]]] = {}
     for _ in range(ROUNDS):
         for case in cases():
-            taken.setdefault(case.name, []).append(timed(case))
-    table = Table(
-        "forward and backward; attention where not said otherwise", "ops", "build", "check", "simulate", "all", "target"
-    )
+            runs.setdefault(case.name, []).append(timed(case))
+    heads = ("build", "check", "lower", "costs", "play", "report", "all", "target", "another", "SimPy", "x", "ns/event")
+    table = Table("forward and backward", "ops", *heads, title="CPU time, least of five runs", title_justify="left")
     for case in cases():
-        runs = taken[case.name]
-        parts = ([run.build_s for run in runs], [run.check_s for run in runs], [run.simulate_s for run in runs])
-        medians = [seconds(statistics.median(times)) for times in (*parts, [run.all_s for run in runs])]
-        table.add_row(case.name, str(runs[0].ops), *medians, seconds(case.target_s) if case.target_s else "")
+        taken, (_, ops, events) = [one for one, _, _ in runs[case.name]], runs[case.name][0]
+        least = Taken(*map(min, zip(*taken, strict=True)))
+        ratio = statistics.median(one.reference / one.play for one in taken)
+        row = [*map(seconds, least[:6]), seconds(min(one.all for one in taken))]
+        row += [seconds(case.target_s) if case.target_s else "", seconds(least.again), seconds(least.reference)]
+        table.add_row(case.name, str(ops), *row, f"{ratio:.0f}", f"{1e9 * least.play / events:.0f}")
     console.print(table)
+    messages, play_s = single_messages(512)
     first, second = zip(*(sessions() for _ in range(ROUNDS)), strict=True)
-    table = Table("processes of ranks", "all", "target")
-    table.add_row(f"first session of {RANKS} ranks starts in", seconds(statistics.median(first)), "")
-    table.add_row(f"second session of {RANKS} ranks starts in", seconds(statistics.median(second)), seconds(SECOND_S))
+    table = Table("other", "measured", "target", title="Least of five runs", title_justify="left")
+    table.add_row(f"all-to-all of {messages} single messages, 512 ranks: play", seconds(play_s), seconds(0.3))
+    table.add_row("1,000 what-ifs of 32 layers with intervals, all cores (wall time)", seconds(thousand()), seconds(10))
+    table.add_row("imports of a first prediction", seconds(single_imports()), seconds(0.35))
+    table.add_row(f"first session of {RANKS} ranks (median, wall time)", seconds(statistics.median(first)), "")
+    table.add_row(
+        f"second session of {RANKS} ranks (median, wall time)", seconds(statistics.median(second)), seconds(SECOND_S)
+    )
     console.print(table)

@@ -139,7 +139,12 @@ def play(lowered: Lowered, cluster: Cluster, cost: CostModel, stretch: Stretch) 
 
     Raises UnavailableError where there is no native library.
     """
-    return run(load("player", _require_equal), lowered, Priced(lowered, cluster, cost, stretch))[0]
+    return run(library(), lowered, Priced(lowered, cluster, cost, stretch))[0]
+
+
+def library() -> ctypes.CDLL:
+    """Return the compiled player; raises UnavailableError where there is none."""
+    return load("player", _require_equal)
 
 
 def _require_equal(library: ctypes.CDLL) -> None:
