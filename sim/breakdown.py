@@ -71,7 +71,8 @@ def _edges(ops: Ops) -> _Edges:
     ranks = np.repeat(np.arange(len(ops.starts) - 1), np.diff(ops.starts))
     streams = np.array([numbers[name] for name in ops.streams], np.int64)
     order = np.lexsort((streams, ranks))
-    at_work = np.array([_ONE[KINDS[kind].meta.activity] for kind in ops.kinds], np.int64)[order]
+    one = {kind: _ONE[KINDS[kind].meta.activity] for kind in set(ops.kinds)}
+    at_work = np.array([one[kind] for kind in ops.kinds], np.int64)[order]
     waiting = np.full(count, _ONE["synchronisation"])  # when posted; what only waits does so to its end
     changes = np.stack([waiting, at_work - waiting, -at_work], axis=1)
     columns = order[:, np.newaxis] + np.array([0, count, 2 * count])

@@ -16,9 +16,8 @@ import numpy as np
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.declare import touched
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Kernel
-from sim.schedule.ir.program import Program
+from sim.schedule.ir.program import Fragment, Program
 from sim.schedule.ir.views import Category
 from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Trace
@@ -52,9 +51,56 @@ class MemoryWalk(NamedTuple):
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     """Return the lifetime of every buffer. The runtime allocates and frees by the same list."""
-    first, end, unseen = _spans(program, dependencies)
+    first, end, unseen = _spans(_of_program(program), dependencies)
     spans = enumerate(zip(first.tolist(), end.tolist(), strict=True))
     return [Lifetime(*span, frozenset(unseen.get(buffer, ()))) for buffer, span in spans]
+
+
+class _Columns(NamedTuple):
+    """What matters of ops and of buffers, of a fragment or of a program."""
+
+    streams: list[str]
+    workspace: list[int]
+    attends: list[bool]
+    counts: list[int]
+    """How many buffers each op touches, some more than once."""
+    nbytes: list[int]
+    on_gpu: list[bool]
+    categories: list[Category]
+    touched: Integers
+    """Which buffers: of all ops, one after the other."""
+    inputs: Integers
+    outputs: Integers
+
+
+@kept
+def _of_fragment(fragment: Fragment) -> _Columns:
+    """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
+    alone = fragment.program(rank=0)
+    touched = [[view.buffer for view in (*op.reads, *op.writes)] for op in fragment.ops]
+    return _Columns(
+        [op.stream for op in fragment.ops],
+        [workspace_bytes(op, alone) if isinstance(op, Kernel) else 0 for op in fragment.ops],
+        [isinstance(op, Attend | AttendBackward) for op in fragment.ops],
+        list(map(len, touched)),
+        [buffer.nbytes for buffer in fragment.own],
+        [buffer.place == "hbm" for buffer in fragment.own],
+        [buffer.category for buffer in fragment.own],
+        np.array(list(chain.from_iterable(touched)), np.int64),
+        *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
+    )
+
+
+def _of_program(program: Program) -> _Columns:
+    """Return the columns of a program: those of its calls, one after the other, with the numbers of their buffers."""
+    calls = [(_of_fragment(call.fragment)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
+    found: dict[str, Any] = {}
+    for name in _Columns._fields:
+        if name in {"touched", "inputs", "outputs"}:
+            found[name] = np.concatenate([np.zeros(0, np.int64), *(numbers[own[name]] for own, numbers in calls)])
+        else:
+            found[name] = list(chain.from_iterable(own[name] for own, _ in calls))
+    return _Columns(**found)
 
 
 class _Spans(NamedTuple):
@@ -65,73 +111,65 @@ class _Spans(NamedTuple):
     unseen: dict[int, set[str]]
 
 
-def _spans(program: Program, dependencies: Dependencies) -> _Spans:
-    count = len(program.ops)
-    of_ops = [touched(type(op))(op) for op in program.ops]
-    ops = np.repeat(np.arange(count), np.fromiter(map(len, of_ops), np.int64, count))
-    buffers = np.fromiter(chain.from_iterable(of_ops), np.int64, len(ops))
-    safe, seen = _safe(program, dependencies)
-    first, end = np.full(len(program.buffers), count), np.zeros(len(program.buffers), np.int64)
+def _spans(columns: _Columns, dependencies: Dependencies) -> _Spans:
+    count, buffers = len(columns.streams), columns.touched
+    ops = np.repeat(np.arange(count), columns.counts)
+    safe, seen = _safe(columns.streams, dependencies)
+    first, end = np.full(len(columns.nbytes), count), np.zeros(len(columns.nbytes), np.int64)
     np.minimum.at(first, buffers, ops)
     np.maximum.at(end, buffers, safe[ops])
     unseen: dict[int, set[str]] = {}
     for buffer, op in zip(buffers[~seen[ops]].tolist(), ops[~seen[ops]].tolist(), strict=True):
-        unseen.setdefault(buffer, set()).add(program.ops[op].stream)
-    given = [port.view.buffer for port in program.inputs]
-    first[given] = 0
-    end[given + [port.view.buffer for port in program.outputs]] = count
+        unseen.setdefault(buffer, set()).add(columns.streams[op])
+    first[columns.inputs] = 0
+    end[columns.inputs] = end[columns.outputs] = count
     return _Spans(first, end, unseen)
 
 
-def _safe(program: Program, dependencies: Dependencies) -> tuple[Integers, Booleans]:
+def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Booleans]:
     """Return per op before which other its buffers may be given back, and whether that is known to come behind it.
 
     Behind a kernel any later op does. Behind another op the first kernel that is ordered behind it does; if there is
     none, as on a rank that passes keys on without attending to them, it is the next op of its stream or else the
     program's end.
     """
-    count = len(program.ops)
-    of_stream: dict[str, list[int]] = {}
-    for index, op in enumerate(program.ops):
-        of_stream.setdefault(op.stream, []).append(index)
+    count, numbers = len(streams), {name: number for number, name in enumerate(dependencies.streams)}
+    stream = np.array([numbers[name] for name in streams], np.int64)
     safe, seen = np.arange(1, count + 1), np.ones(count, bool)
-    kernels = np.array([*of_stream.pop(COMPUTE, []), count])
-    known = [dependencies.known[index] for index in kernels[:-1]]
-    for stream, indices in of_stream.items():
-        ended = [at_kernel.get(stream, -1) for at_kernel in known]  # grows, since kernels follow each other
-        safe[indices] = kernels[np.searchsorted(ended, indices)]
-        seen[indices] = safe[indices] < count
-        safe[indices] = np.where(seen[indices], safe[indices], [*indices[1:], count])
+    of_stream = {name: np.flatnonzero(stream == number) for name, number in numbers.items()}
+    kernels = of_stream.pop(COMPUTE, stream[:0])
+    for name, ops in of_stream.items():
+        ended = dependencies.known_array[kernels, numbers[name]]  # grows, since kernels follow each other
+        safe[ops] = np.append(kernels, count)[np.searchsorted(ended, ops)]
+        seen[ops] = safe[ops] < count
+        safe[ops] = np.where(seen[ops], safe[ops], np.append(ops[1:], count))
     return safe, seen
 
 
 def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     """Return the HBM in use while each op of one rank runs, and its peak by category."""
-    first, end, _ = _spans(program, dependencies)
-    workspace = [workspace_bytes(op, program) if isinstance(op, Kernel) else 0 for op in program.ops]
-    nbytes = [buffer.nbytes for buffer in program.buffers]
-    exact = np.int64 if sum(nbytes) + max(workspace, default=0) < 2**63 else object  # else Python's integers
-    sizes = np.array(nbytes, exact)
-    on_gpu = np.array([buffer.place == "hbm" for buffer in program.buffers], bool)
+    columns = _of_program(program)
+    first, end, _ = _spans(columns, dependencies)
+    exact = np.int64 if sum(columns.nbytes) + max(columns.workspace, default=0) < 2**63 else object  # Python's integers
+    nbytes, workspace, on_gpu = np.array(columns.nbytes, exact), columns.workspace, np.array(columns.on_gpu, bool)
 
     def held(which: Booleans) -> Any:
         """Return the bytes of some buffers that are alive at each op."""
-        change = np.zeros(len(program.ops) + 1, exact)
-        np.add.at(change, first[which], sizes[which])
-        np.subtract.at(change, end[which], sizes[which])
+        change = np.zeros(len(workspace) + 1, exact)
+        np.add.at(change, first[which], nbytes[which])
+        np.subtract.at(change, end[which], nbytes[which])
         return np.cumsum(change[:-1])
 
     alive = first < end
     buffers = held(alive & on_gpu)
     in_use = buffers + np.array(workspace, exact)
     by_category: dict[Category, int] = {}
-    if program.ops:
+    if workspace:
         at_peak = int(in_use.argmax())
-        attends = isinstance(program.ops[at_peak], Attend | AttendBackward)
-        by_category["attention" if attends else "other"] = workspace[at_peak]
-        for number in np.flatnonzero(on_gpu & (first <= at_peak) & (at_peak < end)):
-            category = program.buffers[number].category
-            by_category[category] = by_category.get(category, 0) + nbytes[number]
+        by_category["attention" if columns.attends[at_peak] else "other"] = workspace[at_peak]
+        for buffer in np.flatnonzero(on_gpu & (first <= at_peak) & (at_peak < end)).tolist():
+            category = columns.categories[buffer]
+            by_category[category] = by_category.get(category, 0) + columns.nbytes[buffer]
     peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held(alive & ~on_gpu))]
     return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, repeat
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
@@ -15,7 +15,7 @@ import numpy as np
 from sim.files import Kind
 from sim.kept import kept
 from sim.schedule.ir.ops import Communication, Part
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.program import Call, Fragment, Program, Schedule
 
 Player = Literal["simulated", "executed"]
 Times: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -49,6 +49,26 @@ class Row(NamedTuple):
         return self.end_s - self.begin_s
 
 
+class _Kinds(NamedTuple):
+    """What the ops of a fragment are, whoever calls it."""
+
+    streams: list[str]
+    kinds: list[str]
+    parts: list[Part]
+    sent_bytes: list[int]
+
+
+@kept
+def _of_fragment(fragment: Fragment) -> _Kinds:
+    ops, nbytes = fragment.ops, fragment.program(rank=0).nbytes
+    return _Kinds(
+        [op.stream for op in ops],
+        [type(op).__name__ for op in ops],
+        [op.part for op in ops],
+        [sum(map(nbytes, op.reads)) if isinstance(op, Communication) else 0 for op in ops],
+    )
+
+
 class Ops:
     """What the ops of a schedule are: columns over all ranks in turn, each in the order of its program.
 
@@ -61,36 +81,36 @@ class Ops:
     @cached_property
     def starts(self) -> list[int]:
         """Where each rank begins, and where the last one ends."""
-        return [0, *accumulate(len(program.ops) for program in self._programs)]
+        return [0, *accumulate(program.num_ops for program in self._programs)]
 
     @cached_property
     def streams(self) -> list[str]:
         """The stream of each op."""
-        return [op.stream for program in self._programs for op in program.ops]
+        return [stream for call in self._calls for stream in _of_fragment(call.fragment).streams]
 
     @cached_property
     def kinds(self) -> list[str]:
         """The name of each op's kind."""
-        return [type(op).__name__ for program in self._programs for op in program.ops]
+        return [kind for call in self._calls for kind in _of_fragment(call.fragment).kinds]
 
     @cached_property
     def parts(self) -> list[Part]:
         """The pass of each op."""
-        return [op.part for program in self._programs for op in program.ops]
+        return [part for call in self._calls for part in _of_fragment(call.fragment).parts]
 
     @cached_property
     def labels(self) -> list[str]:
         """The name of each op for people."""
-        return [op.label for program in self._programs for op in program.ops]
+        return [label for call in self._calls for label in call.labels]
 
     @cached_property
     def sent_bytes(self) -> list[int]:
         """Bytes that each op gives to the network."""
-        return [
-            sum(map(program.nbytes, op.reads)) if isinstance(op, Communication) else 0
-            for program in self._programs
-            for op in program.ops
-        ]
+        return [nbytes for call in self._calls for nbytes in _of_fragment(call.fragment).sent_bytes]
+
+    @property
+    def _calls(self) -> Iterator[Call]:
+        return (call for program in self._programs for call in program.calls)
 
     def __getstate__(self) -> dict[str, list[Any]]:
         """Return all columns: a pickle is of them, not of the programs."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -186,29 +185,3 @@ def test_the_ring_holds_two_slots_whatever_the_number_of_ranks() -> None:
         checked = make_checked("ring", workload, ranks)
         sizes.add(walk(checked.schedule.program(0), checked.dependencies[0]).by_category["communication"])
     assert sizes == {2 * 2 * 8 * 4 * 16 * 4}
-
-
-class Counted(list[dict[str, int]]):
-    """What is known, and how often it is asked for."""
-
-    times = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.times += 1
-        return super().__getitem__(index)
-
-
-def test_ops_that_no_kernel_waits_for_do_not_look_through_the_whole_program() -> None:
-    b, count = ProgramBuilder(0, Workload(model=make_model(4, 4, head_dim=8), seq=8)), 50
-    q = b.input("q", (Span(0, 4),), Span(0, 4))
-    into = b.like("into", q, "other")
-    b.copy(q, into, "copy")
-    for number in range(count):
-        b.add(Exchange(label=f"send {number}", communicator=LINK.name, sends=(Message(1, q),), recvs=()))
-        b.add(Accumulate(label=f"add {number}", source=q, into=into))
-    program = b.build()
-    dependencies = derive(program)
-    known = Counted(dependencies.known)
-    spans = lifetimes(program, Dependencies(dependencies.streams, known=known))
-    assert spans[q.buffer] == (0, len(program.ops), {"link"})
-    assert known.times < 3 * len(program.ops)

@@ -63,7 +63,6 @@ def operands(kind: type[Data]) -> dict[str, Operand]:
 
 
 Views = Callable[[Any], tuple[View, ...]]
-Touched = Callable[[Any], tuple[int, ...]]
 
 
 @cache
@@ -77,29 +76,6 @@ def readers(kind: type[Data]) -> Views:
 def writers(kind: type[Data]) -> Views:
     """Return what finds the views that an op of a class writes, in the order of its fields."""
     return _collector(kind, [(name, "") for name, mark in operands(kind).items() if mark.is_written])
-
-
-@cache
-def touched(kind: type[Data]) -> Touched:
-    """Return what finds the buffers that an op of a class reads or writes; one may come more than once."""
-    hints = get_type_hints(kind)
-    paths = {View: "{}.buffer", Split: "{}.view.buffer"}
-    always = [paths[hints[name]].format(name) for name in operands(kind) if hints[name] in paths]
-    others = [name for name in operands(kind) if hints[name] not in paths]
-    find: Any = attrgetter(*always) if always else None
-
-    def collect(op: Any) -> tuple[int, ...]:
-        found = [] if find is None else [find(op)] if len(always) == 1 else [*find(op)]
-        for name in others:
-            value = getattr(op, name)
-            if isinstance(value, View):
-                found.append(value.buffer)
-            elif value:  # messages
-                found += [view.buffer for _, view in value]
-        return tuple(found)
-
-    most: Touched = find if len(always) > 1 and not others else collect
-    return most
 
 
 def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:

@@ -125,15 +125,18 @@ class Call(NamedTuple):
     @property
     def ops(self) -> Iterable[Op]:
         """Its ops, on buffers of the program."""
-        ops, of_layer, numbers = self.fragment.ops, self.fragment.op_layers, self.numbers
-        if self._is_as_written and not of_layer:
+        ops, numbers = self.fragment.ops, self.numbers
+        if self._is_as_written and not self.fragment.op_layers:
             return ops
-        return [
-            rebound(op, numbers, label=f"{op.label} {of_layer[at] + self.layer}")
-            if at in of_layer
-            else rebound(op, numbers)
-            for at, op in enumerate(ops)
-        ]
+        return [rebound(op, numbers, label=label) for op, label in zip(ops, self.labels, strict=True)]
+
+    @property
+    def labels(self) -> list[str]:
+        """What its ops are called in the program."""
+        labels = [op.label for op in self.fragment.ops]
+        for number, layer in self.fragment.op_layers.items():
+            labels[number] += f" {layer + self.layer}"
+        return labels
 
     def ports(self, ports: Iterable[Port]) -> Iterable[Port]:
         """Return inputs or outputs of its fragment, on buffers of the program."""
