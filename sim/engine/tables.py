@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
+from functools import cache
 from statistics import geometric_mean
 from typing import NamedTuple, TypeVar
 
@@ -107,6 +108,7 @@ class KernelTable:
 
     def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures], sms: float) -> None:
         self._figures = figures
+        self._nearest_row = cache(self._find_nearest_row)
         self._tiled = TiledAttention(profile.tiles, profile.points, sms)
         self._series: dict[tuple[str, str, Dtype], dict[tuple[float, ...], Series]] = {}
         grouped: dict[tuple[str, str, Dtype], dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
@@ -147,7 +149,7 @@ class KernelTable:
         rows = self._series[key]
         wanted, size = series_row(use.kernel, use.shape), series_size(use.kernel, use.shape)
         if use.kernel not in ATTENTION_KERNELS:
-            row = min(rows, key=lambda row: (_distance(row, wanted), row))
+            row = self._nearest_row(key, wanted)
             if row != wanted and not note:
                 note = f"{use.kernel} {'x'.join(map(str, wanted))}: efficiency of {'x'.join(map(str, row))}"
             series = rows[row]
@@ -171,6 +173,10 @@ class KernelTable:
         delay_s, per_head_s = (a + share * (b - a) for a, b in zip(*parts, strict=True))
         seconds = delay_s + heads * per_head_s
         return max(seconds, use.flops / now.flops_per_s), note
+
+    def _find_nearest_row(self, key: tuple[str, str, Dtype], wanted: tuple[float, ...]) -> tuple[float, ...]:
+        """Return which series of a kernel is closest to a wanted one."""
+        return min(self._series[key], key=lambda row: (_distance(row, wanted), row))
 
     def _nearest(self, use: KernelUse) -> tuple[tuple[str, str, Dtype] | None, str]:
         """Return the measured kernel closest to this one, and a note if it is another variant or data type."""

@@ -46,6 +46,7 @@ class _Sweep(NamedTuple):
 
     simulation: Simulation
     what_ifs: list[_WhatIf]
+    intervals: bool
 
 
 _forked: _Sweep | None = None
@@ -56,15 +57,16 @@ def sweep(
     prediction: Prediction,
     vary: Mapping[str, Sequence[object]],
     *,
+    intervals: bool = True,
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """Return what becomes of a step under all combinations of some figures of its cluster, a row each.
 
     Values are as in ``set``: ``{"cluster.nvlink.bytes_per_s": ["/2", "*1", "*2"]}``. The schedule is neither built nor
-    proved again. ``processes`` is by default the number of cores; rows and their order do not depend on it. Where a
-    combination cannot be played its figures are None and ``error`` says why. The parts of a step are those of its
-    critical rank. Raises InputError for a value that a
+    proved again. Without ``intervals`` a what-if takes one play in place of three. ``processes`` is by default the
+    number of cores; rows and their order do not depend on it. Where a combination cannot be played its figures are None
+    and ``error`` says why. The parts of a step are those of its critical rank. Raises InputError for a value that a
     cluster cannot have, before anything is played.
 
     >>> from sim.setup.setup import predict
@@ -75,7 +77,7 @@ def sweep(
     """
     what_ifs = _what_ifs(prediction, vary)
     wanted = min(_cores() if processes is None else at_least_one("processes", processes), len(what_ifs))
-    asked = _Sweep(prediction.simulation, what_ifs)
+    asked = _Sweep(prediction.simulation, what_ifs, intervals)
     found: list[dict[str, Any]] = [{}] * len(what_ifs)
     begin = time.monotonic()
     with _rows(asked, wanted) as rows:
@@ -148,7 +150,7 @@ def _row(asked: _Sweep, number: int) -> dict[str, Any]:
     error = ""
     try:
         played = Prepared(one.checked).play(one.cluster.like(spec), one.profile, one.jitter, one.engine)
-        found = report(played, with_interval=True)
+        found = report(played, with_interval=asked.intervals)
         low_s, high_s = found.interval_s or (None, None)
         figures |= {"step_time_s": found.step_time_s, "low_s": low_s, "high_s": high_s}
         figures |= {"tokens_per_s_per_gpu": found.tokens_per_s_per_gpu, "mfu": found.mfu, "bound_by": found.bound_by}
