@@ -9,7 +9,7 @@ and stay.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -62,13 +62,13 @@ class _Columns(NamedTuple):
     streams: list[str]
     workspace: list[int]
     attends: list[bool]
-    counts: list[int]
-    """How many buffers each op touches, some more than once."""
     nbytes: list[int]
     on_gpu: list[bool]
     categories: list[Category]
+    counts: Integers
+    """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
-    """Which buffers: of all ops, one after the other."""
+    """Which: of all ops, one after the other."""
     inputs: Integers
     outputs: Integers
 
@@ -76,19 +76,28 @@ class _Columns(NamedTuple):
 @kept
 def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
-    alone = fragment.program(rank=0)
-    touched = [[view.buffer for view in (*op.reads, *op.writes)] for op in fragment.ops]
+    alone, streams = fragment.program(rank=0), [op.stream for op in fragment.ops]
+    kernels = [op if stream == COMPUTE else None for op, stream in zip(fragment.ops, streams, strict=True)]
     return _Columns(
-        [op.stream for op in fragment.ops],
-        [workspace_bytes(op, alone) if isinstance(op, Kernel) else 0 for op in fragment.ops],
-        [isinstance(op, Attend | AttendBackward) for op in fragment.ops],
-        list(map(len, touched)),
+        streams,
+        [workspace_bytes(cast("Kernel", op), alone) if op else 0 for op in kernels],
+        [type(op) in {Attend, AttendBackward} for op in kernels],
         [buffer.nbytes for buffer in fragment.own],
         [buffer.place == "hbm" for buffer in fragment.own],
         [buffer.category for buffer in fragment.own],
-        np.array(list(chain.from_iterable(touched)), np.int64),
+        *_touched(fragment),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
+
+
+def _touched(fragment: Fragment) -> tuple[Integers, Integers]:
+    """Return how many buffers each op touches, and which."""
+    try:
+        columns = fragment.columns  # from which dependencies were derived
+        return np.diff(columns.access_ends, prepend=0).astype(np.int64), columns.accesses["buffer"].astype(np.int64)
+    except OverflowError:
+        touched = [[view.buffer for view in (*op.reads, *op.writes)] for op in fragment.ops]
+        return np.array(list(map(len, touched)), np.int64), np.array(list(chain.from_iterable(touched)), np.int64)
 
 
 def _of_program(program: Program) -> _Columns:
@@ -97,10 +106,16 @@ def _of_program(program: Program) -> _Columns:
     found: dict[str, Any] = {}
     for name in _Columns._fields:
         if name in {"touched", "inputs", "outputs"}:
-            found[name] = np.concatenate([np.zeros(0, np.int64), *(numbers[own[name]] for own, numbers in calls)])
+            found[name] = _joined([numbers[own[name]] for own, numbers in calls])
+        elif name == "counts":
+            found[name] = _joined([own[name] for own, _ in calls])
         else:
             found[name] = list(chain.from_iterable(own[name] for own, _ in calls))
     return _Columns(**found)
+
+
+def _joined(parts: list[Integers]) -> Integers:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 class _Spans(NamedTuple):

@@ -55,18 +55,18 @@ class _Kinds(NamedTuple):
     streams: list[str]
     kinds: list[str]
     parts: list[Part]
-    sent_bytes: list[int]
 
 
 @kept
 def _of_fragment(fragment: Fragment) -> _Kinds:
-    ops, nbytes = fragment.ops, fragment.program(rank=0).nbytes
-    return _Kinds(
-        [op.stream for op in ops],
-        [type(op).__name__ for op in ops],
-        [op.part for op in ops],
-        [sum(map(nbytes, op.reads)) if isinstance(op, Communication) else 0 for op in ops],
-    )
+    ops = fragment.ops
+    return _Kinds([op.stream for op in ops], [type(op).__name__ for op in ops], [op.part for op in ops])
+
+
+@kept
+def _sent_by(fragment: Fragment) -> list[int]:
+    nbytes = fragment.program(rank=0).nbytes
+    return [sum(map(nbytes, op.reads)) if isinstance(op, Communication) else 0 for op in fragment.ops]
 
 
 class Ops:
@@ -106,7 +106,7 @@ class Ops:
     @cached_property
     def sent_bytes(self) -> list[int]:
         """Bytes that each op gives to the network."""
-        return [nbytes for call in self._calls for nbytes in _of_fragment(call.fragment).sent_bytes]
+        return [nbytes for call in self._calls for nbytes in _sent_by(call.fragment)]
 
     @property
     def _calls(self) -> Iterator[Call]:
