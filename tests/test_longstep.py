@@ -57,6 +57,23 @@ def test_names_come_from_where_type_checkers_see_them() -> None:
         _ = longstep.predikt  # type: ignore[attr-defined]
 
 
+SLOW_TO_IMPORT = ("torch", "networkx", "jinja2", "matplotlib", "hypothesis", "typeguard", "asyncio", "email")
+"""What a first prediction does without."""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import longstep; longstep.predict('ring', model='llama3-8b', seq='128K', cluster='hgx-h100').report",
+        "from experiments.verbs.cli import main; main(['simulate', '--model', 'llama3-8b', '--gpus', '8'])",
+    ],
+)
+def test_a_first_prediction_imports_little(tmp_path: Path, code: str) -> None:
+    after = f"import sys; print(*sorted({{*{SLOW_TO_IMPORT}}} & set(sys.modules)), 'is imported')"
+    assert python(f"{code}\n{after}", tmp_path).stdout.splitlines()[-1] == "is imported"
+
+
 @pytest.mark.gloo
 def test_importing_loads_neither_torch_nor_simpy(tmp_path: Path) -> None:
     code = (

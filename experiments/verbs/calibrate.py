@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -20,6 +19,7 @@ from rich.table import Table
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent, seconds
+from experiments.verbs.kinds import OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.writes import Writes
 from sim.engine.cost import measured_cluster
@@ -57,22 +57,22 @@ class Calibrate(Writes):
     """Fewer sizes and runs: under two minutes."""
     check: bool = False
     """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
-    against: str | None = None
+    against: OptionalText = None
     """Measure nothing: compare the profile's points with what this one (NAME or FILE.json) predicts of them."""
-    published: str | None = None
+    published: OptionalText = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
     cluster: str = "host"
     """host, or the NAME or FILE.toml of a cluster that this machine's GPU is one of."""
-    model: str | None = None
+    model: OptionalText = None
     """The model whose heads and shapes are timed; by default tiny on a host, llama3-8b on a GPU."""
-    dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    dtype: Texts = ()
     """Data type to time, as often as wanted; by default the model's."""
     attention: str = ""
     """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
     fastest that is installed and runs the data type."""
-    name: str | None = None
+    name: OptionalText = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
-    out: str | None = None
+    out: OptionalText = None
     """Write to this file instead of the user's folder of profiles."""
 
 

@@ -12,40 +12,51 @@ import dataclasses
 import errno
 import functools
 import gc
-import importlib.metadata
+import importlib
 import io
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, assert_never
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union
 
 import tyro
 from rich.logging import RichHandler
 
-from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.compare import Compare, compare
-from experiments.verbs.run import Run, run
-from experiments.verbs.show import List, Show, list_names, show
-from experiments.verbs.simulate import Simulate, simulate
 from experiments.verbs.terminal import Printer, printable
-from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, none_of
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
 
-Command = (
-    Annotated[List, tyro.conf.subcommand("list")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Validate, tyro.conf.subcommand("validate")]
-    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
-)
 
+class _Verb(NamedTuple):
+    """Where a verb is: it is imported when it is typed, or when all of them are described."""
+
+    module: str
+    options: str
+    """Its class."""
+    function: str
+
+    def parses_to(self) -> Any:
+        """Return the class of its options."""
+        return getattr(importlib.import_module(f"experiments.verbs.{self.module}"), self.options)
+
+    def run(self, *arguments: object) -> None:
+        """Do what it is for."""
+        getattr(importlib.import_module(f"experiments.verbs.{self.module}"), self.function)(*arguments)
+
+
+_VERBS = {
+    "list": _Verb("show", "List", "list_names"),
+    "show": _Verb("show", "Show", "show"),
+    "simulate": _Verb("simulate", "Simulate", "simulate"),
+    "run": _Verb("run", "Run", "run"),
+    "compare": _Verb("compare", "Compare", "compare"),
+    "validate": _Verb("validate", "Validate", "validate"),
+    "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
+}
 _ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What writing to a disk fails with that takes no more."""
@@ -84,23 +95,8 @@ def command(arguments: list[str] | None, workers: Workers | None = None) -> None
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         console.print(f"longstep {_version()}")
         return
-    parsed = parse(arguments)
-    if isinstance(parsed, List):
-        list_names(parsed, console)
-    elif isinstance(parsed, Show):
-        show(parsed, console)
-    elif isinstance(parsed, Simulate):
-        simulate(parsed, console)
-    elif isinstance(parsed, Run):
-        run(parsed, console, workers)
-    elif isinstance(parsed, Compare):
-        compare(parsed, console, workers)
-    elif isinstance(parsed, Validate):
-        validate(parsed, console, workers)
-    elif isinstance(parsed, Calibrate):
-        calibrate(parsed, console)
-    else:
-        assert_never(parsed)
+    verb, options = parse(arguments)
+    _VERBS[verb].run(options, console, *([workers] if verb in _OVER_WORKERS else []))
 
 
 def guarded(action: Callable[[], None]) -> None:
@@ -154,24 +150,34 @@ def open_console() -> Printer:
 
 
 def _version() -> str:
+    from importlib import metadata  # which takes a while to import
+
     try:
-        return importlib.metadata.version("longstep")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("longstep")
+    except metadata.PackageNotFoundError:
         return "of a folder, not installed"
 
 
-def parse(arguments: list[str] | None) -> List | Show | Simulate | Run | Compare | Validate | Calibrate:
-    """Return the command that was typed; what tyro says about a mistake is put into one line."""
+def parse(arguments: list[str] | None) -> tuple[str, Any]:
+    """Return the verb that was typed, and its options; what tyro says about a mistake is put into one line."""
+    typed = sys.argv[1:] if arguments is None else arguments
+    verb = typed[0] if typed else ""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                Command, prog="longstep", description=_ABOUT, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)
-            )
+            if verb in _VERBS:
+                return verb, _parsed(_VERBS[verb].parses_to(), f"longstep {verb}", typed[1:], None)
+            every = [Annotated[one.parses_to(), tyro.conf.subcommand(name)] for name, one in _VERBS.items()]
+            found = _parsed(Union[tuple(every)], "longstep", typed, _ABOUT)  # noqa: UP007 - of as many as there are
+            return next(name for name, one in _VERBS.items() if one.parses_to() is type(found)), found
     except SystemExit as stop:
         if stop.code:
-            _complain(_mistake(_one_line(said.getvalue()), sys.argv[1:] if arguments is None else arguments))
+            _complain(_mistake(_one_line(said.getvalue()), typed))
         raise
+
+
+def _parsed(options: Any, prog: str, typed: list[str], about: str | None) -> Any:
+    return tyro.cli(options, prog=prog, description=about, args=typed, config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _mistake(said: str, typed: list[str]) -> str:
@@ -184,7 +190,8 @@ def _mistake(said: str, typed: list[str]) -> str:
     if match := re.search(r"Unrecognized (?:or misplaced )?options: ([^\s,]+)", said):
         if not match[1].startswith("-"):
             return f"unexpected {match[1]!r}: options of longstep {verb} begin with --; {helped}"
-        flags = [*(FLAGS[name] for name in _fields(_VERBS[verb]) if FLAGS[name].startswith("-")), "--help"]
+        known = _flags()
+        flags = [*(known[name] for name in _fields(_VERBS[verb].parses_to()) if known[name].startswith("-")), "--help"]
         return f"{none_of('option', match[1].partition('=')[0], flags)}; {helped}"
     if match := re.search(r"Missing value for argument '([^']*)'", said):
         return f"{match[1]}: its value is missing; {helped}"
@@ -202,7 +209,7 @@ def _complain(message: str) -> None:
 
 def with_flags(message: str) -> str:
     """Return a message of the library, whose fields stand in backquotes, with the flags of the command line."""
-    return re.sub(r"`([a-z_]+)`", lambda match: FLAGS.get(match[1], match[0]), message)
+    return re.sub(r"`([a-z_]+)`", lambda match: _flags().get(match[1], match[0]), message)
 
 
 def _fields(owner: type) -> Iterator[str]:
@@ -214,16 +221,11 @@ def _fields(owner: type) -> Iterator[str]:
             yield field.name
 
 
-FLAGS = {
-    name: f"--{name.replace('_', '-')}"
-    for command in (Show, Simulate, Run, Compare, Validate, Calibrate)
-    for name in _fields(command)
-} | {"passes": "--pass", "kind": "longstep list"}
-"""The flag of every field that an error may name."""
-_VERBS = {
-    "list": List, "show": Show, "simulate": Simulate, "run": Run, "compare": Compare, "validate": Validate,
-    "calibrate": Calibrate,
-}  # fmt: skip
+@functools.cache
+def _flags() -> dict[str, str]:
+    """Return the flag of every field that an error may name."""
+    fields = (name for verb, one in _VERBS.items() if verb != "list" for name in _fields(one.parses_to()))
+    return {name: f"--{name.replace('_', '-')}" for name in fields} | {"passes": "--pass", "kind": "longstep list"}
 
 
 def _one_line(box: str) -> str:

@@ -12,6 +12,7 @@ from experiments.evidence.comparison import calibrated, comparison, comparison_l
 from experiments.evidence.execution import Execution, open_session
 from experiments.pages.comparison_page import page
 from experiments.pages.render import PAGE_FILE
+from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import comparison_table, print_json
 from experiments.verbs.writes import Writes
@@ -29,9 +30,9 @@ class Compare(Writes):
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
-    trace: str | None = None
+    trace: OptionalText = None
     """Write a Chrome trace with both to this file: the simulated step, and the executed one of median time."""
-    html: str | None = None
+    html: OptionalText = None
     """Write one HTML page with both to this file: op kinds, a parity plot, a timeline and where the step went."""
     json: bool = False
     """Print one JSON object instead of a table."""

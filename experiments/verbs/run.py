@@ -14,6 +14,7 @@ from rich.table import Table
 
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
 from experiments.evidence.units import seconds, size
+from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import parts_line, print_json
 from experiments.verbs.writes import Writes
@@ -35,7 +36,7 @@ class Run(Writes):
     execution: Annotated[Execution, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Execution)
     verify: bool = False
     """Compare outputs and gradients with a one-process reference in fp64."""
-    trace: str | None = None
+    trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
     """Print one JSON object instead of a table."""

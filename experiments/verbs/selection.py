@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from longstep import Setup
 
 
@@ -18,9 +19,9 @@ class Selection:
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = "host"
     """NAME or FILE.toml; host is this machine."""
-    nodes: int | None = None
+    nodes: OptionalInt = None
     """Nodes of the cluster; by default as many as --gpus needs."""
-    gpus: int | None = None
+    gpus: OptionalInt = None
     """GPUs in all; on a host, processes. By default the product of the degrees, or one node (a host: its cores)."""
     seq: str = "8K"
     """Global sequence length."""
@@ -28,23 +29,23 @@ class Selection:
     """Sequences per context-parallel group."""
     schedule: str = "ring"
     """NAME, or my_module.py:build for a schedule of your own."""
-    ulysses_degree: int | None = None
+    ulysses_degree: OptionalInt = None
     """Ranks that split the heads."""
-    ring_degree: int | None = None
+    ring_degree: OptionalInt = None
     """Ranks that split the sequence."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
     """causal or full."""
-    window: str | None = None
+    window: OptionalText = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
     pad: bool = False
     """Fill up a length that does not divide with tokens that no other token sees."""
-    dtype: str | None = None
+    dtype: OptionalText = None
     """fp64, fp32, bf16 or fp16; by default the model's."""
     seed: int = 0
     """Seed of the inputs, and of the jitter."""
-    jitter: float | None = None
+    jitter: OptionalFloat = None
     """Relative noise of simulated kernel times (half normal): 0.05 is a noisy machine. By default what the profile has
     measured; 0 for none."""
     layers: int = 1
@@ -53,12 +54,12 @@ class Selection:
     """What is played: attention of one layer, or whole layers."""
     passes: Annotated[str, tyro.conf.arg(name="pass")] = "both"
     """forward, backward or both."""
-    profile: str | None = None
+    profile: OptionalText = None
     """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
     engine: str = "auto"
     """What plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give the same
     times, to the last bit."""
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    set: Texts = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
     cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""
 

@@ -9,6 +9,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.verbs.cli import with_flags
+from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, ScheduleError
@@ -43,9 +45,9 @@ class Show(Writes):
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     format: str = "grid"
     """grid, json or dot."""
-    ranks: str | None = None
+    ranks: OptionalText = None
     """Ranks to show in the grid or graph, such as 0,1,7; by default the first eight."""
-    out: str | None = None
+    out: OptionalText = None
     """Write to this file instead of the terminal."""
 
 
@@ -141,8 +143,6 @@ def _schedules() -> Table:
 
 
 def _profiles() -> Table:
-    from experiments.verbs.cli import with_flags  # which imports all verbs
-
     table = Table("profile", "measured on", "when", "points", title="profiles", title_justify="left")
     for name in profile_names():
         try:

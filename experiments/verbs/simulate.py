@@ -8,11 +8,11 @@ from typing import Annotated
 import msgspec
 import tyro
 from rich.console import Console
-from rich.progress import Progress
 
 import longstep
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import seconds
+from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import print_json, report_table, schedules_table, sweep_table
 from experiments.verbs.writes import Writes
@@ -27,14 +27,14 @@ class Simulate(Writes):
     """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
-    trace: str | None = None
+    trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
     """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
-    vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    vary: Texts = ()
     """KEY=VALUE,VALUE of the cluster, as often as wanted: the step under all combinations, such as
     cluster.nvlink.bytes_per_s=/2,*1,*2."""
-    processes: int | None = None
+    processes: OptionalInt = None
     """Processes that play them; by default as many as there are cores."""
 
 
@@ -81,6 +81,8 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
 
 def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     """Predict the same step on varied machines, and print a line of each."""
+    from rich.progress import Progress  # which one prediction does without
+
     if command.trace:
         raise InputError("`trace` is of one step: leave it out, or `vary`")
     vary = dict(_values(text) for text in command.vary)

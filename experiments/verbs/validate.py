@@ -42,6 +42,8 @@ from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
+from experiments.verbs.cli import with_flags
+from experiments.verbs.kinds import OptionalText, Texts
 from experiments.verbs.sweep import Sweep, cells_of, playable
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
@@ -63,19 +65,19 @@ class Validate(Writes):
     attention: str = ""
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
     the profile was calibrated with, else the fastest that is installed and runs the data type."""
-    record: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    record: Texts = ()
     """Measure nothing: show this record, or several as one; of a folder all records in it."""
-    cases: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    cases: Texts = ()
     """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
-    out: str | None = None
+    out: OptionalText = None
     """Write the record to this JSON file, after every comparison."""
-    html: str | None = None
+    html: OptionalText = None
     """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
-    figure: str | None = None
+    figure: OptionalText = None
     """Write both plots to this SVG file."""
-    markdown: str | None = None
+    markdown: OptionalText = None
     """Write all that --cases and --record say, each by itself, as a chapter of Markdown to this FILE.md."""
-    cases_out: str | None = None
+    cases_out: OptionalText = None
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
 
@@ -91,8 +93,6 @@ class _Outputs(NamedTuple):
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
-    from experiments.verbs.cli import with_flags  # which imports all verbs
-
     outputs = _outputs(command)
     if outputs.markdown:
         _write_chapter(command, outputs.markdown, console)

@@ -565,7 +565,7 @@ def test_memory_that_ends_is_one_line(capsys: pytest.CaptureFixture[str], monkey
     def simulates(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("experiments.verbs.cli.simulate", simulates)
+    monkeypatch.setattr("experiments.verbs.simulate.simulate", simulates)
     with pytest.raises(SystemExit) as stop:
         main(["simulate"])
     assert stop.value.code == 1
