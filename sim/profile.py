@@ -7,6 +7,7 @@ measured costs too. Profiles are JSON: those that ship lie in ``sim/profiles``, 
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -217,7 +218,13 @@ def _own_names() -> list[str]:
 
 def load_profile(name: str) -> Profile:
     """Return a profile by name (the user's own before those that ship) or from a JSON file."""
-    return from_json(profile_bytes(name), Profile, f"profile {name!r}", "longstep calibrate makes a new one")
+    return _decoded(name, profile_bytes(name))
+
+
+@lru_cache(maxsize=16)
+def _decoded(name: str, data: bytes) -> Profile:
+    """Return the profile that a file holds: for the same bytes the same object, beside which its tables are kept."""
+    return from_json(data, Profile, f"profile {name!r}", "longstep calibrate makes a new one")
 
 
 def profile_bytes(name: str) -> bytes:

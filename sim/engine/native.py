@@ -102,7 +102,7 @@ class Priced:
         speed = np.array([numbers[device.speed] for device in devices], INT)[lowered.op_rank]
         asked = np.where(lowered.op_use >= 0, lowered.op_use * len(ranks) + speed, -1)
         kernels = np.full(len(lowered.uses.found) * len(ranks), -1, INT)
-        for number in np.unique(asked[asked >= 0]).tolist():
+        for number in sorted(set(asked[asked >= 0].tolist())):
             use, which = divmod(number, len(ranks))
             rank = list(ranks.values())[which]
             kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))

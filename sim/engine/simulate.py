@@ -18,6 +18,7 @@ from sim.engine import native
 from sim.engine.cost import CostModel
 from sim.engine.lowered import Lowered, Stretch, Times, lowered
 from sim.errors import InputError, ScheduleError
+from sim.garbage import garbage_collection_off
 from sim.native.library import UnavailableError
 from sim.profile import Profile
 from sim.schedule.ir.program import require_checked
@@ -81,6 +82,7 @@ class Prepared:
         """The schedule as arrays; kept as long as the schedule is."""
         return lowered(self.checked)
 
+    @garbage_collection_off()
     def play(
         self,
         cluster: Cluster,
