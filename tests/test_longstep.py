@@ -255,6 +255,7 @@ def test_a_sweep_is_the_same_in_any_number_of_processes() -> None:
         assert row["bound_by"] == one.bound_by
     assert {bool(row["error"]) for row in alone.rows} == {False, True}
     assert len(alone.to_dict()["step_time_s"]) == 6
+    assert alone[0] == next(iter(alone)) == alone.rows[0]
 
 
 @pytest.mark.parametrize(
