@@ -61,13 +61,37 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             rank, found[axis] = divmod(rank, degree)
         return found
 
+    @property
+    def replica_stride(self) -> int:
+        """By how much the numbers of a rank and of its equal in the next replica differ."""
+        return self._stride("dp")
+
+    def _stride(self, axis: Axis) -> int:
+        """Return by how much the numbers of neighbours along an axis differ."""
+        return math.prod(getattr(self, inside) for inside in self.order[self.order.index(axis) + 1 :])
+
+    def replica(self, rank: int) -> int:
+        """Return which replica a rank belongs to."""
+        return rank // self.replica_stride % self.dp
+
+    def role(self, rank: int) -> int:
+        """Return the rank that has the same place in the first replica."""
+        return rank - self.replica(rank) * self.replica_stride
+
+    @property
+    def first_replica(self) -> list[int]:
+        """The ranks of the first replica."""
+        stride = self.replica_stride
+        return [rank for start in range(0, self.size, stride * self.dp) for rank in range(start, start + stride)]
+
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            rest = tuple(index for axis, index in self.place(rank).items() if axis not in axes)
-            found.setdefault(rest, []).append(rank)
-        return tuple(map(tuple, found.values()))
+        inside, first = [0], [0]
+        for axis, degree in self.degrees.items():
+            stride = self._stride(axis)
+            grown = inside if axis in axes else first
+            grown[:] = [rank + stride * index for rank in grown for index in range(degree)]
+        return tuple(tuple([start + rank for rank in inside]) for start in first)
 
     def only(self, schedule: str, *axes: Axis) -> None:
         """Raise InputError where ranks lie along an axis that a schedule does not take; dp, copies of it, all do."""

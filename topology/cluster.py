@@ -73,6 +73,7 @@ class Cluster:
         self.resources = resources(spec)
         self._index = {resource.name: index for index, resource in enumerate(self.resources)}
         self._equals = cache(self._find_equals)
+        self._own = cache(self._find_own)
         self._climbs = cache(partial(climbs, spec))
         self._way = cache(self._find_way)
         self._host_way = cache(self._find_host_way)
@@ -143,10 +144,14 @@ class Cluster:
         return peaks[dtype] * self.devices[device].speed
 
     def _device(self, index: int) -> Device:
-        node = index // self.spec.gpus_per_node
-        compute, hbm = (self._index[resource.name] for resource in device_resources(self.spec, index))
+        node, place = divmod(index, self.spec.gpus_per_node)
+        compute, hbm = (of_nodes[node] for of_nodes in self._own(place))
         special = self.spec.per_gpu.get(index)
         return Device(index, node, compute, float(self.spec.gpu.sms), hbm, special.speed if special else 1.0)
+
+    def _find_own(self, place: int) -> list[tuple[int, ...]]:
+        """Return, of a GPU of the first node, the indices of its own resources and of their equals in all nodes."""
+        return [self._equals(resource.name) for resource in device_resources(self.spec, place)]
 
     def _find_equals(self, name: str) -> tuple[int, ...]:
         """Return the index of a resource of the first node, and of its equals in all other nodes."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
+from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
@@ -212,17 +213,23 @@ def describe(schedule: Schedule, key: Key) -> str:
 
 
 def wire_bytes(schedule: Schedule, matching: Matching) -> int:
-    """Return the bytes that all ranks together put on the wire; what a rank sends to itself is not counted.
+    """Return the bytes that the ranks of all replicas put on the wire; what a rank sends to itself is not counted.
 
     All-gather, reduce-scatter and all-reduce count what every algorithm must at least send per rank: (n-1) parts, and
     twice (n-1)/n of the whole for all-reduce.
     """
     total = sum(transfer.nbytes for transfer in matching.transfers)
+    over_all = 0
     for group in matching.groups:
+        ranks = tuple([rank for rank, _ in group.members])
         for place, (rank, index) in enumerate(group.members):
             program = schedule.program(rank)
-            op, n = program.ops[index], len(group.members)
+            op = program.ops[index]
             assert isinstance(op, ops.Collective)
+            n = len(whole_group(schedule, op.communicator, ranks))
+            if n > len(ranks) and isinstance(op, ops.AllReduce):  # nothing but this and a barrier is over all replicas
+                over_all += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
+                continue
             if isinstance(op, ops.AllToAll | ops.ReduceScatter):
                 total += program.nbytes(op.sends.view) - program.nbytes(op.sends.part(place))
             elif isinstance(op, ops.AllGather):
@@ -231,4 +238,4 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
                 total += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
             elif not isinstance(op, ops.Barrier):
                 assert_never(op)
-    return total
+    return num_alike(schedule) * total + over_all

@@ -26,6 +26,10 @@ class Span(NamedTuple):
         """Number of positions."""
         return (self.stop - self.start) // self.step
 
+    def moved(self, by: int) -> Span:
+        """Return as many positions, so many later."""
+        return Span(self.start + by, self.stop + by, self.step)
+
     def part(self, begin: int, end: int) -> Span:
         """Return the positions number ``begin`` to ``end`` (exclusive) of this span."""
         return Span(self.start + begin * self.step, self.start + end * self.step, self.step)

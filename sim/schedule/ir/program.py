@@ -8,6 +8,7 @@ order of a program's ops, over all streams, is the order in which the host issue
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from sim.mesh import Mesh
 from sim.schedule.ir.columns import Columns, columns_of, joined
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Op
+from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.workload import DTYPE_BYTES, Dtype, Workload
 
@@ -82,6 +83,30 @@ class Fragment:
         """Which of the buffers that it is given it writes to."""
         count = len(self.given)
         return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
+
+    def of_replica(self, ranks: int, sequences: int) -> Fragment:
+        """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
+        names none.
+        """
+        buffers = (*self.given, *self.own)
+
+        def port(one: Port) -> Port:
+            if "b" not in buffers[one.view.buffer].dims:  # a weight, which is of no sequence
+                return one
+            return msgspec.structs.replace(one, batch=one.batch.moved(sequences))
+
+        def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
+            return tuple(Message(message.peer + ranks, message.view) for message in some)
+
+        def op(one: Op) -> Op:
+            if not isinstance(one, Exchange):
+                return one
+            return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
+
+        if not (self.inputs or self.outputs or any(isinstance(one, Exchange) for one in self.ops)):
+            return self
+        inputs, outputs = (tuple(map(port, ports)) for ports in (self.inputs, self.outputs))
+        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs)
 
     def program(self, rank: int, layer: int = 0) -> Program:
         """Return a program that does nothing else, of a rank, as of a layer; names leave out layers."""
@@ -217,6 +242,12 @@ class Program:
         """Return a program with other buffers, ops or ports, or of another rank, in one call."""
         return Program(**{**_fields(self), **changes})
 
+    def of_replica(self, ranks: int, sequences: int) -> Program:
+        """Return what the rank does that has its place in a replica whose ranks and sequences come so many later."""
+        fragments = {call.fragment: call.fragment.of_replica(ranks, sequences) for call in self.calls}
+        calls = (call._replace(fragment=fragments[call.fragment]) for call in self.calls)
+        return Program.of_calls(self.rank + ranks, calls)
+
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
         return msgspec.json.encode(_Written(**_fields(self)))
@@ -271,6 +302,11 @@ class Communicator(Data, frozen=True, kw_only=True):
                 return group
         raise InputError(f"rank {rank} belongs to no group of communicator {self.name!r}: {self.groups}")
 
+    def within(self, ranks: int) -> Communicator:
+        """Return what is left of it among the first so many ranks."""
+        cut = (tuple([rank for rank in group if rank < ranks]) for group in self.groups)
+        return Communicator(name=self.name, groups=tuple(filter(None, cut)))
+
     def position(self, rank: int) -> int:
         """Return which member of its group ``rank`` is."""
         return self.group_of(rank).index(rank)
@@ -298,17 +334,31 @@ class Header(Data, frozen=True, kw_only=True):
 
 
 class _Document(Data, frozen=True, kw_only=True):
-    """A schedule as JSON."""
+    """A schedule as JSON; of one that is replicated the programs of its first replica."""
 
     header: Header
     programs: tuple[_Written, ...]
 
 
 class Schedule:
-    """A header and, per rank, a program that is built when first asked for. Both players play this object."""
+    """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
-    def __init__(self, header: Header, build: Callable[[int], Program]) -> None:
+    Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
+    as that one, each with ranks and sequences of its own.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        build: Callable[[int], Program],
+        *,
+        replicated: bool = False,
+        whole: Schedule | None = None,
+    ) -> None:
         self.header = header
+        self.replicated = replicated and header.mesh.dp > 1
+        self.whole = whole or self
+        """The schedule that this one is the first replicas of; else itself."""
         self._build = build
         self._programs: dict[int, Program] = {}
 
@@ -320,13 +370,30 @@ class Schedule:
     def program(self, rank: int) -> Program:
         """Return what ``rank`` does; built on the first call, the same object ever after."""
         if rank not in self._programs:
-            self._programs[rank] = self._build(rank)
+            self._programs[rank] = self._built(rank)
         return self._programs[rank]
+
+    def _built(self, rank: int) -> Program:
+        mesh = self.header.mesh
+        replica, role = mesh.replica(rank), mesh.role(rank)
+        if not (self.replicated and replica):
+            return self._build(rank)
+        return self.program(role).of_replica(rank - role, replica * self.header.workload.batch)
 
     @property
     def programs(self) -> list[Program]:
         """The programs of all ranks, in their order."""
         return [self.program(rank) for rank in range(self.num_ranks)]
+
+    def first(self, replicas: int) -> Schedule:
+        """Return the schedule of the first so many replicas, which communicate among themselves only.
+
+        Replicas have to lie outside all that is within one, see ``sim.schedule.derive.replicas``.
+        """
+        mesh = msgspec.structs.replace(self.header.mesh, dp=replicas)
+        communicators = [communicator.within(mesh.size) for communicator in self.header.communicators]
+        header = msgspec.structs.replace(self.header, mesh=mesh, communicators=tuple(communicators))
+        return Schedule(header, self.program, whole=self)
 
     def communicator(self, name: str) -> Communicator:
         """Return the communicator of that name; raises InputError with the names there are."""
@@ -338,12 +405,19 @@ class Schedule:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the JSON form, 16 hexadecimal digits: the same ops in the same order on the same views."""
+        """SHA-256 of the JSON form, 16 hexadecimal digits: the same ops in the same order on the same views. The first
+        replicas of a schedule have that of the whole.
+        """
+        if self.whole is not self:
+            return self.whole.hash
         return hashlib.sha256(self.to_json()).hexdigest()[:16]
 
     def to_json(self) -> bytes:
-        """Return the whole schedule as JSON; dependencies are left out, since reading derives them again."""
-        programs = tuple(_Written(**_fields(program)) for program in self.programs)
+        """Return the schedule as JSON, with the programs of one replica where the others do the same; dependencies are
+        left out, since reading derives them again.
+        """
+        ranks = self.header.mesh.first_replica if self.replicated else range(self.num_ranks)
+        programs = tuple(_Written(**_fields(self.program(rank))) for rank in ranks)
         return msgspec.json.encode(_Document(header=self.header, programs=programs))
 
     @staticmethod
@@ -353,9 +427,12 @@ class Schedule:
             document = msgspec.json.decode(data, type=_Document)
         except msgspec.DecodeError as error:
             raise InputError(f"not a schedule in JSON: {error}") from error
-        if len(document.programs) != document.header.mesh.size:
-            raise InputError(f"{len(document.programs)} programs for {document.header.mesh.size} ranks")
-        return Schedule(document.header, lambda rank: _read(document.programs[rank]))
+        mesh, count = document.header.mesh, len(document.programs)
+        replicated = count == mesh.size // mesh.dp
+        if count != mesh.size and not replicated:
+            raise InputError(f"{count} programs for {mesh.size} ranks")
+        programs = dict(zip(mesh.first_replica if replicated else range(count), document.programs, strict=True))
+        return Schedule(document.header, lambda rank: _read(programs[rank]), replicated=replicated)
 
 
 def require_checked(given: object) -> None:

@@ -17,7 +17,7 @@ from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import AttentionName, LayerOptions
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import Span, Tokens
+from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
@@ -52,8 +52,8 @@ class AttentionPlan(NamedTuple):
 def build_around(
     plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions = LayerOptions()
 ) -> Schedule:
-    """Return the schedule of the workload's scope: attention alone, or layers around it; each of the data-parallel
-    replicas with a batch of its own.
+    """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
+    replica does the same as the first, with a batch of its own.
     """
     layers = workload.scope == "layer"
     if options.activations != "hbm" and not layers:
@@ -74,8 +74,7 @@ def build_around(
     )
 
     def program(rank: int) -> Program:
-        first = mesh.place(rank)["dp"] * workload.batch
-        b = ProgramBuilder(rank, workload, Span(first, first + workload.batch))
+        b = ProgramBuilder(rank, workload)
         if not layers:
             return attention_program(b, plan.shard(rank), plan.attention)
         offloaded = options.activations != "hbm" and workload.backward
@@ -83,7 +82,7 @@ def build_around(
         params, tokens = Replicated(b, LLAMA, gradients), plan.shard(rank).tokens
         return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole).program()
 
-    return Schedule(header, program)
+    return Schedule(header, program, replicated=True)
 
 
 class LayerWriter(NamedTuple):

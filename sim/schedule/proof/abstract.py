@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
+from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.derive.show import window
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
@@ -46,7 +47,7 @@ class AbstractPlayer(Interpreter):
         for program, memory in zip(self._programs, self.memory, strict=True):
             for port in program.outputs:
                 check_output(port, program, memory, self._rules)
-        check_owners(self._schedule, self._rules.batch)
+        check_owners(self._schedule)
 
     def kernel(self, key: Key, op: ops.Kernel) -> None:
         """See Interpreter."""
@@ -123,12 +124,22 @@ class AbstractPlayer(Interpreter):
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter."""
         sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
+        ranks = tuple([rank for rank, _ in members])
+        over_all = len(whole_group(self._schedule, calls[0].communicator, ranks)) > len(ranks)
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
             self._at, parts = key, [of_member[place] for of_member in sent if of_member[place]]
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                self.memory[key[0]].write(op.taken, reduce(_sum, parts))
+                summed = reduce(_sum, parts)
+                self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
+
+    def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
+        """Return the sum over all replicas of what was summed over those that are played: the others sum up the same of
+        their own sequences.
+        """
+        starts = range(0, self._rules.batch, self._rules.batch // num_alike(self._schedule))
+        return [piece._replace(content=_repeated(piece.content, starts)) for piece in summed]
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
@@ -142,7 +153,7 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     """Return what attention of a schedule's workload makes of contents."""
     workload = schedule.header.workload
     group = workload.model.num_heads // workload.model.num_kv_heads
-    return AttentionRules(mask_of(workload), workload.seq, workload.batch * schedule.header.mesh.dp, group)
+    return AttentionRules(mask_of(workload), workload.seq, workload.batch * schedule.whole.header.mesh.dp, group)
 
 
 def check_output(port: Port, program: Program, memory: AbstractMemory, rules: AttentionRules) -> None:
@@ -174,6 +185,17 @@ def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
         if name not in {"dq", "dk", "dv", ZERO} and tensor_of(name).kind != "weight gradient" and TERMS[name] < 2:
             raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
     return _united(a, b)
+
+
+@lru_cache(maxsize=4096)
+def _repeated(content: Content, starts: range) -> Content:
+    """Return the sum of gradients of a weight that are one but for the sequences, whose first ones are given."""
+    if content.tensor == ZERO:
+        return content
+    if tensor_of(content.tensor).kind != "weight gradient":
+        raise ScheduleError(f"sums {brief(content)} over replicas, which have different sequences")
+    each = [tuple([(tokens, batch.moved(start)) for tokens, batch in content.seen]) for start in starts]
+    return reduce(union, [content._replace(seen=seen) for seen in each])
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

@@ -18,6 +18,7 @@ from sim.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
+from sim.schedule.derive.replicas import folds, num_alike
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.block import ports_of
@@ -40,8 +41,17 @@ class RankSchedule(NamedTuple):
 class Checked:
     """A schedule that ``check`` has proved, and what is derived of it; both players start from it."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, folds: bool = False) -> None:
         self.schedule = schedule
+        self.folds = folds
+        """Whether its first data-parallel replica stands for all: then that was proved, and can be played, alone."""
+        self._first: dict[int, Checked] = {}
+
+    def first(self, replicas: int) -> Checked:
+        """Return what is played for the whole schedule where so many replicas stand for all."""
+        if replicas not in self._first:
+            self._first[replicas] = Checked(self.schedule.first(replicas))
+        return self._first[replicas]
 
     @cached_property
     def matching(self) -> Matching:
@@ -80,9 +90,10 @@ def check(schedule: Schedule) -> Checked:
         if len(set(members)) < len(members) or not set(members) <= set(range(schedule.num_ranks)):
             named = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
-    checked = Checked(schedule)
-    if not _is_proved_by_calls(checked):
-        _prove(checked)
+    checked = Checked(schedule, folds=folds(schedule))
+    proved = checked.first(1) if checked.folds else checked
+    if not _is_proved_by_calls(proved):
+        _prove(proved)
     return checked
 
 
@@ -136,8 +147,10 @@ def _check_claims(checked: Checked, sent: int) -> None:
     if claims is None:
         return
     claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
+    alike = num_alike(checked.schedule)
     for name, expected in claimed.items():
-        flops = sum(use.flops for uses in checked.kernels for use in uses if use and use.kernel.startswith(name))
+        own = sum(use.flops for uses in checked.kernels for use in uses if use and use.kernel.startswith(name))
+        flops = alike * own
         if flops != expected:
             raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
     if sent != claims.wire_bytes:

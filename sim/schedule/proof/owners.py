@@ -17,9 +17,10 @@ from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
 
 
-def check_owners(schedule: Schedule, sequences: int) -> None:
-    """Raise where something of so many sequences, or a shard of a weight, belongs to no rank or to two."""
+def check_owners(schedule: Schedule) -> None:
+    """Raise where a token of the schedule's sequences, or a shard of a weight, belongs to no rank or to two."""
     workload, programs = schedule.header.workload, schedule.programs
+    sequences = workload.batch * schedule.header.mesh.dp
     check_tokens([port for program in programs for port in program.outputs], workload, sequences)
     if schedule.header.claims:
         inputs = [port for program in programs for port in program.inputs]

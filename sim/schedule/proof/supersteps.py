@@ -86,7 +86,7 @@ class Supersteps:
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
         programs = [one.program(rank, layer) for rank, (one, layer) in enumerate(zip(kind, layers, strict=True))]
-        return Schedule(self._plain, programs.__getitem__)
+        return Schedule(self._plain, programs.__getitem__, whole=self._schedule.whole)
 
     def play(self) -> None:
         """Play all supersteps; raises ScheduleError or Declined where that does not prove them."""
@@ -108,7 +108,7 @@ class Supersteps:
                     of_rank[number] = kept
                 of_rank += _later(made, base)
         self._check_outputs()
-        check_owners(self._schedule, self._rules.batch)
+        check_owners(self._schedule)
 
     def _play(
         self, kind: Sequence[Fragment], layers: Sequence[int], given: Sequence[Sequence[_Kept]]

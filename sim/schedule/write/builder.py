@@ -58,10 +58,10 @@ class ProgramBuilder:
     written many times, as layers are, is written by ``call``.
     """
 
-    def __init__(self, rank: int, workload: Workload, batch: Span | None = None) -> None:
+    def __init__(self, rank: int, workload: Workload) -> None:
         self.rank = rank
         self.workload = workload
-        self.batch = batch or Span(0, workload.batch)
+        self.batch = Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
         """Their names without layers; the same object for all that are alike."""

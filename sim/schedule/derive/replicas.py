@@ -1,0 +1,58 @@
+"""Whether one data-parallel replica stands for all of a schedule: it is then built, proved and played once.
+
+The replicas of a schedule that says so are equal by construction: each has the program of the first, with its own ranks
+and sequences (``Schedule``). What one does and is given holds of the others, too, with these renamed, if a communicator
+lies within replicas, in each the same, or sums over all of them in their order. So does any further axis whose members
+are equal, once a schedule declares one. The ranks of a ring under a causal mask have programs of their own.
+"""
+
+from __future__ import annotations
+
+from sim.schedule.ir.ops import AllReduce, Barrier, Collective, Exchange
+from sim.schedule.ir.program import Communicator, Schedule
+
+
+def folds(schedule: Schedule) -> bool:
+    """Return whether the first replica stands for all."""
+    mesh = schedule.header.mesh
+    stride = mesh.replica_stride
+    if not schedule.replicated or stride * mesh.dp != mesh.size:
+        return False
+    spans: dict[str, bool] = {}
+    for communicator in schedule.header.communicators:
+        spanning = _spans(communicator, stride, mesh.dp)
+        if spanning is None:
+            return False
+        spans[communicator.name] = spanning
+    return all(
+        isinstance(op, AllReduce | Barrier)
+        for rank in range(stride)
+        for call in schedule.program(rank).calls
+        for op in call.fragment.ops
+        if isinstance(op, Exchange | Collective) and spans.get(op.communicator, True)
+    )
+
+
+def _spans(communicator: Communicator, ranks: int, replicas: int) -> bool | None:
+    """Return whether the groups of a communicator are over all replicas of so many ranks each; None where they are
+    neither that nor those of one replica, again in each.
+    """
+    own = communicator.within(ranks).groups
+    starts = range(0, ranks * replicas, ranks)
+    over_all = {tuple([start + rank for start in starts for rank in group]) for group in own}
+    if over_all == set(communicator.groups):
+        return True
+    within = {tuple([start + rank for rank in group]) for start in starts for group in own}
+    return False if within == set(communicator.groups) else None
+
+
+def whole_group(schedule: Schedule, communicator: str, members: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the group that some ranks are members of, with those of it in replicas that the schedule leaves out."""
+    if schedule.whole is schedule:
+        return members
+    return schedule.whole.communicator(communicator).group_of(members[0])
+
+
+def num_alike(schedule: Schedule) -> int:
+    """Return how many replicas there are for each that the schedule has."""
+    return schedule.whole.header.mesh.dp // schedule.header.mesh.dp

@@ -1,0 +1,163 @@
+"""One data-parallel replica is proved for all: it says what the proof of all ranks does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from sim.errors import InputError, ScheduleError
+from sim.mesh import AXES, Mesh
+from sim.schedule.derive.replicas import folds
+from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
+from sim.schedule.ir.program import Communicator, Program, Schedule
+from sim.schedule.ir.views import Split
+from sim.schedule.methods import ring, single, ulysses
+from sim.schedule.model.layer import GRADIENTS
+from sim.schedule.proof.abstract import AbstractPlayer
+from sim.schedule.proof.check import Checked, check
+from sim.workload import Workload
+from tests.helpers import OFFLOADED, VARIANTS, is_refused, make_model, sweep_but
+
+REPLICAS = 3
+ALL = VARIANTS | OFFLOADED
+
+
+def layers(batch: int = 1) -> Workload:
+    return Workload(model=make_model(8, 4), seq=64, batch=batch, scope="layer", layers=2)
+
+
+def flat(schedule: Schedule) -> Schedule:
+    """Return the same schedule as one that says nothing of its replicas, so that all ranks are proved."""
+    return Schedule(schedule.header, schedule.program)
+
+
+@pytest.mark.parametrize("name", sweep_but(["ring", "ulysses", "usp of 2"], ALL))
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_replica_has_in_its_proof_what_it_has_in_that_of_all(name: str, batch: int) -> None:
+    """What every buffer of every rank of the first replica holds at the end."""
+    workload, ranks = layers(batch), 1 if ALL[name].schedule == "single" else 4
+    if is_refused(name, workload, ranks):
+        return
+    mesh = msgspec.structs.replace(ALL[name].mesh(ranks, workload.model), dp=REPLICAS)
+    schedule = ALL[name].build(workload, mesh)
+    assert folds(schedule)
+    check(schedule)
+    check(flat(schedule))
+    one, every = (Checked(which) for which in (schedule.first(1), flat(schedule)))
+    players = [AbstractPlayer(which.schedule, which.matching, which.dependencies) for which in (one, every)]
+    for player in players:
+        player.run()
+    for found, meant in zip(*(player.memory[:ranks] for player in players), strict=True):
+        assert [*found.held()] == [*meant.held()]
+
+
+@pytest.mark.parametrize("replicas", [2, 512])
+def test_only_one_replica_is_built(replicas: int) -> None:
+    built: list[int] = []
+    schedule = ulysses.build(layers(), Mesh(dp=replicas, ulysses=2))
+
+    def program(rank: int) -> Program:
+        built.append(rank)
+        return schedule.program(rank)
+
+    checked = check(Schedule(schedule.header, program, replicated=True))
+    assert checked.folds
+    assert sorted(built) == [0, 1]
+
+
+def test_replicas_name_their_own_ranks_and_sequences() -> None:
+    schedule = ring.build(layers(batch=2), Mesh(dp=3, ring=2))
+    first, last = schedule.program(1), schedule.program(5)
+    assert last.rank == 5
+    for ours, theirs in zip(first.ops, last.ops, strict=True):
+        if isinstance(ours, Exchange):
+            assert isinstance(theirs, Exchange)
+            assert [m.peer + 4 for m in (*ours.sends, *ours.recvs)] == [m.peer for m in (*theirs.sends, *theirs.recvs)]
+        else:
+            assert ours == theirs
+    for ours, theirs in zip((*first.inputs, *first.outputs), (*last.inputs, *last.outputs), strict=True):
+        of_tokens = ours.tensor in {"x", "dx"}
+        assert theirs == (msgspec.structs.replace(ours, batch=ours.batch.moved(4)) if of_tokens else ours)
+
+
+def test_json_keeps_one_replica_and_gives_all_back() -> None:
+    schedule = ring.build(layers(), Mesh(dp=3, ring=2))
+    read = Schedule.from_json(schedule.to_json())
+    assert read.hash == schedule.hash == schedule.first(1).hash
+    assert read.programs == schedule.programs
+    assert check(read).folds
+    with pytest.raises(InputError, match="4 programs for 6 ranks"):
+        short = msgspec.json.decode(flat(schedule).to_json())
+        Schedule.from_json(msgspec.json.encode(short | {"programs": short["programs"][:4]}))
+
+
+def test_a_replica_within_which_others_lie_does_not_stand_for_them() -> None:
+    order = (*(axis for axis in AXES if axis != "dp"), "dp")
+    schedule = ulysses.build(layers(), Mesh(dp=2, ulysses=2, order=order))
+    assert not folds(schedule)
+    assert not check(schedule).folds
+
+
+def test_communicators_that_differ_between_replicas_are_proved_for_all_ranks() -> None:
+    schedule = single.build(layers(), Mesh(dp=4))
+    pairs = Communicator(name=GRADIENTS, groups=((0, 1), (2, 3)))
+    header = msgspec.structs.replace(schedule.header, communicators=(pairs,))
+    changed = Schedule(header, schedule.program, replicated=True)
+    assert not folds(changed)
+    with pytest.raises(ScheduleError, match="lacks contributions"):
+        check(changed)
+
+
+def changed(schedule: Schedule, change: Callable[[Op], list[Op]]) -> Schedule:
+    """Return a schedule whose replicas all do something else for some ops."""
+
+    def program(rank: int) -> Program:
+        own = schedule.program(rank)
+        return own.replace(ops=tuple(new for op in own.ops for new in change(op)))
+
+    return Schedule(schedule.header, program, replicated=True)
+
+
+def test_a_gradient_that_is_not_summed_over_replicas_is_caught() -> None:
+    schedule = single.build(layers(), Mesh(dp=4))
+    lost = changed(schedule, lambda op: [] if isinstance(op, AllReduce) and op.label == "reduce dwq" else [op])
+    assert folds(lost)
+    for one in (lost, flat(lost)):
+        with pytest.raises(ScheduleError, match="dwq.*lacks contributions"):
+            check(one)
+
+
+def test_a_gradient_that_is_summed_twice_is_caught() -> None:
+    schedule = ulysses.build(layers(), Mesh(dp=4, ulysses=2))
+    twice = changed(schedule, lambda op: [op, op] if isinstance(op, AllReduce) else [op])
+    for one in (twice, flat(twice)):
+        with pytest.raises(ScheduleError, match="would count tokens"):
+            check(one)
+
+
+def test_tokens_are_not_summed_over_replicas() -> None:
+    """Gradients of tokens are of other sequences in each."""
+    schedule = single.build(layers(), Mesh(dp=4))
+    of_tokens = {port.view for port in schedule.program(0).outputs if port.tensor == "dx"}
+
+    def sums(op: Op) -> list[Op]:
+        more = [AllReduce(label="sum", communicator=GRADIENTS, view=view) for view in op.writes if view in of_tokens]
+        return [op, *more]
+
+    for one in (changed(schedule, sums), flat(changed(schedule, sums))):
+        with pytest.raises(ScheduleError, match="over replicas, which have different sequences|different parts"):
+            check(one)
+
+
+def test_what_is_gathered_over_replicas_is_proved_for_all_ranks() -> None:
+    schedule = single.build(layers(), Mesh(dp=4))
+
+    def gathers(op: Op) -> list[Op]:
+        if not isinstance(op, AllReduce):
+            return [op]
+        (whole,) = op.writes
+        return [op, AllGather(label="again", communicator=GRADIENTS, send=whole, recvs=Split(whole, 0, 4))]
+
+    assert not folds(changed(schedule, gathers))
