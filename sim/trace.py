@@ -141,6 +141,7 @@ class Trace:
         begun_s: Times,
         ended_s: Times,
         ran: Sequence[str] = (),
+        numbers: Sequence[int] = (),
     ) -> None:
         self.player: Player = player
         self.posted_s, self.begun_s, self.ended_s = posted_s, begun_s, ended_s
@@ -148,6 +149,7 @@ class Trace:
         self.ran = ran
         """Empty where the player does not know."""
         self._schedule = schedule
+        self._numbers = numbers
 
     @cached_property
     def ops(self) -> Ops:
@@ -163,6 +165,11 @@ class Trace:
     def num_ranks(self) -> int:
         """P, the number of ranks."""
         return len(self.ops.starts) - 1
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """What its ranks are called in a schedule of which only some were played."""
+        return self._numbers or range(self.num_ranks)
 
     @property
     def step_time_s(self) -> float:
@@ -186,7 +193,7 @@ class Trace:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the schedule, which may be built by what no pickle can hold."""
         of = Recorded(self.schedule_hash, self.ops)
-        return Trace, (self.player, of, self.posted_s, self.begun_s, self.ended_s, self.ran)
+        return Trace, (self.player, of, self.posted_s, self.begun_s, self.ended_s, self.ran, self._numbers)
 
 
 class Counter(NamedTuple):
@@ -207,7 +214,7 @@ def to_chrome(traces: list[Trace], counters: dict[Player, list[Counter]] | None 
         streams = sorted({row.stream for row in trace.rows}, key=lambda name: (name != "compute", name))
         for rank in range(trace.num_ranks):
             pid = rank * len(traces) + number
-            events.append(_meta("process_name", pid, 0, name=f"rank {rank} {trace.player}"))
+            events.append(_meta("process_name", pid, 0, name=f"rank {trace.numbers[rank]} {trace.player}"))
             events.append(_meta("process_sort_index", pid, 0, sort_index=pid))
             events += [_meta("thread_name", pid, tid, name=stream) for tid, stream in enumerate(streams)]
         for row in trace.rows:

@@ -137,8 +137,9 @@ def comparison(
         elsewhere = "executed on several hosts, predicted as on one: a host's profile knows no other"
         evidence = msgspec.structs.replace(predicted.evidence, notes=[*predicted.evidence.notes, elsewhere])
         predicted = msgspec.structs.replace(predicted, evidence=evidence)
-    found = laid_side_by_side(checked, prediction.trace, predicted, steps, drift)
-    return found, [prediction.trace, median_step(steps).trace]
+    simulated = prediction.simulation.of_every_rank().trace
+    found = laid_side_by_side(checked, simulated, predicted, steps, drift)
+    return found, [simulated, median_step(steps).trace]
 
 
 def _drift(session: Session, profile: Profile) -> float:

@@ -52,7 +52,7 @@ def simulate(command: Simulate, console: Console) -> None:
         return
     predicted = setup.predicted()
     if trace:
-        write_trace(trace, predicted.checked, [predicted.trace])
+        write_trace(trace, predicted.played, [predicted.trace])
     if command.json:
         print_json(predicted.report, console)
         return

@@ -8,11 +8,14 @@ as trees over the nodes, or in the switch of a node, whichever is fastest at the
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from itertools import pairwise
+from collections import Counter, defaultdict
+from functools import lru_cache, reduce
+from itertools import pairwise, repeat
+from operator import add
 from typing import NamedTuple, assert_never
 
 from sim.errors import InputError
+from sim.kept import kept
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
 
@@ -71,24 +74,30 @@ def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster
     return round(nbytes[slowest_link(nbytes, cluster)]), link_name(nbytes, cluster)
 
 
-def link_traffic(kind: CollectiveName, ranks: tuple[int, ...], nbytes: int, cluster: Cluster) -> LinkTraffic:
-    """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (of an all-reduce the whole)."""
+def link_traffic(
+    kind: CollectiveName, ranks: tuple[int, ...], nbytes: int, cluster: Cluster, near: int | None = None
+) -> LinkTraffic:
+    """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (of an all-reduce the whole).
+
+    With ``near`` the links are those of the nodes of the first so many ranks, and maybe of the next node: for ranks
+    that fill nodes, each with the same of its GPUs in the same order, so that the links of all nodes are loaded alike.
+    """
     n = len(ranks)
     if n == 1:
         return LinkTraffic({}, 0.0, 0, 0.0)
     if kind == "all_to_all":
         return _direct(ranks, nbytes, cluster)
     if kind == "all_gather":  # each part is read once and written once per step; the own one is copied
-        return _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n)
+        return _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n, near)
     if kind == "reduce_scatter":  # sums read two parts and write one
-        return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1))
+        return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1), near)
     if kind == "all_reduce":
         memory_bytes = (3 + 2) * nbytes * (n - 1) / n
-        ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes)
-        others = (_trees(ranks, nbytes, cluster, memory_bytes), _in_switch(ranks, nbytes, cluster))
+        ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes, near)
+        others = (_trees(ranks, nbytes, cluster, memory_bytes, near), _in_switch(ranks, nbytes, cluster))
         return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
     if kind == "barrier":
-        return _rings(ranks, 0, n - 1, cluster, 0.0)._replace(nbytes={})
+        return _rings(ranks, 0, n - 1, cluster, 0.0, near)._replace(nbytes={})
     assert_never(kind)
 
 
@@ -106,44 +115,147 @@ def _direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffi
     return LinkTraffic(dict(load), latency_s, 1, 2 * part * len(ranks))  # the own part is copied
 
 
-def _rings(ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster, memory_bytes: float) -> LinkTraffic:
+def _rings(
+    ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster, memory_bytes: float, near: int | None
+) -> LinkTraffic:
     """Every rank passes ``steps`` parts on to its neighbour, split over the rings."""
-    load: dict[int, float] = defaultdict(float)
-    latency_s = 0.0
-    orders = _ring_orders(ranks, cluster)
-    for order in orders:
-        routes = [cluster.route(*pair) for pair in zip(order, (*order[1:], order[0]), strict=True)]
-        latency_s = max(latency_s, sum(route.latency_s for route in routes) / len(routes))
-        for route in routes:
-            for resource in route.resources:
-                load[resource] += part * steps / len(orders)
-    return LinkTraffic(dict(load), latency_s, steps, memory_bytes)
+    ways = _ways(cluster).rings(ranks, cluster, near)
+    load = {link: _times(count, part * steps / ways.width) for link, count in ways.passes.items()}
+    return LinkTraffic(load, ways.hop_s, steps, memory_bytes)
 
 
-def _trees(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes: float) -> LinkTraffic | None:
+def _trees(
+    ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes: float, near: int | None
+) -> LinkTraffic | None:
     """Two binary trees of nodes that carry half of the tensor each, a node being a leaf of one of them, over chains
     inside the nodes; None for one node. Sums go up and come down, so every node sends the whole twice, as in a ring,
     but after log(nodes) hops (NCCL's tree; Sanders, Speck and Träff 2009).
     """
-    nodes = list(_by_node(ranks, cluster).values())
+    ways = _ways(cluster).trees(ranks, cluster, near)
+    if ways is None:
+        return None
+    load = {link: _times(count, nbytes) for link, count in ways.inside.items()}
+    for link, count in ways.across.items():  # after what is inside, so that all nodes are loaded alike to the bit
+        load[link] = _times(count, 2 * nbytes / ways.width, load.get(link, 0.0))
+    latency_s = 2 * ((ways.longest - 1) * ways.inside_s + math.ceil(math.log2(ways.nodes)) * ways.across_s)
+    return LinkTraffic(load, latency_s, 1, memory_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _times(count: int, nbytes: float, start: float = 0.0) -> float:
+    """Return ``start`` with some bytes added so many times, one by one."""
+    return reduce(add, repeat(nbytes, count), start)
+
+
+class _RingWays(NamedTuple):
+    """What the rings of a group pass."""
+
+    passes: Counter[int]
+    """How many of their hops pass each link."""
+    width: int
+    """How many rings there are."""
+    hop_s: float
+    """Mean latency of the hops of the slowest ring."""
+
+
+class _TreeWays(NamedTuple):
+    """What the chains inside the nodes of a group, and the trees over them, pass."""
+
+    inside: Counter[int]
+    """How many hops inside nodes pass each link."""
+    across: Counter[int]
+    """How many hops between nodes do."""
+    inside_s: float
+    across_s: float
+    width: int
+    """Hops between two nodes, side by side."""
+    longest: int
+    """Ranks of the longest chain."""
+    nodes: int
+
+
+class _Ways:
+    """The ways of groups on one cluster, found once for collectives of any size."""
+
+    def __init__(self) -> None:
+        self._rings: dict[tuple[tuple[int, ...], int | None], _RingWays] = {}
+        self._trees: dict[tuple[tuple[int, ...], int | None], _TreeWays | None] = {}
+
+    def rings(self, ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _RingWays:
+        """Return those of its rings."""
+        key = ranks, near
+        if key not in self._rings:
+            self._rings[key] = _find_rings(ranks, cluster, near)
+        return self._rings[key]
+
+    def trees(self, ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _TreeWays | None:
+        """Return those of its trees, None for one node."""
+        key = ranks, near
+        if key not in self._trees:
+            self._trees[key] = _find_trees(ranks, cluster, near)
+        return self._trees[key]
+
+
+@kept
+def _ways(_: Cluster) -> _Ways:
+    return _Ways()
+
+
+def _find_rings(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _RingWays:
+    nodes = _by_node(ranks, cluster)
+    few = _near(nodes, near)
+    passes: Counter[int] = Counter()
+    latency_s = 0.0
+    orders = _ring_orders(few)
+    for order in orders:
+        routes = [cluster.route(*pair) for pair in zip(order, (*order[1:], order[0]), strict=True)]
+        latency_s = max(latency_s, sum(route.latency_s for route in routes) / len(routes))
+        for route in routes:
+            passes.update(route.resources)
+    if len(few) < len(nodes):
+        latency_s = _hop_s_of_alike(nodes, cluster)
+    return _RingWays(passes, len(orders), latency_s)
+
+
+def _hop_s_of_alike(nodes: list[list[int]], cluster: Cluster) -> float:
+    """Return the mean latency of the hops of the slowest ring over nodes that are alike: what is told of the first two
+    holds of all.
+    """
+    here, there, width = nodes[0], nodes[1], len(nodes[0])
+    inside = [
+        [cluster.route(*pair).latency_s for pair in pairwise(here[start:] + here[:start])] for start in range(width)
+    ]
+    across = [[cluster.route(source, target).latency_s for target in there] for source in here]
+    slowest_s = 0.0
+    for ring in range(width):
+        starts = [(ring - number) % width for number in range(len(nodes))]
+        hops: list[float] = []
+        for start, entered in zip(starts, (*starts[1:], starts[0]), strict=True):
+            hops += inside[start]
+            hops.append(across[(start - 1) % width][entered])
+        slowest_s = max(slowest_s, sum(hops) / len(hops))
+    return slowest_s
+
+
+def _find_trees(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _TreeWays | None:
+    nodes = _by_node(ranks, cluster)
     if len(nodes) == 1:
         return None
-    width = min(len(members) for members in nodes)
-    load: dict[int, float] = defaultdict(float)
-    inside_s = across_s = 0.0
-    for members, others in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
-        for source, target in pairwise(members):
-            for route in (cluster.route(source, target), cluster.route(target, source)):
-                inside_s = max(inside_s, route.latency_s)
-                for resource in route.resources:
-                    load[resource] += nbytes
-        for source, target in zip(members[:width], others[:width], strict=True):
-            route = cluster.route(source, target)
-            across_s = max(across_s, route.latency_s)
-            for resource in route.resources:
-                load[resource] += 2 * nbytes / width
-    latency_s = 2 * ((max(map(len, nodes)) - 1) * inside_s + math.ceil(math.log2(len(nodes))) * across_s)
-    return LinkTraffic(dict(load), latency_s, 1, memory_bytes)
+    width, few = min(map(len, nodes)), _near(nodes, near)
+    inside = [
+        cluster.route(*pair)
+        for members in few
+        for source, target in pairwise(members)
+        for pair in ((source, target), (target, source))
+    ]
+    across = [
+        cluster.route(source, target)
+        for members, others in zip(few, (*few[1:], few[0]), strict=True)
+        for source, target in zip(members[:width], others[:width], strict=True)
+    ]
+    passes = [Counter(link for route in routes for link in route.resources) for routes in (inside, across)]
+    latencies_s = [max((route.latency_s for route in routes), default=0.0) for routes in (inside, across)]
+    return _TreeWays(passes[0], passes[1], latencies_s[0], latencies_s[1], width, max(map(len, nodes)), len(nodes))
 
 
 def _in_switch(ranks: tuple[int, ...], nbytes: float, cluster: Cluster) -> LinkTraffic | None:
@@ -164,23 +276,26 @@ def _in_switch(ranks: tuple[int, ...], nbytes: float, cluster: Cluster) -> LinkT
     return LinkTraffic(dict(load), hop_s, 2, 2 * nbytes + 2 * part)
 
 
-def _ring_orders(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
+def _ring_orders(nodes: list[list[int]]) -> list[list[int]]:
     """Return the rings: ring c enters the k-th node at its member c - k and leaves it at the one before."""
-    nodes = _by_node(ranks, cluster)
-    width = min(len(members) for members in nodes.values())
     orders = []
-    for ring in range(width):
+    for ring in range(min(map(len, nodes))):
         order = []
-        for number, members in enumerate(nodes.values()):
+        for number, members in enumerate(nodes):
             start = (ring - number) % len(members)
             order += members[start:] + members[:start]
         orders.append(order)
     return orders
 
 
-def _by_node(ranks: tuple[int, ...], cluster: Cluster) -> dict[int, list[int]]:
+def _by_node(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
     """Return the ranks of each node."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
         nodes[cluster.devices[rank].node].append(rank)
-    return nodes
+    return list(nodes.values())
+
+
+def _near(nodes: list[list[int]], ranks: int | None) -> list[list[int]]:
+    """Return the nodes of the first so many ranks, and as many as make a ring; all if None."""
+    return nodes if ranks is None else nodes[: max(2, -(-ranks // len(nodes[0])))]

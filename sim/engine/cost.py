@@ -160,15 +160,21 @@ class CostModel:
             _Moving("exchange", (source, target), group, route.load(nbytes), route.latency_s, 1, nbytes)
         )
 
-    def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int) -> Activity:
-        """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole)."""
+    def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
+        """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
+
+        Where only the first so many ranks are ``played``, what it does to their links and memories: the others are on
+        nodes that are like theirs.
+        """
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
-            traffic = link_traffic(op.name, ranks, nbytes, self._cluster)
+            own = ranks if played is None else tuple([rank for rank in ranks if rank < played])
+            near = None if len(own) == len(ranks) else len(own)
+            traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
-                moving = _Moving(op.name, ranks, len(ranks), *traffic)
+                moving = _Moving(op.name, own, len(ranks), *traffic)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 

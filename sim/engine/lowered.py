@@ -16,6 +16,7 @@ from sim.errors import InputError
 from sim.kept import kept
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Key
+from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Split, part_of
@@ -63,6 +64,7 @@ class CollectiveKey(NamedTuple):
 
     kind: type[ops.Collective]
     ranks: tuple[int, ...]
+    """Of its whole group, of which the schedule may have only the first replicas."""
     nbytes: int
     """Of one part, see ``part_bytes``."""
 
@@ -256,6 +258,7 @@ class _Met:
     """What belongs together on different ranks: ``match`` on arrays, of a schedule that is proved."""
 
     def __init__(self, schedule: Schedule, into: Lowered) -> None:
+        self._schedule = schedule
         names = sorted(communicator.name for communicator in schedule.header.communicators)
         self._numbers = {name: number for number, name in enumerate(names)}
         self._communicators = [schedule.communicator(name) for name in names]
@@ -326,7 +329,8 @@ class _Met:
                 members.append(ops_of.reshape(-1))
                 sizes.append(np.full(len(ops_of), len(group)))
                 kinds = [self._kinds.found[kind] for kind in rows[0]["kind"].tolist()]
-                keys = [CollectiveKey(type(op), group, size) for op, size in zip(kinds, nbytes.tolist(), strict=True)]
+                whole = whole_group(self._schedule, communicator.name, group)
+                keys = [CollectiveKey(type(op), whole, size) for op, size in zip(kinds, nbytes.tolist(), strict=True)]
                 group_call += [calls.number(key, (key, op)) for key, op in zip(keys, kinds, strict=True)]
         self.members, counts = _joined(members), _joined(sizes)
         self.groups = np.zeros(len(counts), GROUP)

@@ -108,7 +108,8 @@ class Priced:
             kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))
         copies = activities.numbers(cost.host_copy(program.rank, program, op) for program, op in lowered.copies.found)
         messages = activities.numbers(cost.transfer(*message) for message in lowered.messages)
-        calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes) for call, op in lowered.calls)
+        played = len(lowered.programs)
+        calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes, played) for call, op in lowered.calls)
         handoff = activities.add(cost.handoff) if cost.handoff else -1
         op_activity = np.full(lowered.num_ops, -1, INT)
         for chosen, of in ((asked, kernels), (lowered.op_copy, copies)):

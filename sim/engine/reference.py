@@ -26,6 +26,7 @@ from sim.engine.lowered import Stretch, Times, part_bytes
 from sim.engine.network import Network
 from sim.engine.phases import Activity, Flow, located
 from sim.schedule.derive.matching import Key
+from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
 from sim.schedule.proof.check import Checked
@@ -92,7 +93,7 @@ class _Player:
         self._offered = bytearray(len(self._matching.transfers))
         self._missing = {key: len(found) for key, found in self._matching.transfers_of.items()}
         self._absent = [len(group.members) for group in self._matching.groups]
-        schedule = checked.schedule
+        schedule = self._schedule = checked.schedule
         self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
         self._cuda = cluster.spec.gpu.kind == "cuda"
 
@@ -206,8 +207,9 @@ class _Player:
         if not self._absent[number]:
             for rank, index in members:
                 self._ranks[rank].begun[index] = self._clock.now
-            ranks = tuple(rank for rank, _ in members)
-            activity = self._cost.collective(op, ranks, part_bytes(self._programs, members))
+            ranks = whole_group(self._schedule, op.communicator, tuple(rank for rank, _ in members))
+            nbytes = part_bytes(self._programs, members)
+            activity = self._cost.collective(op, ranks, nbytes, len(self._ranks))
             self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members)))
         return True
 

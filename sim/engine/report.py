@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -65,8 +66,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     """Return the figures of a simulated schedule; its interval takes two more simulations."""
-    checked, trace, cluster = simulation.checked, simulation.trace, simulation.cluster
-    schedule = checked.schedule
+    (checked, cluster, *_), trace = simulation.fold, simulation.trace
+    schedule = simulation.checked.schedule
     workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
     step_s = trace.step_time_s
     critical = critical_rank(trace)
@@ -75,7 +76,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
     lower = floors(checked, cluster)
-    peak = sum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+    peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
         step_time_s=step_s,
         interval_s=interval(simulation) if with_interval else None,
@@ -86,7 +87,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         fits=False if beyond_dram or _beyond_hbm(walked, cluster) else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
-        critical_rank=critical,
+        critical_rank=trace.numbers[critical],
         bound_by=bound_by(parts, lower),
         floors=lower,
         schedule_hash=trace.schedule_hash,
@@ -187,7 +188,8 @@ def _loads(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], in
     for pair, nbytes in work.sent_bytes.items():
         yield cluster.route(*pair).load(nbytes), 1
     for (name, ranks, nbytes), count in work.collectives.items():
-        yield link_traffic(name, ranks, nbytes, cluster).nbytes, count
+        own = sum(rank < len(work.flops) for rank in ranks)
+        yield link_traffic(name, ranks, nbytes, cluster, own if own < len(ranks) else None).nbytes, count
     if cluster.spec.gpu.kind == "cuda":
         for (rank, to_host), nbytes in work.host_bytes.items():
             yield cluster.host_route(rank, to_host=to_host).load(nbytes), 1

@@ -16,6 +16,7 @@ import numpy as np
 
 from sim.engine import native
 from sim.engine.cost import CostModel
+from sim.engine.fold import Fold, fold
 from sim.engine.lowered import Lowered, Stretch, Times, lowered
 from sim.errors import InputError, ScheduleError
 from sim.garbage import garbage_collection_off
@@ -33,22 +34,28 @@ _LOG = logging.getLogger(__name__)
 
 
 class Jitter(NamedTuple):
-    """Kernels that take longer at random: 1 + ``share`` * |z| times their time, z standard normal, never shorter."""
+    """Kernels that take longer at random: 1 + ``share`` * |z| times their time, z standard normal, never shorter.
+
+    Ranks draw by their role, so that data-parallel replicas, which have the same, stay equal.
+    """
 
     share: float = 0.0
     seed: int = 0
+    per_rank: bool = False
+    """Whether every rank draws for itself; then all are played."""
 
     def factor(self, rank: int, index: int) -> float:
-        """Return by how much one kernel is stretched; the same for the same seed, rank and op."""
+        """Return by how much one kernel is stretched; the same for the same seed, rank (or role) and op."""
         return 1.0 if not self.share else 1.0 + self.share * abs(Random(f"{self.seed} {rank} {index}").gauss(0.0, 1.0))
 
     def stretch(self, checked: Checked) -> Stretch:
         """Return by how much every op of a schedule is stretched; drawn before anything is played."""
         if not self.share:
             return None
+        mesh = checked.schedule.header.mesh
         return np.array(
             [
-                1.0 if use is None else self.factor(rank, index)
+                1.0 if use is None else self.factor(rank if self.per_rank else mesh.role(rank), index)
                 for rank, uses in enumerate(checked.kernels)
                 for index, use in enumerate(uses)
             ]
@@ -67,7 +74,17 @@ class Simulation(NamedTuple):
     jitter: Jitter
     cost: CostModel
     trace: Trace
+    """Of the ranks that were played."""
+    fold: Fold
+    """Which those are."""
     engine: Engine = "auto"
+
+    def of_every_rank(self) -> Simulation:
+        """Return the same with all ranks played, to be laid beside an executed step."""
+        if not self.fold.replicas:
+            return self
+        checked, cluster, profile, jitter, *_ = self
+        return Prepared(checked).play(cluster, profile, jitter, self.engine, every_rank=True)
 
 
 class Prepared:
@@ -89,38 +106,48 @@ class Prepared:
         profile: Profile | None,
         jitter: Jitter = STEADY,
         engine: Engine = "auto",
+        *,
+        every_rank: bool = False,
     ) -> Simulation:
-        """Return what happens on a cluster; see ``simulate``."""
+        """Return what happens on a cluster; see ``simulate``. Of equal data-parallel replicas one is played, unless
+        ``every_rank`` has to be.
+        """
         schedule = self.checked.schedule
         if schedule.num_ranks > len(cluster.devices):
             raise InputError(
                 f"schedule {schedule.header.name!r} needs {schedule.num_ranks} GPUs, cluster {cluster.spec.name!r} has "
                 f"{len(cluster.devices)}: set `gpus` to at most that, or `nodes`"
             )
-        cost = CostModel(cluster, profile)
+        every_rank |= jitter.share > 0 and jitter.per_rank
+        folded = Fold(self.checked, cluster) if every_rank else fold(self.checked, cluster)
+        cost = CostModel(folded.cluster, profile)
+        cost.notes.update(folded.notes)
         if jitter.share:
-            cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}: see `jitter`")
-        times = self._times(cluster, cost, jitter.stretch(self.checked), engine)
+            drawn = "rank by rank" if jitter.per_rank else "the same in every replica"
+            whose = "" if schedule.header.mesh.dp == 1 else f", {drawn}"
+            cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}{whose}: see `jitter`")
+        times = _times(folded, cost, jitter.stretch(folded.checked), engine)
         if times.ended.size and times.ended.min() < 0:
             raise ScheduleError(
                 f"the simulation came to a standstill: communication kernels hold all SMs of a GPU while they wait for "
                 f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below "
                 f"{cluster.spec.gpu.communication_sms}"
             )
-        trace = Trace("simulated", schedule, *times)
-        return Simulation(self.checked, cluster, profile, jitter, cost, trace, engine)
+        trace = Trace("simulated", folded.checked.schedule, *times, numbers=folded.ranks)
+        return Simulation(self.checked, cluster, profile, jitter, cost, trace, folded, engine)
 
-    def _times(self, cluster: Cluster, cost: CostModel, stretch: Stretch, engine: Engine) -> Times:
-        if engine != "simpy":
-            try:
-                return native.play(self.lowered, cluster, cost, stretch)
-            except UnavailableError as error:
-                if engine == "native":
-                    raise InputError(f"`engine` native: {error}; install a C compiler, or take simpy") from error
-                _say_once(str(error))
-        from sim.engine import reference  # noqa: PLC0415 - SimPy is loaded only where it plays
 
-        return reference.play(self.checked, cluster, cost, stretch)
+def _times(folded: Fold, cost: CostModel, stretch: Stretch, engine: Engine) -> Times:
+    if engine != "simpy":
+        try:
+            return native.play(lowered(folded.checked), folded.cluster, cost, stretch)
+        except UnavailableError as error:
+            if engine == "native":
+                raise InputError(f"`engine` native: {error}; install a C compiler, or take simpy") from error
+            _say_once(str(error))
+    from sim.engine import reference  # noqa: PLC0415 - SimPy is loaded only where it plays
+
+    return reference.play(folded.checked, folded.cluster, cost, stretch)
 
 
 @cache

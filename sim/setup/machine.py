@@ -75,13 +75,13 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
 
 
-def jitter_of(share: float | None, seed: int, profile: Profile | None) -> Jitter:
+def jitter_of(share: float | None, seed: int, profile: Profile | None, *, per_rank: bool = False) -> Jitter:
     """Return the noise of kernel times, by default what the profile has measured."""
     if share is None:
         share = profile.jitter.share if profile and profile.jitter else 0.0
     elif not isinstance(share, int | float) or not 0 <= share <= 1:
         raise InputError(f"`jitter` {share}: expected a share between 0 and 1")
-    return Jitter(share, seed)
+    return Jitter(share, seed, per_rank)
 
 
 def engine_of(name: str) -> Engine:

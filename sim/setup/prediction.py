@@ -58,6 +58,11 @@ class Prediction:
         return self.simulation.checked
 
     @property
+    def played(self) -> Checked:
+        """What of it was played: of equal data-parallel replicas one."""
+        return self.simulation.fold.checked
+
+    @property
     def cluster(self) -> Cluster:
         """What it was played on."""
         return self.simulation.cluster
@@ -129,7 +134,7 @@ class Prediction:
 
         Raises InputError where there is a file that is no such trace, unless ``force``.
         """
-        write_trace(CHROME_TRACE.at(path, force=force), self.checked, [self.trace])
+        write_trace(CHROME_TRACE.at(path, force=force), self.played, [self.trace])
 
     def __repr__(self) -> str:
         rates = "" if self.profile else " (datasheet rates)"
@@ -211,6 +216,7 @@ def simulate(
     *,
     jitter: float | None = None,
     seed: int = 0,
+    jitter_per_rank: bool = False,
     placement: Sequence[int] | None = None,
     engine: str = "auto",
 ) -> Prediction:
@@ -225,10 +231,10 @@ def simulate(
     """
     checked = proved(checked)
     spec, measured = equipped(cluster, profile)
-    noise, plays = jitter_of(jitter, seed, measured), engine_of(engine)
+    noise, plays = jitter_of(jitter, seed, measured, per_rank=jitter_per_rank), engine_of(engine)
     found = simulated(checked, Cluster(spec), measured, noise, placement, plays)
     given: dict[str, Any] = {"cluster": cluster, "profile": profile, "placement": placement}
-    given |= {"jitter": jitter, "seed": seed, "engine": engine}
+    given |= {"jitter": jitter, "seed": seed, "jitter_per_rank": jitter_per_rank, "engine": engine}
 
     def again(**changes: Any) -> Prediction:
         require_known(changes, given)
