@@ -33,6 +33,8 @@ class Selection:
     """Ranks that split the heads."""
     ring_degree: OptionalInt = None
     """Ranks that split the sequence."""
+    dp_degree: int = 1
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
@@ -48,6 +50,8 @@ class Selection:
     jitter: OptionalFloat = None
     """Relative noise of simulated kernel times (half normal): 0.05 is a noisy machine. By default what the profile has
     measured; 0 for none."""
+    jitter_per_rank: bool = False
+    """Draw the noise of every rank by itself, not of one replica for all: then all replicas are played."""
     layers: int = 1
     """Layers of the scope layer."""
     scope: str = "attention"

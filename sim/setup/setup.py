@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
@@ -66,6 +67,8 @@ class Setup:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
+    dp_degree: int = 1
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
@@ -81,6 +84,8 @@ class Setup:
     jitter: float | None = None
     """Relative noise of kernel times: each takes 1 + jitter * |z| times as long, z standard normal. By default what the
     profile has measured; 0 for none."""
+    jitter_per_rank: bool = False
+    """Draw the noise of every rank by itself, not of one replica for all. It takes longer: all replicas are played."""
     layers: int = 1
     """Layers of the scope layer."""
     scope: str = "attention"
@@ -129,7 +134,7 @@ class Setup:
         ones.
         """
         self._require_types()
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree"):
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "dp_degree"):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
         overrides = _overrides(self.set)
@@ -150,7 +155,7 @@ class Setup:
             entry=entry,
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
             profile=profile,
-            jitter=jitter_of(self.jitter, self.seed, profile),
+            jitter=jitter_of(self.jitter, self.seed, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
         )
@@ -179,25 +184,28 @@ class Setup:
                     f"`{name}_degree` {degree}: schedule {names.schedule_name(self.schedule)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
-        product = (given["ulysses"] or 1) * (given["ring"] or 1)
-        gpus = self.gpus
-        if gpus is None and (not entry.degrees or product > 1):
+        dp, inside = self.dp_degree, (given["ulysses"] or 1) * (given["ring"] or 1)
+        product, gpus = dp * inside, self.gpus
+        if gpus is None and (not entry.degrees or inside > 1):
             gpus = product
+        elif gpus is None and spec.gpu.kind == "cpu":
+            gpus = dp * max(1, host_facts().cores // dp)
         elif gpus is None:
-            gpus = host_facts().cores if spec.gpu.kind == "cpu" else spec.gpus_per_node * (self.nodes or spec.nodes)
-        if given == {"ulysses": None, "ring": None} and (entry.degrees or gpus == 1):
-            return entry.mesh(gpus, model)
+            gpus = spec.gpus_per_node * (self.nodes or dp * spec.nodes)
+        if given == {"ulysses": None, "ring": None} and gpus % dp == 0 and (entry.degrees or gpus == dp):
+            return msgspec.structs.replace(entry.mesh(gpus // dp, model), dp=dp)
         rest = next((name for name in entry.degrees if given[name] is None), None)
         if rest and gpus % product == 0:
             given[rest] = gpus // product
-        degrees = {name: degree or 1 for name, degree in given.items()}
-        if degrees["ulysses"] * degrees["ring"] != gpus:
-            said = " x ".join(f"`{name}_degree` {degree}" for name, degree in given.items() if degree)
+        degrees = {name: degree or 1 for name, degree in given.items()} | {"dp": dp}
+        if math.prod(degrees.values()) != gpus:
+            named = {**given, "dp": dp if dp > 1 else None}
+            said = " x ".join(f"`{name}_degree` {degree}" for name, degree in named.items() if degree)
             raise InputError(
                 f"`gpus` {gpus} is not {said or 'the one rank that this schedule takes'}"
                 f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
             )
-        return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"])
+        return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"], dp=dp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and
@@ -304,6 +312,8 @@ class Configuration:
         said = []
         if mesh.ulysses > 1 and mesh.ring > 1:
             said.append(f"U {mesh.ulysses} x R {mesh.ring}")
+        if mesh.dp > 1:
+            said.append(f"{mesh.dp} replicas")
         said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
         for name, value in msgspec.to_builtins(self.options or {}).items():
             if value != getattr(self.entry.declared, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,3 +111,60 @@ def test_help_shows_what_predict_takes_and_returns() -> None:
     shown = inspect.signature(longstep.predict)
     assert shown.return_annotation == "Prediction"
     assert list(shown.parameters) == list(inspect.signature(longstep.Setup).parameters)
+
+
+@pytest.mark.parametrize(
+    ("fields", "degrees"),
+    [
+        ({"schedule": "ulysses", "dp_degree": 512}, (512, 1, 8)),
+        ({"schedule": "ring", "dp_degree": 2, "gpus": 8}, (2, 4, 1)),
+        ({"schedule": "ring", "dp_degree": 2, "nodes": 4}, (2, 16, 1)),
+        ({"schedule": "ring", "dp_degree": 2, "ring_degree": 4}, (2, 4, 1)),
+        ({"schedule": "usp", "dp_degree": 3, "gpus": 24, "ulysses_degree": 2}, (3, 4, 2)),
+        ({"schedule": "usp", "dp_degree": 3, "ring_degree": 2, "ulysses_degree": 2}, (3, 2, 2)),
+        ({"schedule": "single", "dp_degree": 4}, (4, 1, 1)),
+    ],
+)
+def test_replicas_multiply_the_ranks(fields: dict[str, Any], degrees: tuple[int, int, int]) -> None:
+    found = longstep.Setup(model="llama3-8b", cluster="hgx-h100", **fields).resolved()
+    assert (found.mesh.dp, found.mesh.ring, found.mesh.ulysses) == degrees
+    assert found.spec.nodes == fields.get("nodes", -(-found.mesh.size // 8))
+    assert f"{found.mesh.dp} replicas" in found.title
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"dp_degree": 0}, "`dp_degree` 0: expected a whole number of 1 or more"),
+        (
+            {"dp_degree": 3, "gpus": 8},
+            "`gpus` 8 is not `dp_degree` 3, or a multiple of 3: set `gpus` 3, or the degrees",
+        ),
+        (
+            {"dp_degree": 2, "ring_degree": 4, "gpus": 12},
+            "`gpus` 12 is not `ring_degree` 4 x `dp_degree` 2: set `gpus` 8",
+        ),
+    ],
+)
+def test_replicas_that_do_not_fit_the_gpus_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as error:
+        longstep.Setup("ring", model="llama3-8b", cluster="hgx-h100", **fields).resolved()
+    assert says in str(error.value)
+
+
+def test_a_prediction_of_replicas_says_what_was_played(tmp_path: Path) -> None:
+    """Two replicas on two nodes take as long as one on one: attention alone sends nothing between them."""
+    one = longstep.predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=8)
+    two = one.replace(gpus=16, dp_degree=2)
+    assert two.step_time_s == one.step_time_s
+    assert two.report.tokens_per_s_per_gpu == one.report.tokens_per_s_per_gpu
+    assert two.report.mfu == one.report.mfu
+    assert (two.checked.schedule.num_ranks, two.trace.num_ranks) == (16, 8)
+    assert "2 equal data-parallel replicas, of which one was played for all" in two.report.evidence.notes
+    slow = two.replace(set={"cluster.nodes": "2", "cluster.gpu[9].speed": "0.5"})
+    assert slow.step_time_s > two.step_time_s
+    assert slow.report.critical_rank == 9
+    own = two.replace(jitter=0.1, jitter_per_rank=True)
+    assert own.trace.num_ranks == 16
+    two.save_trace(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_size
