@@ -21,7 +21,7 @@ from experiments.evidence.units import seconds
 from sim.engine import native, reference
 from sim.engine.cost import CostModel
 from sim.engine.lowered import Lowered
-from sim.engine.report import report
+from sim.engine.report import Report, report
 from sim.engine.simulate import Prepared
 from sim.mesh import Mesh
 from sim.profile import Profile, load_profile
@@ -208,6 +208,20 @@ def single_messages(ranks: int) -> tuple[int, float]:
     return len(lowered.transfers), min(clock.taken)
 
 
+def equal_replicas(replicas: int) -> float:
+    """Return the CPU time of Ulysses on 8 GPUs in so many replicas, from nothing to a report."""
+    clock = Stopwatch()
+    workload = Workload(model=load_model("llama3-8b"), seq=128 * 1024, dtype="bf16")
+    spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=replicas)
+    for _ in range(ROUNDS):
+        clock.of(lambda: _played(ulysses.build(workload, Mesh(dp=replicas, ulysses=8)), spec))
+    return min(clock.taken)
+
+
+def _played(schedule: Schedule, spec: ClusterSpec) -> Report:
+    return report(Prepared(check(schedule)).play(Cluster(spec), load_profile("h100-sxm")))
+
+
 def single_imports() -> float:
     """Return the CPU time of what predicting imports, the bare interpreter apart."""
     code = (
@@ -268,6 +282,7 @@ def bench(console: Console) -> None:
     first, second = zip(*(sessions() for _ in range(ROUNDS)), strict=True)
     table = Table("other", "measured", "target", title="Least of five runs", title_justify="left")
     table.add_row(f"all-to-all of {messages} single messages, 512 ranks: play", seconds(play_s), seconds(0.3))
+    table.add_row("ulysses (8) in 512 data-parallel replicas: all", seconds(equal_replicas(512)), seconds(0.2))
     for name, intervals, target in (("breakdowns", False, seconds(10)), ("breakdowns and 90 % intervals", True, "")):
         taken_s = thousand(intervals=intervals)
         table.add_row(f"1,000 what-ifs of 32 layers with {name}, all cores (wall time)", seconds(taken_s), target)
