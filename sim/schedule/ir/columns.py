@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.schedule.ir.ops import HostSync, Op
+from sim.schedule.ir.views import Slices, View
 
 Array: TypeAlias = NDArray[Any]
 
@@ -37,21 +38,27 @@ class Columns(NamedTuple):
 
 def columns_of(ops: Sequence[Op]) -> Columns:
     """Return the columns of ops; raises OverflowError for boxes that have no place in an array."""
-    streams = {name: number for number, name in enumerate(dict.fromkeys([op.stream for op in ops]))}
-    found: list[tuple[int, int, list[int]]] = []
-    ends: list[int] = []
+    streams: dict[str, int] = {}
+    views: list[View] = []
+    counts: list[int] = []
     for op in ops:
-        found += [(view.buffer, 0, edges(view.slices)) for view in op.reads]
-        found += [(view.buffer, 1, edges(view.slices)) for view in op.writes]
-        ends.append(len(found))
-    accesses = np.zeros(len(found), ACCESS)
-    if found:
-        accesses["buffer"], accesses["writes"], accesses["box"] = (list(column) for column in zip(*found, strict=True))
+        reads, writes = op.reads, op.writes
+        views += reads
+        views += writes
+        counts += (len(reads), len(writes))
+    stream = [streams.setdefault(op.stream, len(streams)) for op in ops]
+    numbers: dict[Slices, int] = {}
+    box = [numbers.setdefault(view.slices, len(numbers)) for view in views]
+    accesses = np.zeros(len(views), ACCESS)
+    if views:
+        accesses["buffer"] = [view.buffer for view in views]
+        accesses["writes"] = np.repeat(np.tile([0, 1], len(ops)), counts)
+        accesses["box"] = np.array([edges(slices) for slices in numbers], INT)[box]
     return Columns(
         streams=tuple(streams),
-        stream=np.array([streams[op.stream] for op in ops], INT),
+        stream=np.array(stream, INT),
         syncs=tuple((at, op.streams) for at, op in enumerate(ops) if isinstance(op, HostSync)),
-        access_ends=np.array(ends, INT),
+        access_ends=np.cumsum(counts, dtype=INT)[1::2].copy(),
         accesses=accesses,
     )
 
