@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from typing import assert_never
 
 from sim.errors import ScheduleError
@@ -108,7 +108,7 @@ class AbstractPlayer(Interpreter):
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Interpreter."""
         self._at, memory = key, self.memory[key[0]]
-        memory.write(op.target, memory.read(op.source))
+        memory.copy(op.target, memory, op.source)
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
         """See Interpreter: here ops end at once."""
@@ -118,7 +118,7 @@ class AbstractPlayer(Interpreter):
         self._at = transfer.source
         source, target = self.memory[transfer.source[0]], self.memory[transfer.target[0]]
         for sent, received in transfer.pairs:
-            target.write(received, source.read(sent))
+            target.copy(received, source, sent)
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter."""
@@ -170,10 +170,15 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
 def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
     for piece in (*a, *b):
-        name = piece.content.tensor
-        if name not in {"dq", "dk", "dv", ZERO} and tensor_of(name).kind != "weight gradient" and TERMS[name] < 2:
+        if not _adds_up(piece.content.tensor):
             raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
     return _united(a, b)
+
+
+@cache
+def _adds_up(name: str) -> bool:
+    """Return whether parts of a tensor are summed."""
+    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind == "weight gradient" or TERMS[name] > 1
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

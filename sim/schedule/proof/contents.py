@@ -8,6 +8,7 @@ same named axes: batch, tokens (of a weight its rows), heads, features (of a wei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -176,11 +177,20 @@ def union(a: Content, b: Content) -> Content:
         return a
     if a[:3] != b[:3]:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
-    for box in b.seen:
-        for other in a.seen:
+    seen, twice = _added(a.seen, b.seen)
+    if twice:
+        raise ScheduleError(f"{brief(a)} would count tokens {spell(twice)} twice")
+    return Content(a.tensor, a.layer, a.at, seen)
+
+
+@lru_cache(maxsize=65536)
+def _added(a: Seen, b: Seen) -> tuple[Seen, Span | None]:
+    """Return the boxes of both, and the tokens of a box that would count twice, None if none would."""
+    for box in b:
+        for other in a:
             if _overlap(box[0], other[0]) and _overlap(box[1], other[1]):
-                raise ScheduleError(f"{brief(a)} would count tokens {spell(box[0])} twice")
-    return Content(*a[:3], _merged(a.seen, b.seen))
+                return a, box[0]
+    return _merged(a, b), None
 
 
 def _overlap(a: Span, b: Span) -> bool:
