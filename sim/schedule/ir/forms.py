@@ -1,15 +1,16 @@
-"""What an op is, whatever it is called and whichever buffers it uses: what depends on no more is found once per form."""
+"""What an op is, whatever it is called and whichever buffers it uses: what depends on no more is found once a form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.ops import Op
-from sim.schedule.ir.views import Buffer, Split, View
+from sim.schedule.ir.views import Buffer, Slices, Split, View
 
 
 class Form:
@@ -17,15 +18,30 @@ class Form:
     differ in nothing else but labels and peers. Forms are equal where they are the same object.
     """
 
+    def __init__(self, op: Op, views: Sequence[View]) -> None:
+        self.op = op
+        """The first op of this form that was seen."""
+        self.reads, self.writes = ([_place(view, views) for view in some] for some in (op.reads, op.writes))
+        """The places of what it reads and writes among its views."""
+        self.boxes: list[Slices] = [view.slices for view in views]
 
-def forms_of(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Form]:
-    """Return the form of each op; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
+
+class Formed(NamedTuple):
+    """An op as a form on some buffers."""
+
+    form: Form
+    buffers: Sequence[int]
+    """The numbers of the buffers of its views."""
+
+
+def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Formed]:
+    """Return ops by their forms; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
     like: dict[int, Hashable] = dict(enumerate(buffers))
     like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
-    return [_form_of(op, like) for op in ops]
+    return [_formed(op, like) for op in ops]
 
 
-def _form_of(op: Op, like: Mapping[int, Hashable]) -> Form:
+def _formed(op: Op, like: Mapping[int, Hashable]) -> Formed:
     kind = type(op)
     values, others = _getters(kind)
     views: list[View] = []
@@ -45,13 +61,19 @@ def _form_of(op: Op, like: Mapping[int, Hashable]) -> Form:
     numbers = [view.buffer for view in views]
     shared = () if len(set(numbers)) == len(numbers) else tuple([numbers.index(number) for number in numbers])
     boxes = tuple([view.slices for view in views])
-    return _form(kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
+    key = (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
+    form = _FORMS.get(key)
+    if form is None:
+        form = _FORMS.setdefault(key, Form(op, views))
+    return Formed(form, numbers)
 
 
-@lru_cache(maxsize=65536)
-def _form(*what: Hashable) -> Form:
-    """Return the form of this description, the same object each time."""
-    return Form()
+_FORMS: WeakValueDictionary[Hashable, Form] = WeakValueDictionary()
+"""All that are in use."""
+
+
+def _place(view: View, views: Sequence[View]) -> int:
+    return next(place for place, other in enumerate(views) if other is view)
 
 
 @cache

@@ -22,7 +22,7 @@ from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.columns import Columns, columns_of, joined
 from sim.schedule.ir.declare import rebound
-from sim.schedule.ir.forms import Form, forms_of
+from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Data, View
@@ -76,13 +76,13 @@ class Fragment:
     @cached_property
     def columns(self) -> Columns:
         """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
-        return columns_of(self.ops) if self.alone is self else self.alone.columns
+        return columns_of(self.formed) if self.alone is self else self.alone.columns
 
     @cached_property
-    def forms(self) -> list[Form]:
-        """The form of each op."""
+    def formed(self) -> list[Formed]:
+        """Its ops by their forms."""
         inputs = {port.view.buffer: port.tensor for port in self.inputs}
-        return forms_of(self.ops, self.own, inputs) if self.alone is self else self.alone.forms
+        return formed(self.ops, self.own, inputs) if self.alone is self else self.alone.formed
 
     @cached_property
     def alone(self) -> Fragment:
@@ -203,11 +203,11 @@ class Program:
         return joined([(call.fragment.columns, call.numbers) for call in self.calls])
 
     @cached_property
-    def forms(self) -> list[Form]:
-        """The form of each op, as of all that the program does with its buffers."""
+    def formed(self) -> list[Formed]:
+        """All ops by their forms, as of all that the program does with its buffers."""
         if len(self.calls) == 1:
-            return self.calls[0].fragment.forms
-        return forms_of(self.ops, self.buffers, {port.view.buffer: port.tensor for port in self.inputs})
+            return self.calls[0].fragment.formed
+        return formed(self.ops, self.buffers, {port.view.buffer: port.tensor for port in self.inputs})
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -28,7 +28,7 @@ def check_program(program: Program, workload: Workload, sound: set[Form]) -> Non
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     inputs = {port.view.buffer: port.tensor for port in program.inputs}
-    for index, (op, form) in enumerate(zip(program.ops, program.forms, strict=True)):
+    for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
         problem = "" if form in sound else _form_problem(op, program, inputs)
         if not problem:
             sound.add(form)
@@ -210,7 +210,7 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
 
 def _peer_problem(op: ops.Op, rank: int) -> str:
     """Return where a message goes to its own rank."""
-    if isinstance(op, ops.Exchange) and any([peer == rank for peer, _ in (*op.sends, *op.recvs)]):
+    if isinstance(op, ops.Exchange) and rank in [peer for peer, _ in (*op.sends, *op.recvs)]:
         return "exchanges with its own rank; use a Copy"
     return ""
 
