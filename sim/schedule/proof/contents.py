@@ -179,8 +179,20 @@ def union(a: Content, b: Content) -> Content:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
     seen, twice = _added(a.seen, b.seen)
     if twice:
-        raise ScheduleError(f"{brief(a)} would count tokens {spell(twice)} twice")
+        raise _counts_twice(a, twice)
     return Content(a.tensor, a.layer, a.at, seen)
+
+
+def seeing(content: Content, tokens: Span, heads: Span) -> Content:
+    """Return a content with one more box summed up; raises if it would count twice."""
+    seen, twice = _added(content.seen, ((tokens, heads),))
+    if twice:
+        raise _counts_twice(content, twice)
+    return Content(content.tensor, content.layer, content.at, seen)
+
+
+def _counts_twice(content: Content, tokens: Span) -> ScheduleError:
+    return ScheduleError(f"{brief(content)} would count tokens {spell(tokens)} twice")
 
 
 @lru_cache(maxsize=65536)
