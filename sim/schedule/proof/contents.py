@@ -108,10 +108,13 @@ def meet(a: Interval, b: Interval) -> Interval | None:
 
 def without(piece: Piece, box: Box) -> list[Piece]:
     """Return what is left of a piece outside a box, in pieces."""
+    inside = piece.clipped(box)
+    if inside is None:
+        return [piece]
+    if inside is piece:
+        return []
     left: list[Piece | None] = []
     rest = piece.box
-    if any(meet(mine, other) is None for mine, other in zip(rest, box, strict=True)):
-        return [piece]
     for axis, (low, high) in enumerate(box):
         start, stop = rest[axis]
         if start < low:
@@ -159,8 +162,8 @@ def _continued(a: Span, b: Span) -> Span | None:
 
 def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
     """Yield the parts of two operands that lie at the same place."""
-    if len(a) == len(b) == 1 and a[0].box == b[0].box:
-        yield a[0], b[0]
+    if [piece.box for piece in a] == [piece.box for piece in b]:  # most; pieces of one operand share nothing
+        yield from zip(a, b, strict=True)
         return
     for x in a:
         for y in b:
