@@ -13,8 +13,7 @@ from sim.native.library import UnavailableError, load
 from sim.schedule.ir.columns import INT, Array, edges
 from sim.schedule.ir.ops import HostSync
 from sim.schedule.ir.program import Program
-
-Slices = tuple[tuple[int, int], ...]
+from sim.schedule.ir.views import Slices
 
 
 class Dependencies:

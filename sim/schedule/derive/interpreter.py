@@ -26,7 +26,8 @@ class Interpreter(ABC):
         self._dependencies = dependencies
         self._programs = schedule.programs
         self._begun = [0] * schedule.num_ranks
-        self._ended = [bytearray(len(program.ops)) for program in self._programs]
+        self._under_way: list[set[int]] = [set() for _ in self._programs]
+        """Per rank the ops that have begun and not ended, which are communication."""
         self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
 
     @abstractmethod
@@ -59,8 +60,8 @@ class Interpreter(ABC):
             stuck = {p.rank: self._begun[p.rank] for p in self._programs if self._begun[p.rank] < len(p.ops)}
             raise ScheduleError(f"deadlock: {self._standstill()}", window(self._programs, stuck))
         for program in self._programs:
-            if not all(self._ended[program.rank]):
-                index = self._ended[program.rank].index(0)
+            if self._under_way[program.rank]:
+                index = min(self._under_way[program.rank])
                 where = window(self._programs, {program.rank: index})
                 raise ScheduleError(f"deadlock: {describe(self._schedule, (program.rank, index))} never ends", where)
 
@@ -71,46 +72,36 @@ class Interpreter(ABC):
             index = self._begun[program.rank]
             if index == len(program.ops):
                 continue
-            blockers = [i for i in self._blockers(program.rank, index) if not self._ended[program.rank][i]]
+            blockers = self._blockers(program.rank, index)
             waits = " and ".join(describe(self._schedule, (program.rank, i)).split(" ", 2)[2] for i in blockers)
             parts.append(f"{describe(self._schedule, (program.rank, index))} waits for {waits}")
         return "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
 
     def _blockers(self, rank: int, index: int) -> list[int]:
-        """Return what must have ended before an op begins: its waits and its predecessor on the stream."""
-        stream = self._programs[rank].ops[index].stream
-        return [
-            *self._dependencies[rank].waits[index],
-            *(
-                [self._dependencies[rank].known[index][stream]]
-                if stream in self._dependencies[rank].known[index]
-                else []
-            ),
-        ]
+        """Return what an op waits for that has not ended: ops that it depends on, and its predecessor on the stream."""
+        ops, under_way = self._programs[rank].ops, self._under_way[rank]
+        needed = [other for other in self._dependencies[rank].waits[index] if other in under_way]
+        stream = ops[index].stream
+        return needed + [other for other in under_way if ops[other].stream == stream and other not in needed]
 
     def _advance(self, rank: int) -> set[int]:
         """Begin as many ops of a rank as can begin; return the ranks that may go on because of it."""
         woken: set[int] = set()
-        ops, ended = self._programs[rank].ops, self._ended[rank]
-        dependencies = self._dependencies[rank]
+        ops, under_way = self._programs[rank].ops, self._under_way[rank]
         while self._begun[rank] < len(ops):
             index = self._begun[rank]
             op = ops[index]
-            before = dependencies.known[index].get(op.stream)
-            if (before is not None and not ended[before]) or not all(ended[i] for i in dependencies.waits[index]):
+            if under_way and self._blockers(rank, index):
                 break
             self._begun[rank] += 1
             if isinstance(op, Exchange):
                 woken |= self._exchange(rank, index)
             elif isinstance(op, Kernel):
                 self.kernel((rank, index), op)
-                ended[index] = 1
             elif isinstance(op, HostCopy):
                 self.host_copy((rank, index), op)
-                ended[index] = 1
             elif isinstance(op, HostSync):
                 self.host_sync((rank, index), op)
-                ended[index] = 1
             elif isinstance(op, Collective):
                 woken |= self._collective(rank, index)
             else:
@@ -120,8 +111,8 @@ class Interpreter(ABC):
     def _exchange(self, rank: int, index: int) -> set[int]:
         """Begin an Exchange; carry out the transfers whose other side has begun too."""
         key = (rank, index)
-        if not self._missing.get(key):
-            self._ended[rank][index] = 1
+        if self._missing.get(key):
+            self._under_way[rank].add(index)
         woken = set()
         for number in self._matching.transfers_of.get(key, []):
             transfer = self._matching.transfers[number]
@@ -132,7 +123,7 @@ class Interpreter(ABC):
             for side in (transfer.source, transfer.target):
                 self._missing[side] -= 1
                 if self._missing[side] == 0:
-                    self._ended[side[0]][side[1]] = 1
+                    self._under_way[side[0]].remove(side[1])
                     woken.add(side[0])
         return woken
 
@@ -140,6 +131,7 @@ class Interpreter(ABC):
         """Begin a collective; carry it out if this is its last member."""
         members = self._matching.groups[self._matching.group_of[rank, index]].members
         if any(self._begun[member] <= op for member, op in members):
+            self._under_way[rank].add(index)
             return set()
         ops = []
         for member, at in members:
@@ -148,5 +140,5 @@ class Interpreter(ABC):
             ops.append(op)
         self.collective(members, ops)
         for member, at in members:
-            self._ended[member][at] = 1
+            self._under_way[member].discard(at)
         return {member for member, _ in members}

@@ -72,7 +72,10 @@ def _uses_of(fragment: Fragment) -> list[KernelUse | None]:
     """Return the kernels of a fragment's ops, which are those of every call."""
     if fragment not in _USES:
         alone = fragment.program(rank=0)
-        _USES[fragment] = [kernel_use(op, alone) if isinstance(op, Kernel) else None for op in fragment.ops]
+        forms = [form for form, _ in fragment.formed]
+        distinct = dict(zip(forms, fragment.ops, strict=True))
+        uses = {form: kernel_use(op, alone) if isinstance(op, Kernel) else None for form, op in distinct.items()}
+        _USES[fragment] = [uses[form] for form in forms]
     return _USES[fragment]
 
 

@@ -49,10 +49,10 @@ def match(schedule: Schedule) -> Matching:
     recvs: dict[tuple[str, int, int], list[tuple[Key, list[View]]]] = defaultdict(list)
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for program in schedule.programs:
-        rank = program.rank
+        rank, groups_of = program.rank, _Groups(schedule, program.rank)
         for index, op in enumerate(program.ops):
             if isinstance(op, ops.Exchange):
-                group = schedule.communicator(op.communicator).group_of(rank)
+                group = groups_of[op.communicator]
                 for peer, _ in (*op.sends, *op.recvs):
                     if peer not in group:
                         raise ScheduleError(
@@ -63,7 +63,7 @@ def match(schedule: Schedule) -> Matching:
                 for peer, views in _by_peer(op.recvs):
                     recvs[op.communicator, peer, rank].append(((rank, index), views))
             elif isinstance(op, ops.Collective):
-                calls[op.communicator, schedule.communicator(op.communicator).group_of(rank)][rank].append(index)
+                calls[op.communicator, groups_of[op.communicator]][rank].append(index)
     transfers = list(_transfers(schedule, sends, recvs))
     groups = list(_groups(schedule, calls))
     transfers_of: dict[Key, list[int]] = defaultdict(list)
@@ -73,6 +73,18 @@ def match(schedule: Schedule) -> Matching:
         transfers_of[transfer.target].append(number)
     group_of = {key: number for number, group in enumerate(groups) for key in group.members}
     return Matching(transfers, groups, dict(transfers_of), group_of)
+
+
+class _Groups(dict[str, tuple[int, ...]]):
+    """By communicator the group of one rank, looked for when it is first asked for."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        super().__init__()
+        self._schedule, self._rank = schedule, rank
+
+    def __missing__(self, communicator: str) -> tuple[int, ...]:
+        self[communicator] = self._schedule.communicator(communicator).group_of(self._rank)
+        return self[communicator]
 
 
 def _by_peer(messages: tuple[ops.Message, ...]) -> Iterable[tuple[int, list[View]]]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.schedule.ir.ops import HostSync, Op
+from sim.schedule.ir.forms import Form, Formed
+from sim.schedule.ir.ops import HostSync
 
 Array: TypeAlias = NDArray[Any]
 
@@ -35,23 +36,30 @@ class Columns(NamedTuple):
     """Of all ops, each op's reads before its writes, in the order of its fields."""
 
 
-def columns_of(ops: Sequence[Op]) -> Columns:
+def columns_of(ops: Sequence[Formed]) -> Columns:
     """Return the columns of ops; raises OverflowError for boxes that have no place in an array."""
-    streams = {name: number for number, name in enumerate(dict.fromkeys([op.stream for op in ops]))}
-    found: list[tuple[int, int, list[int]]] = []
-    ends: list[int] = []
-    for op in ops:
-        found += [(view.buffer, 0, edges(view.slices)) for view in op.reads]
-        found += [(view.buffer, 1, edges(view.slices)) for view in op.writes]
-        ends.append(len(found))
-    accesses = np.zeros(len(found), ACCESS)
-    if found:
-        accesses["buffer"], accesses["writes"], accesses["box"] = (list(column) for column in zip(*found, strict=True))
+    streams: dict[str, int] = {}
+    places: dict[Form, list[int]] = {}  # among its views, of all that a form reads and writes
+    first: dict[Form, int] = {}  # row of a form among those of all forms
+    rows: list[tuple[int, int, list[int]]] = []
+    for form in dict.fromkeys([form for form, _ in ops]):
+        streams.setdefault(form.op.stream, len(streams))
+        places[form], first[form] = [*form.reads, *form.writes], len(rows)
+        rows += [(0, 0, edges(form.boxes[place])) for place in form.reads]
+        rows += [(0, 1, edges(form.boxes[place])) for place in form.writes]
+    of_forms = np.zeros(len(rows), ACCESS)
+    if rows:
+        of_forms["buffer"], of_forms["writes"], of_forms["box"] = (list(column) for column in zip(*rows, strict=True))
+    counts = np.array([len(places[form]) for form, _ in ops], INT)
+    ends = np.cumsum(counts, dtype=INT)
+    starts = np.array([first[form] for form, _ in ops], INT) - (ends - counts)
+    accesses = of_forms[np.repeat(starts, counts) + np.arange(counts.sum())]
+    accesses["buffer"] = [numbers[place] for form, numbers in ops for place in places[form]]
     return Columns(
         streams=tuple(streams),
-        stream=np.array([streams[op.stream] for op in ops], INT),
-        syncs=tuple((at, op.streams) for at, op in enumerate(ops) if isinstance(op, HostSync)),
-        access_ends=np.array(ends, INT),
+        stream=np.array([streams[form.op.stream] for form, _ in ops], INT),
+        syncs=tuple((at, form.op.streams) for at, (form, _) in enumerate(ops) if isinstance(form.op, HostSync)),
+        access_ends=ends,
         accesses=accesses,
     )
 

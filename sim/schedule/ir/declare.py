@@ -93,6 +93,8 @@ def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:
                 value = getattr(op, name)
                 if type(value) is View:
                     views.append(value)
+                elif type(value) is tuple:
+                    views += [view for _, view in value]
                 else:
                     views += views_in(value)
         return tuple(views)

@@ -23,6 +23,7 @@ from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.columns import Columns, columns_of, joined
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
@@ -76,7 +77,20 @@ class Fragment:
     @cached_property
     def columns(self) -> Columns:
         """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
-        return columns_of(self.ops)
+        return columns_of(self.formed) if self.alone is self else self.alone.columns
+
+    @cached_property
+    def formed(self) -> list[Formed]:
+        """Its ops by their forms."""
+        inputs = {port.view.buffer: port.tensor for port in self.inputs}
+        return formed(self.ops, self.own, inputs) if self.alone is self else self.alone.formed
+
+    @cached_property
+    def alone(self) -> Fragment:
+        """The same, given nothing: all buffers are its own. Names leave out layers."""
+        if not (self.given or self.buffer_layers or self.op_layers):
+            return self
+        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -110,12 +124,7 @@ class Fragment:
 
     def program(self, rank: int, layer: int = 0) -> Program:
         """Return a program that does nothing else, of a rank, as of a layer; names leave out layers."""
-        buffers = (*self.given, *self.own)
-        inputs, outputs = (
-            [port.rebound(range(len(buffers)), layer) for port in ports] if layer else ports
-            for ports in (self.inputs, self.outputs)
-        )
-        return Program(rank=rank, buffers=buffers, ops=self.ops, inputs=inputs, outputs=outputs)
+        return Program.of_calls(rank, [Call(self.alone, layer=layer)])
 
 
 class Call(NamedTuple):
@@ -217,6 +226,13 @@ class Program:
         if len(self.calls) == 1:
             return self.calls[0].fragment.columns
         return joined([(call.fragment.columns, call.numbers) for call in self.calls])
+
+    @cached_property
+    def formed(self) -> list[Formed]:
+        """All ops by their forms, as of all that the program does with its buffers."""
+        if len(self.calls) == 1:
+            return self.calls[0].fragment.formed
+        return formed(self.ops, self.buffers, {port.view.buffer: port.tensor for port in self.inputs})
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

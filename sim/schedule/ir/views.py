@@ -18,13 +18,15 @@ Category = Literal[
 
 TOKENS, HEADS = 1, 2
 """Dimensions of (B, S, H, D)."""
+Slices = tuple[tuple[int, int], ...]
+"""Start and stop per dimension."""
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Base of what is described: immutable, keyword-only, strict about its keys when decoded."""
 
 
-class Buffer(Data, frozen=True, kw_only=True):
+class Buffer(Data, frozen=True, kw_only=True, cache_hash=True):
     """A tensor of one rank."""
 
     name: str
@@ -46,7 +48,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a buffer: one (start, stop) per dimension. Slicing a view gives a smaller one, as in numpy."""
 
     buffer: int
-    slices: tuple[tuple[int, int], ...]
+    slices: Slices
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from typing import assert_never
 
 from sim.errors import ScheduleError
@@ -109,7 +109,7 @@ class AbstractPlayer(Interpreter):
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Interpreter."""
         self._at, memory = key, self.memory[key[0]]
-        memory.write(op.target, memory.read(op.source))
+        memory.copy(op.target, memory, op.source)
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
         """See Interpreter: here ops end at once."""
@@ -119,7 +119,7 @@ class AbstractPlayer(Interpreter):
         self._at = transfer.source
         source, target = self.memory[transfer.source[0]], self.memory[transfer.target[0]]
         for sent, received in transfer.pairs:
-            target.write(received, source.read(sent))
+            target.copy(received, source, sent)
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter."""
@@ -181,8 +181,7 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
 def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
     for piece in (*a, *b):
-        name = piece.content.tensor
-        if name not in {"dq", "dk", "dv", ZERO} and tensor_of(name).kind != "weight gradient" and TERMS[name] < 2:
+        if not _adds_up(piece.content.tensor):
             raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
     return _united(a, b)
 
@@ -196,6 +195,12 @@ def _repeated(content: Content, starts: range) -> Content:
         raise ScheduleError(f"sums {brief(content)} over replicas, which have different sequences")
     each = [tuple([(tokens, batch.moved(start)) for tokens, batch in content.seen]) for start in starts]
     return reduce(union, [content._replace(seen=seen) for seen in each])
+
+
+@cache
+def _adds_up(name: str) -> bool:
+    """Return whether parts of a tensor are summed."""
+    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind == "weight gradient" or TERMS[name] > 1
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

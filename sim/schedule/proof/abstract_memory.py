@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Port, Program
-from sim.schedule.ir.views import Buffer, Split, View
+from sim.schedule.ir.views import Buffer, Slices, Split, View
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (
     AXIS_OF,
@@ -42,17 +42,20 @@ class AbstractMemory:
 
     def __init__(self, program: Program, rules: AttentionRules) -> None:
         self._buffers = program.buffers
-        self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
-        self._volume = [volume(_box(buffer, whole)) for buffer, whole in zip(program.buffers, self._whole, strict=True)]
+        self._whole = [tuple([(0, extent) for extent in buffer.shape]) for buffer in program.buffers]
+        self._box = [_box(buffer, whole) for buffer, whole in zip(program.buffers, self._whole, strict=True)]
         self._pieces: list[list[Piece]] = [[] for _ in program.buffers]
+        """Coalesced."""
         self._full = [False] * len(program.buffers)
+        self._read: list[dict[Slices, list[Piece]]] = [{} for _ in program.buffers]
+        """What was read of parts since they were written."""
         for port in program.inputs:
             pieces = port_pieces(port, program)
             self.write(port.view, [piece._replace(content=rules.completed(piece.content)) for piece in pieces])
 
     def hold(self, number: int, held: Held) -> None:
         """Put contents in place of what a buffer held."""
-        self._pieces[number], self._full[number] = list(held.pieces), held.complete
+        self._put(number, list(held.pieces), full=held.complete)
 
     def held(self) -> list[Held]:
         """Return what every buffer holds."""
@@ -63,6 +66,12 @@ class AbstractMemory:
         number, slices = view.buffer, view.slices
         if self._full[number] and slices == self._whole[number]:
             return self._pieces[number]
+        known = self._read[number]
+        if slices not in known:
+            known[slices] = self._found(number, slices)
+        return known[slices]
+
+    def _found(self, number: int, slices: Slices) -> list[Piece]:
         box = _box(self._buffers[number], slices)
         back = tuple([-start for start, _ in box])
         found = [piece.clipped(box) for piece in self._pieces[number]]
@@ -112,17 +121,35 @@ class AbstractMemory:
     def write(self, view: View, pieces: list[Piece]) -> None:
         """Put pieces, in the view's coordinates, in place of what was there; raises where they do not fill the view."""
         number, buffer = view.buffer, self._buffers[view.buffer]
-        whole, box = view.slices == self._whole[number], _box(buffer, view.slices)
-        if sum([volume(piece.box) for piece in pieces]) != (self._volume[number] if whole else volume(box)):
+        whole = view.slices == self._whole[number]
+        if whole and len(pieces) == 1 and pieces[0].box == self._box[number]:
+            self._put(number, pieces, full=True)
+            return
+        box = self._box[number] if whole else _box(buffer, view.slices)
+        if sum([volume(piece.box) for piece in pieces]) != volume(box):
             raise ScheduleError(f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r}")
         if whole:
-            self._pieces[number] = coalesced(pieces)
-            self._full[number] = True
+            self._put(number, coalesced(pieces), full=True)
             return
         by = tuple([start for start, _ in box])
         kept = [part for piece in self._pieces[number] for part in without(piece, box)]
-        self._pieces[number] = kept + [piece.moved(by) for piece in pieces]  # type: ignore[arg-type]
-        self._full[number] = False
+        written = coalesced(kept + [piece.moved(by) for piece in pieces])  # type: ignore[arg-type]
+        full = self._full[number] or sum([volume(piece.box) for piece in written]) == volume(self._box[number])
+        self._put(number, written, full=full)
+
+    def copy(self, target: View, other: AbstractMemory, source: View) -> None:
+        """Put what a view of another memory, or of this one, holds in place of what was there."""
+        number, of_other = target.buffer, source.buffer
+        alike = self._box[number] == other._box[of_other] and other._full[of_other]
+        if alike and target.slices == self._whole[number] and source.slices == other._whole[of_other]:
+            self._put(number, other._pieces[of_other], full=True)
+        else:
+            self.write(target, other.read(source))
+
+    def _put(self, number: int, pieces: list[Piece], *, full: bool) -> None:
+        self._pieces[number], self._full[number] = pieces, full
+        if self._read[number]:
+            self._read[number] = {}
 
 
 @lru_cache(maxsize=4096)
@@ -132,7 +159,7 @@ def _along(axis: int, by: int) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=65536)
-def _box(buffer: Buffer, slices: tuple[tuple[int, int], ...]) -> Box:
+def _box(buffer: Buffer, slices: Slices) -> Box:
     """Return the bounds of a view along every axis; raises where it cuts through another dimension."""
     box = [(0, 1)] * 4
     for dim, bounds, extent in zip(buffer.dims, slices, buffer.shape, strict=True):

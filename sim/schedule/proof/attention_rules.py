@@ -21,8 +21,8 @@ from sim.schedule.proof.contents import (
     common,
     meet,
     replaced,
+    seeing,
     spell,
-    union,
 )
 
 
@@ -45,11 +45,12 @@ class AttentionRules(NamedTuple):
         self._same_keys(k, v)
         out, probs = [], []
         for piece, keys, _ in self._blocks(q, k, band, ratio):
-            partial = piece.content._replace(tensor="out", seen=())
+            _, layer, at, _ = piece.content
+            partial = Content("out", layer, at)
             for key in keys:
-                partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
-            out.append(piece._replace(content=partial))
-            probs.append(piece._replace(content=partial._replace(tensor="probs", seen=_in_memory_order(keys))))
+                partial = seeing(partial, key.content.tokens, ONE)
+            out.append(Piece(piece.box, partial))
+            probs.append(Piece(piece.box, Content("probs", layer, at, _in_memory_order(keys))))
         return out, probs
 
     def attend_backward(
@@ -70,19 +71,18 @@ class AttentionRules(NamedTuple):
             for _, kept in common([piece], operands.get("probs", [])):
                 if kept.content.seen != _in_memory_order(keys):
                     raise ScheduleError(f"{brief(kept.content)} of other keys, or in another order")
-            partial = queries._replace(tensor="dq", seen=())
+            partial = Content("dq", queries.layer, queries.at)
             for key in keys:
-                partial = union(partial, partial._replace(seen=((key.content.tokens, ONE),)))
+                partial = seeing(partial, key.content.tokens, ONE)
                 first, last = piece.box[HEADS]
                 part = key.clipped(replaced(key.box, HEADS, (first // ratio, -(-last // ratio))))
                 assert part is not None
-                empty = part.content._replace(tensor="dk", seen=())
                 low, width = offset + first % ratio, min(ratio, last - first)
-                seen = ((queries.tokens, Span(low, low + width)),)
-                sums[part] = union(sums.get(part, empty), empty._replace(seen=seen))
-            dq.append(piece._replace(content=partial))
-        dk = [piece._replace(content=content) for piece, content in sums.items()]
-        return dq, dk, [piece._replace(content=piece.content._replace(tensor="dv")) for piece in dk]
+                summed = sums.get(part) or Content("dk", part.content.layer, part.content.at)
+                sums[part] = seeing(summed, queries.tokens, Span(low, low + width))
+            dq.append(Piece(piece.box, partial))
+        dk = [Piece(part.box, content) for part, content in sums.items()]
+        return dq, dk, [Piece(box, Content("dv", layer, at, seen)) for box, (_, layer, at, seen) in dk]
 
     def same_queries(self, name: str, queries: list[Piece], pieces: list[Piece]) -> None:
         """Raise where pieces are not ``name`` of all keys, of the queries at the same place."""

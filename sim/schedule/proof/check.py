@@ -19,6 +19,7 @@ from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
 from sim.schedule.derive.replicas import folds, num_alike
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.block import ports_of
@@ -100,8 +101,9 @@ def check(schedule: Schedule) -> Checked:
 def _prove(checked: Checked) -> None:
     """Prove a schedule by all of its ops."""
     schedule = checked.schedule
+    sound: set[Form] = set()
     for program in schedule.programs:
-        check_program(program, schedule.header.workload)
+        check_program(program, schedule.header.workload, sound)
     matching, dependencies = checked.matching, checked.dependencies
     _check_ports(schedule)
     AbstractPlayer(schedule, matching, dependencies).run()

@@ -8,6 +8,7 @@ same named axes: batch, tokens (of a weight its rows), heads, features (of a wei
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -107,10 +108,13 @@ def meet(a: Interval, b: Interval) -> Interval | None:
 
 def without(piece: Piece, box: Box) -> list[Piece]:
     """Return what is left of a piece outside a box, in pieces."""
+    inside = piece.clipped(box)
+    if inside is None:
+        return [piece]
+    if inside is piece:
+        return []
     left: list[Piece | None] = []
     rest = piece.box
-    if any(meet(mine, other) is None for mine, other in zip(rest, box, strict=True)):
-        return [piece]
     for axis, (low, high) in enumerate(box):
         start, stop = rest[axis]
         if start < low:
@@ -158,8 +162,8 @@ def _continued(a: Span, b: Span) -> Span | None:
 
 def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
     """Yield the parts of two operands that lie at the same place."""
-    if len(a) == len(b) == 1 and a[0].box == b[0].box:
-        yield a[0], b[0]
+    if [piece.box for piece in a] == [piece.box for piece in b]:  # most; pieces of one operand share nothing
+        yield from zip(a, b, strict=True)
         return
     for x in a:
         for y in b:
@@ -176,11 +180,32 @@ def union(a: Content, b: Content) -> Content:
         return a
     if a[:3] != b[:3]:
         raise ScheduleError(f"cannot add {brief(b)} to {brief(a)}: they are different parts of the global tensors")
-    for box in b.seen:
-        for other in a.seen:
+    seen, twice = _added(a.seen, b.seen)
+    if twice:
+        raise _counts_twice(a, twice)
+    return Content(a.tensor, a.layer, a.at, seen)
+
+
+def seeing(content: Content, tokens: Span, heads: Span) -> Content:
+    """Return a content with one more box summed up; raises if it would count twice."""
+    seen, twice = _added(content.seen, ((tokens, heads),))
+    if twice:
+        raise _counts_twice(content, twice)
+    return Content(content.tensor, content.layer, content.at, seen)
+
+
+def _counts_twice(content: Content, tokens: Span) -> ScheduleError:
+    return ScheduleError(f"{brief(content)} would count tokens {spell(tokens)} twice")
+
+
+@lru_cache(maxsize=65536)
+def _added(a: Seen, b: Seen) -> tuple[Seen, Span | None]:
+    """Return the boxes of both, and the tokens of a box that would count twice, None if none would."""
+    for box in b:
+        for other in a:
             if _overlap(box[0], other[0]) and _overlap(box[1], other[1]):
-                raise ScheduleError(f"{brief(a)} would count tokens {spell(box[0])} twice")
-    return Content(*a[:3], _merged(a.seen, b.seen))
+                return a, box[0]
+    return _merged(a, b), None
 
 
 def _overlap(a: Span, b: Span) -> bool:

@@ -20,6 +20,7 @@ import msgspec
 
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.matching import match, wire_bytes
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Buffer
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
@@ -52,9 +53,9 @@ class Supersteps:
         for program in self.programs:
             _check_bindings(program)
         self.all = list(zip(*(program.calls for program in self.programs), strict=True))
-        workload = schedule.header.workload
+        workload, sound = schedule.header.workload, set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
-            check_program(fragment.program(rank), workload)
+            check_program(fragment.program(rank), workload, sound)
         self._plain = msgspec.structs.replace(schedule.header, claims=None)
         self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
         """How often the same fragments meet."""

@@ -7,32 +7,40 @@ from functools import cache, lru_cache
 from itertools import combinations
 
 from sim.errors import ScheduleError
-from sim.schedule.derive.dependencies import Slices, overlap
+from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Port, Program
-from sim.schedule.ir.views import Split, View, is_contiguous, parts_are_contiguous
+from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
 from sim.workload import ModelSpec, Workload
 
 
-def check_program(program: Program, workload: Workload) -> None:
-    """Raise ScheduleError where an op or a port is wrong by itself."""
+def check_program(program: Program, workload: Workload, sound: set[Form]) -> None:
+    """Raise ScheduleError where an op or a port is wrong by itself; forms of ops that are not are added to those that
+    are known to be ``sound``.
+    """
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     inputs = {port.view.buffer: port.tensor for port in program.inputs}
-    for index, op in enumerate(program.ops):
-        problem = op_problem(op, program, inputs)
+    for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
+        problem = "" if form in sound else _form_problem(op, program, inputs)
+        if not problem:
+            sound.add(form)
+            problem = _peer_problem(op, program.rank)
         if problem:
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
-def op_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
-    """Return what is wrong with an op of a program, by itself; empty if nothing is. ``inputs``: tensors by buffer."""
+def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
+    """Return what is wrong with an op of a program, and with all of its form; empty if nothing is. ``inputs``: tensors
+    by buffer.
+    """
     reads, writes = op.reads, op.writes
     for view in (*reads, *writes):
         if problem := _view_problem(view, program):
@@ -189,7 +197,7 @@ def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], pr
 
 
 def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Program) -> str:
-    """Return where a message does not lie in one piece, or goes to its own rank; matching compares both sides."""
+    """Return where a message does not lie in one piece; matching compares both sides."""
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
@@ -197,7 +205,12 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
         for side in (op.given, op.taken):
             if isinstance(side, Split) and not parts_are_contiguous(side, program.buffers[side.view.buffer]):
                 return f"cuts its view along dimension {side.dim}, which leaves gaps; copy first"
-    if isinstance(op, ops.Exchange) and any(peer == program.rank for peer, _ in (*op.sends, *op.recvs)):
+    return ""
+
+
+def _peer_problem(op: ops.Op, rank: int) -> str:
+    """Return where a message goes to its own rank."""
+    if isinstance(op, ops.Exchange) and rank in [peer for peer, _ in (*op.sends, *op.recvs)]:
         return "exchanges with its own rank; use a Copy"
     return ""
 

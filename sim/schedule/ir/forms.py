@@ -1,0 +1,90 @@
+"""What an op is, whatever it is called and whichever buffers it uses: what depends on no more is found once a form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from sim.schedule.ir.declare import operands
+from sim.schedule.ir.ops import Op
+from sim.schedule.ir.views import Buffer, Slices, Split, View
+
+
+class Form:
+    """Ops of one form are of one kind, on boxes of buffers that are alike and of which the same ones are the same, and
+    differ in nothing else but labels and peers. Forms are equal where they are the same object.
+    """
+
+    def __init__(self, op: Op, views: Sequence[View]) -> None:
+        self.op = op
+        """The first op of this form that was seen."""
+        self.reads, self.writes = ([_place(view, views) for view in some] for some in (op.reads, op.writes))
+        """The places of what it reads and writes among its views."""
+        self.boxes: list[Slices] = [view.slices for view in views]
+
+
+class Formed(NamedTuple):
+    """An op as a form on some buffers."""
+
+    form: Form
+    buffers: Sequence[int]
+    """The numbers of the buffers of its views."""
+
+
+def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Formed]:
+    """Return ops by their forms; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
+    like: dict[int, Hashable] = dict(enumerate(buffers))
+    like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
+    return [_formed(op, like) for op in ops]
+
+
+def _formed(op: Op, like: Mapping[int, Hashable]) -> Formed:
+    kind = type(op)
+    values, others = _getters(kind)
+    views: list[View] = []
+    cuts: list[Hashable] = []
+    for value in values(op):
+        if type(value) is View:
+            views.append(value)
+            cuts.append(View)
+        elif value is None:
+            cuts.append(None)
+        elif type(value) is Split:
+            views.append(value.view)
+            cuts.append((value.dim, value.parts, value.sizes))
+        else:
+            views += [view for _, view in value]
+            cuts.append(len(value))
+    numbers = [view.buffer for view in views]
+    shared = () if len(set(numbers)) == len(numbers) else tuple([numbers.index(number) for number in numbers])
+    boxes = tuple([view.slices for view in views])
+    key = (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
+    form = _FORMS.get(key)
+    if form is None:
+        form = _FORMS.setdefault(key, Form(op, views))
+    return Formed(form, numbers)
+
+
+_FORMS: WeakValueDictionary[Hashable, Form] = WeakValueDictionary()
+"""All that are in use."""
+
+
+def _place(view: View, views: Sequence[View]) -> int:
+    return next(place for place, other in enumerate(views) if other is view)
+
+
+@cache
+def _getters(kind: type[Op]) -> tuple[Callable[[Op], Sequence[Any]], Callable[[Op], Hashable]]:
+    """Return what finds the operands of an op, and what finds its other fields but the label."""
+    named = operands(kind)
+    return _all_of(list(named)), _all_of([name for name in kind.__struct_fields__ if name not in {*named, "label"}])
+
+
+def _all_of(names: Sequence[str]) -> Callable[[Op], Any]:
+    """Return what finds all of these fields."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda op: tuple([getattr(op, name) for name in names])
