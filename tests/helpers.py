@@ -32,6 +32,14 @@ def sweep_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return _marked_but(kept, values, pytest.mark.sweep)
 
 
+def by_tier(quick: Collection[Any], tested: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter: ``make quick`` plays some, ``make test`` more, ``make test-all`` all."""
+    found, marks = list(values), dict.fromkeys(tested, pytest.mark.sweep) | dict.fromkeys(quick)
+    assert marks.keys() <= set(found)
+    of_all = [(value, marks.get(value, pytest.mark.slow)) for value in found]
+    return [value if mark is None else pytest.param(value, marks=mark) for value, mark in of_all]
+
+
 def _marked_but(kept: Collection[Any], values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
     found = list(values)
     assert set(kept) <= set(found)

@@ -10,9 +10,10 @@ from sim.engine.collectives import link_traffic
 from sim.engine.lowered import part_bytes
 from sim.engine.report import floors
 from sim.schedule.ir.ops import OFFLOAD, Collective, HostCopy
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_model, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_model
 from topology.cluster import Cluster, load_cluster
 
 
@@ -43,7 +44,7 @@ def floors_by_the_op(checked: Checked, cluster: Cluster) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "name", sweep_but({"zigzag", "ulysses", "allgather", "upipe, kept and offloaded"}, [*VARIANTS, *OFFLOADED])
+    "name", by_tier({"zigzag", "ulysses", "upipe, kept and offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED])
 )
 def test_totals_are_the_sums_over_all_ops(name: str) -> None:
     workload = Workload(model=make_model(8, 4), seq=64, scope="layer", layers=2)

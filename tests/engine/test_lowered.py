@@ -8,9 +8,10 @@ import pytest
 from sim.engine.lowered import Lowered
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_model, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_model
 
 ARRAYS = (
     "ops", "streams", "programs", "transfers", "groups", "stream_ops", "waits", "transfers_of", "members", "op_rank",
@@ -18,7 +19,9 @@ ARRAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sweep_but({"zigzag", "ulysses", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize(
+    "name", by_tier({"zigzag", "ulysses", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED])
+)
 def test_arrays_of_calls_are_those_of_all_ops(name: str) -> None:
     workload = Workload(model=make_model(8, 4), seq=64, scope="layer", layers=3)
     checked = checked_or_refused(name, workload, 1 if VARIANTS.get(name, VARIANTS["ring"]).schedule == "single" else 4)

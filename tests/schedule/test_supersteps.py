@@ -16,6 +16,7 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, Gemm
 from sim.schedule.ir.program import Call, Communicator, Fragment, Header, Program, Schedule
 from sim.schedule.ir.views import Split, View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import LLAMA
 from sim.schedule.proof import check as proof
 from sim.schedule.proof.abstract import AbstractPlayer
@@ -24,7 +25,7 @@ from sim.schedule.proof.contents import coalesced
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, make_model, slow_but, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model, slow_but
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.test_fragments import layered
 
@@ -48,7 +49,7 @@ def by_calls(schedule: Schedule) -> bool:
     return proof._is_proved_by_calls(Checked(schedule))
 
 
-@pytest.mark.parametrize("name", sweep_but({"ring", "usp of 2", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize("name", by_tier({"ring", "usp of 2", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
 def test_every_buffer_ends_with_what_the_flat_proof_leaves_there(name: str) -> None:
     schedule = layered(name, layers=5)
     checked = Checked(flattened(schedule))
@@ -63,7 +64,7 @@ def test_every_buffer_ends_with_what_the_flat_proof_leaves_there(name: str) -> N
     assert by_calls(schedule)
 
 
-@pytest.mark.parametrize("name", sweep_but({"ring"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize("name", by_tier({"ring"}, {"ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
 def test_more_layers_are_remembered(name: str) -> None:
     played = set()
     for layers in (6, 9):

@@ -15,9 +15,10 @@ from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, HostSync, Kernel, Message
 from sim.schedule.ir.program import Communicator, Program
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_checked, make_model, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_checked, make_model
 
 LINK = Communicator(name="link", groups=((0, 1),))
 
@@ -43,7 +44,7 @@ def test_a_buffer_that_another_stream_reads_lives_until_a_kernel_waits_for_that(
 
 
 @pytest.mark.parametrize(
-    "name", sweep_but({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED])
+    "name", by_tier({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED])
 )
 def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str) -> None:
     """Whoever takes it next comes behind the last kernel that has been issued by then, on every stream; so that kernel
@@ -120,7 +121,7 @@ def same_as_by_the_op(program: Program, dependencies: Dependencies) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sweep_but({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED])
+    "name", by_tier({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED])
 )
 def test_columns_say_what_a_pass_over_the_ops_says(name: str) -> None:
     for ranks in (1, 4):

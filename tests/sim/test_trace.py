@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from sim.breakdown import PARTS, PartName, breakdown, critical_rank, overlapped_s, waiting_s
 from sim.engine.simulate import Jitter, simulate
 from sim.schedule.ir.ops import KINDS
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.trace import Counter, Row, Trace, to_chrome
 from sim.workload import Workload
 from tests.helpers import (
     OFFLOADED,
     VARIANTS,
+    by_tier,
     checked_or_refused,
     make_checked,
     make_model,
-    sweep_but,
     trace_of,
     traces_in,
 )
@@ -99,7 +100,7 @@ def test_columns_say_what_a_walk_from_edge_to_edge_says(found: Trace) -> None:
     same_as_walked(found)
 
 
-@pytest.mark.parametrize("name", sweep_but({"zigzag", "upipe, kept and offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize("name", by_tier({"zigzag", "upipe, kept and offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
 def test_so_they_do_of_all_variants(name: str) -> None:
     workload = Workload(model=make_model(8, 4), seq=64, scope="layer", layers=2)
     for ranks in (1, 4):
