@@ -12,7 +12,7 @@ import numpy as np
 from calibrate.points import Predictor, measured_s, size_of
 from calibrate.tiles import tile_models
 from sim.engine.cost import measured_cluster
-from sim.engine.tables import series_row
+from sim.engine.kernel_table import series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from topology.cluster import Cluster

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from sim.engine.cost import CostModel, link_figures, measured_cluster
-from sim.engine.tables import TransferTable, series_size
+from sim.engine.kernel_table import series_size
 from sim.engine.tiles import use_of
+from sim.engine.transfer_table import TransferTable
 from sim.profile import HOST_COPIES, TRANSFERS, Point, Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec

@@ -8,8 +8,10 @@ from functools import cache
 from typing import NamedTuple
 
 from sim.engine.collectives import link_name, link_traffic, slowest_link
+from sim.engine.kernel_table import KernelTable
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
-from sim.engine.tables import Figures, KernelTable, TransferTable
+from sim.engine.series import Figures
+from sim.engine.transfer_table import TransferTable
 from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place

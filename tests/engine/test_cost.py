@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.engine.cost import CostModel
+from sim.engine.kernel_table import KernelTable
 from sim.engine.phases import Activity, Flow, Latency
 from sim.engine.report import floors
+from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
-from sim.engine.tables import Figures, KernelTable, Series, Work
 from sim.errors import InputError
 from sim.presets import override
 from sim.profile import Machine, Point, Profile

@@ -1,0 +1,105 @@
+"""Lookup of measured times: exact at a measured point, else interpolation of the efficiency between points.
+
+    t = fixed_s + max(flops / (e_c * peak), bytes / (e_m * bandwidth))
+
+A series holds the points of one kernel and variant; its efficiency is taken relative to the figures of the machine that
+was measured, along log(size). ``fixed_s`` is the intercept of the two smallest points. Beyond a factor of two of the
+measured sizes the last efficiency is kept and the lookup says "extrapolated".
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import NamedTuple, TypeVar
+
+Count = TypeVar("Count", bound=float)
+
+
+class Figures(NamedTuple):
+    """What limits a kernel or a transfer on one machine."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+    sms: float = 1.0
+
+
+class Work(NamedTuple):
+    """What is to be done, and the size by which its series is sorted."""
+
+    flops: int
+    nbytes: int
+    size: float
+
+
+class Series:
+    """Times over size, as efficiencies of the resource that bounds them."""
+
+    def __init__(self, points: list[tuple[Work, float]], measured_on: Figures) -> None:
+        ordered = sorted(points, key=lambda pair: pair[0].size)
+        self._on = measured_on
+        self._sizes = [math.log(work.size) for work, _ in ordered]
+        self.fixed_s = _intercept(ordered, measured_on)
+        self._efficiency = [_ideal_s(work, measured_on) / (seconds - self.fixed_s) for work, seconds in ordered]
+
+    def seconds(self, work: Work, now: Figures) -> float:
+        """Return the time on a machine with the figures ``now``; never less than its FLOPs take at the peak.
+
+        The term that bounds on the measured machine carries the measured efficiency, the other one has efficiency 1: so
+        a measured point comes back exactly, and a figure that is scaled far enough takes over as the bound.
+        """
+        efficiency = self.efficiency(work.size)
+        compute_s, memory_s = work.flops / now.flops_per_s, work.nbytes / now.bytes_per_s
+        if work.flops * self._on.bytes_per_s >= work.nbytes * self._on.flops_per_s:
+            bound_s = max(compute_s / efficiency, memory_s)
+        else:
+            bound_s = max(compute_s, memory_s / efficiency)
+        return max(self.delay_s(now) + bound_s, compute_s)
+
+    def delay_s(self, now: Figures) -> float:
+        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
+        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
+
+    def efficiency(self, size: float) -> float:
+        """Return the share of what bounds it that work of a size gets, without the part that does not grow."""
+        return self._at(math.log(max(size, 1.0)))
+
+    def extrapolates(self, size: float) -> bool:
+        """Return whether a size lies more than a factor of two outside the measured ones."""
+        at = math.log(size)
+        return not self._sizes[0] - math.log(2) - 1e-9 <= at <= self._sizes[-1] + math.log(2) + 1e-9
+
+    def _at(self, position: float) -> float:
+        """Return the efficiency at log(size): linear between points, constant outside."""
+        sizes, values = self._sizes, self._efficiency
+        after = bisect.bisect_left(sizes, position)
+        if after in {0, len(sizes)}:
+            return values[min(after, len(sizes) - 1)]
+        share = (position - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
+        return values[after - 1] + share * (values[after] - values[after - 1])
+
+
+def _ideal_s(work: Work, on: Figures) -> float:
+    """Return the time at efficiency 1."""
+    return max(work.flops / on.flops_per_s, work.nbytes / on.bytes_per_s)
+
+
+def _intercept(ordered: list[tuple[Work, float]], on: Figures) -> float:
+    """Return what the two smallest points would take at size zero, between 0 and nine tenths of the least time."""
+    if len(ordered) < 2:
+        return 0.0
+    (small, t0), (large, t1) = ordered[0], ordered[1]
+    x0, x1 = _ideal_s(small, on), _ideal_s(large, on)
+    slope = (t1 - t0) / (x1 - x0) if x1 > x0 else 0.0
+    return min(max(0.0, t0 - slope * x0), 0.9 * min(seconds for _, seconds in ordered))
+
+
+def between(measured: list[Count], wanted: float) -> tuple[Count, Count, float]:
+    """Return the measured counts below and above a wanted one (its nearest twice outside), and how far up it is."""
+    above = min(bisect.bisect_left(measured, wanted), len(measured) - 1)
+    below = above if measured[above] <= wanted else max(above - 1, 0)
+    if below == above:
+        return measured[below], measured[above], 0.0
+    share = math.log(wanted / measured[below]) / math.log(measured[above] / measured[below])
+    return measured[below], measured[above], min(max(share, 0.0), 1.0)
