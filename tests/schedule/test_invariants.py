@@ -162,7 +162,7 @@ WIRE: dict[str, Callable[[int], int]] = {
     "ring": ring_wire,
     "zigzag": ring_wire,
     "striped": ring_wire,
-    "burst": burst_wire,
+    "burst": lambda p: burst_wire(p, behind=E),
     "double-ring": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),  # inner rings of 1, 1 and 2
     "balanced-ring": balanced_wire,
     "allgather": lambda p: ring_wire(p, behind=E, hops=p - 1),
