@@ -93,10 +93,10 @@ class Variant(NamedTuple):
 VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "ring from the KV at hand": Variant("ring", {"ring_backward": "kv-at-hand"}),
     "ring, queries travel": Variant("ring", {"ring_backward": "queries", "gradients": "model"}),
-    "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "one"}),
+    "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "two"}),
     "zigzag from the KV at hand": Variant("zigzag", {"ring_backward": "kv-at-hand", "gradients": "model"}),
-    "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "one"}),
-    "striped, queries travel": Variant("striped", {"ring_backward": "queries"}),
+    "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "two"}),
+    "striped, queries travel": Variant("striped", {"ring_backward": "queries", "communicators": "two"}),
     "double ring of stripes": Variant("double-ring", {"layout": "striped", "communicators": "one"}),
     "double ring of single ranks": Variant("double-ring", {"layout": "contiguous", "inner_ring_degree": 1}),
     "double ring, no overlap": Variant("double-ring", {"overlap": False, "gradients": "model"}),

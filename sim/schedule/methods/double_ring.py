@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -38,6 +38,9 @@ class DoubleRingOptions(HopOptions):
     """Options of rings of rings."""
 
     layout: LayoutName = "zigzag"
+    communicators: Literal["one", "two"] = "two"
+    """See rings. InternEvo, LoongTrain's code, has process groups of their own for dKV (DKV_INTRA_WINDOW and
+    DKV_INTER_WINDOW)."""
     inner_ring_degree: Annotated[int, Meta(ge=1)] | None = None
     """Ranks of the inner rings; by default the largest divisor of the ring degree that is at most the GPUs of a node
     and leaves two rings."""
