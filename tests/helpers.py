@@ -16,6 +16,7 @@ from sim.errors import InputError, ScheduleError
 from sim.mesh import AXES, Axis, Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.trace import Ops, Player, Recorded, Row, Trace
 from sim.workload import ModelSpec, Workload
@@ -71,6 +72,8 @@ class Variant(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012 - never written to
     ulysses: int | None = None
     order: tuple[Axis, ...] = AXES
+    per_node: int = 8
+    """How many of its ranks share a node, of which builders are told."""
 
     def mesh(self, ranks: int, model: ModelSpec) -> Mesh:
         """Return the degrees of so many ranks; Ulysses gets its share where that divides them."""
@@ -82,7 +85,7 @@ class Variant(NamedTuple):
 
     def build(self, workload: Workload, mesh: Mesh) -> Schedule:
         """Return its schedule."""
-        return SCHEDULES[self.schedule].schedule(workload, mesh, self.chosen)
+        return SCHEDULES[self.schedule].schedule(workload, mesh, self.chosen, Hints(gpus_per_node=self.per_node))
 
     @property
     def chosen(self) -> Any:
@@ -91,13 +94,14 @@ class Variant(NamedTuple):
 
 
 VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
+    "double-ring": Variant("double-ring", per_node=2),
     "ring from the KV at hand": Variant("ring", {"ring_backward": "kv-at-hand"}),
     "ring, queries travel": Variant("ring", {"ring_backward": "queries", "gradients": "model"}),
-    "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "one"}),
+    "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "two"}),
     "zigzag from the KV at hand": Variant("zigzag", {"ring_backward": "kv-at-hand", "gradients": "model"}),
-    "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "one"}),
-    "striped, queries travel": Variant("striped", {"ring_backward": "queries"}),
-    "double ring of stripes": Variant("double-ring", {"layout": "striped", "communicators": "one"}),
+    "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "two"}),
+    "striped, queries travel": Variant("striped", {"ring_backward": "queries", "communicators": "two"}),
+    "double ring of stripes": Variant("double-ring", {"layout": "striped", "communicators": "one"}, per_node=2),
     "double ring of single ranks": Variant("double-ring", {"layout": "contiguous", "inner_ring_degree": 1}),
     "double ring, no overlap": Variant("double-ring", {"overlap": False, "gradients": "model"}),
     "balanced ring, no overlap": Variant("balanced-ring", {"overlap": False, "gradients": "model"}),

@@ -55,7 +55,7 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
         assert worst.keys() >= ({"dq", "dk", "dv"} if workload.backward else {"out"})
     # Sums in the model's own data type, as some codes keep them, lose a digit where that is narrow.
     variant = (VARIANTS | OFFLOADED)[name]
-    narrow = variant.options.get("gradients") == "model" or variant.schedule == "allgather"
+    narrow = getattr(variant.chosen, "gradients", "fp32") == "model"
     bound = BOUNDS[workload.dtype] * (3 if narrow and workload.dtype in {"bf16", "fp16"} else 1)
     assert all(error <= bound for error in worst.values()), (name, ranks, worst)
     return True

@@ -162,8 +162,8 @@ WIRE: dict[str, Callable[[int], int]] = {
     "ring": ring_wire,
     "zigzag": ring_wire,
     "striped": ring_wire,
-    "burst": burst_wire,
-    "double-ring": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),  # inner rings of 1, 1 and 2
+    "burst": lambda p: burst_wire(p, behind=E),
+    "double-ring": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),  # inner rings of 1, 2 and 2
     "balanced-ring": balanced_wire,
     "allgather": lambda p: ring_wire(p, behind=E, hops=p - 1),
     "ulysses": ulysses_wire,
@@ -177,7 +177,7 @@ WIRE: dict[str, Callable[[int], int]] = {
     "striped, queries travel": burst_wire,
     "double ring of stripes": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
     "double ring of single ranks": ring_wire,
-    "double ring, no overlap": lambda p: ring_wire(p, behind=E, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
+    "double ring, no overlap": lambda p: ring_wire(p, behind=E),  # in one node: one ring
     "balanced ring, no overlap": lambda p: balanced_wire(p, behind=E),
     "allgather of slices": lambda p: ring_wire(p, hops=p - 1),
     "ulysses, packed": ulysses_wire,

@@ -44,7 +44,12 @@ def test_a_buffer_that_another_stream_reads_lives_until_a_kernel_waits_for_that(
 
 
 @pytest.mark.parametrize(
-    "name", by_tier({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED])
+    "name",
+    by_tier(
+        {"zigzag", "ulysses", "upipe", "zigzag, offloaded"},
+        [*SCHEDULES, "double ring of single ranks"],
+        [*VARIANTS, *OFFLOADED],
+    ),
 )
 def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str) -> None:
     """Whoever takes it next comes behind the last kernel that has been issued by then, on every stream; so that kernel
@@ -68,7 +73,7 @@ def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str
                         assert seen or op.stream in span.unseen, (op.label, program.buffers[view.buffer].name)
                         uses, told = uses + 1, told + (op.stream in span.unseen)
     assert uses or (VARIANTS | OFFLOADED)[name].schedule == "single"
-    if name == "ring":  # causal: the first ranks pass keys on to which they do not attend
+    if name == "double ring of single ranks":  # keys hop on to which a rank does not attend, beside gradients' hops
         assert 0 < told < uses
 
 

@@ -89,7 +89,11 @@ SCHEDULES: dict[str, Entry] = {
     "zigzag": Entry(ring.build, "zhuzilin/ring-flash-attention", ("ring",), _RING, RingOptions(layout="zigzag")),
     "striped": Entry(ring.build, "arXiv:2311.09431", ("ring",), _RING, RingOptions(layout="striped")),
     "burst": Entry(
-        ring.build, "arXiv:2509.19836", ("ring",), _RING, RingOptions(layout="zigzag", ring_backward="queries")
+        ring.build,
+        "arXiv:2509.19836",
+        ("ring",),
+        _RING,
+        RingOptions(layout="zigzag", ring_backward="queries", gradients="model"),
     ),
     "double-ring": Entry(double_ring.build, "arXiv:2406.18485", ("ring",), _RING),
     "balanced-ring": Entry(balanced_ring.build, "arXiv:2310.03294", ("ring",), _BALANCED),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -38,9 +38,12 @@ class DoubleRingOptions(HopOptions):
     """Options of rings of rings."""
 
     layout: LayoutName = "zigzag"
+    communicators: Literal["one", "two"] = "two"
+    """See rings. InternEvo, LoongTrain's code, has process groups of their own for dKV (DKV_INTRA_WINDOW and
+    DKV_INTER_WINDOW)."""
     inner_ring_degree: Annotated[int, Meta(ge=1)] | None = None
-    """Ranks of the inner rings; by default the largest divisor of the ring degree that is at most the GPUs of a node
-    and leaves two rings."""
+    """Ranks of the inner rings; by default the largest divisor of the ring degree that is at most the GPUs of a node:
+    inside one node all of them, one ring."""
 
 
 def build(
@@ -69,7 +72,7 @@ def inner_degree(options: DoubleRingOptions, size: int, gpus_per_node: int) -> i
     """Return how many ranks an inner ring has."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     if options.inner_ring_degree is None:
-        return max(n for n in divisors if n <= gpus_per_node and (n < size or size == 1))
+        return max(n for n in divisors if n <= gpus_per_node)
     if options.inner_ring_degree not in divisors:
         raise InputError(
             f"inner ring degree {options.inner_ring_degree} does not divide {size} ranks: allowed are "

@@ -34,8 +34,9 @@ class HopOptions(SumOptions, OverlapOptions):
 
     layout: LayoutName = "contiguous"
     """Which tokens lie on which member of a ring: see ``layout``."""
-    communicators: Literal["two", "one"] = "two"
-    """Whether what hops back has a communicator of its own, or queues behind what hops on."""
+    communicators: Literal["one", "two"] = "one"
+    """Whether gradients queue behind what hops on, as in ring-flash-attention and yunchang (both take one process
+    group), or have a communicator of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,8 @@ class Rings(NamedTuple):
 
 def ring_communicators(groups: tuple[tuple[int, ...], ...], options: HopOptions, name: str = "ring") -> Rings:
     """Return the communicators of rings over these groups of ranks."""
-    on = Communicator(name=f"{name} kv", groups=groups)
-    behind = Communicator(name=f"{name} dkv", groups=groups) if options.communicators == "two" else on
+    names = (f"{name} kv", f"{name} dkv") if options.communicators == "two" else (name, name)
+    on, behind = (Communicator(name=one, groups=groups) for one in names)
     return Rings(on, behind)
 
 
