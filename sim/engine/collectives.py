@@ -65,13 +65,23 @@ def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:
     return found
 
 
+def slowest_of_kind(nbytes: dict[int, float], link: str, cluster: Cluster) -> int:
+    """Return which link of the kind that names a way takes longest for its bytes: what measured times over that way are
+    sorted by and scale with. Copies to the host's memory (dram) are named after their end, and any link may limit them.
+    """
+    if link == "dram":
+        return slowest_link(nbytes, cluster)
+    return slowest_link({one: n for one, n in nbytes.items() if cluster.resources[one].group == link}, cluster)
+
+
 def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
-    """Return the bytes that a collective puts on its slowest link, and what that way is called; ``whole`` is the tensor
-    that a rank ends with, or begins with, in bytes.
+    """Return the bytes that a collective puts on the busiest link of the kind that its way is called by, and that kind;
+    ``whole`` is the tensor that a rank ends with, or begins with, in bytes.
     """
     part = whole if kind == "all_reduce" else whole // len(ranks)
     nbytes = link_traffic(kind, ranks, part, cluster).nbytes
-    return round(nbytes[slowest_link(nbytes, cluster)]), link_name(nbytes, cluster)
+    link = link_name(nbytes, cluster)
+    return round(nbytes[slowest_of_kind(nbytes, link, cluster)]), link
 
 
 def link_traffic(

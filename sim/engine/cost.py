@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from sim.engine.collectives import link_name, link_traffic, slowest_link
+from sim.engine.collectives import link_name, link_traffic, slowest_link, slowest_of_kind
 from sim.engine.kernel_table import KernelTable
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
@@ -213,14 +213,14 @@ class CostModel:
         if self._transfers:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
-            latency_s = self._link_figures(link).latency_s  # a measured time has all of its steps in it
-            now = Figures(1.0, resources[slowest].capacity, latency_s)
-            found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
+            busiest = what.load[slowest_of_kind(what.load, link, self._cluster)]
+            now = self._link_figures(link)  # a measured time has the latencies of all of its steps in it
+            found = self._transfers.seconds(what.kernel, link, what.group, busiest, now)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, ideal_s) - delay_s
             else:
-                efficiency, whose = self._transfers.efficiency(link, what.load[slowest])
+                efficiency, whose = self._transfers.efficiency(link, busiest)
                 flow_s = ideal_s / efficiency
                 note = f"{what.kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
@@ -282,13 +282,19 @@ def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
-    """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
+    """Return what gives the rate of some kind of link, and the latency of a route over it (empty: those of the route
+    between neighbours).
+    """
     routes = cluster.typical_routes()
 
     def figures(link: str) -> Figures:
         for route in routes:
-            if not link or link in {cluster.resources[index].group for index in route.resources}:
+            load = route.load(1)
+            if not link:
                 return Figures(1.0, route.bytes_per_s, route.latency_s)
+            if link in {cluster.resources[index].group for index in load}:
+                slowest = slowest_of_kind(load, link, cluster)
+                return Figures(1.0, cluster.resources[slowest].capacity / load[slowest], route.latency_s)
         raise InputError(
             f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"
         )
