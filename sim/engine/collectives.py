@@ -2,7 +2,8 @@
 
 All-to-all sends every part straight to its owner. All-gather and reduce-scatter run as rings, one per member of a node,
 each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs; all-reduce does too, or
-as trees over the nodes, or in the switch of a node, whichever is fastest at the links' rates.
+as trees over the nodes, whose sums inside a node go along a chain or through its switch, or in the switch of one node,
+whichever is fastest at the links' rates.
 """
 
 from __future__ import annotations
@@ -65,13 +66,23 @@ def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:
     return found
 
 
+def slowest_of_kind(nbytes: dict[int, float], link: str, cluster: Cluster) -> int:
+    """Return which link of the kind that names a way takes longest for its bytes: what measured times over that way are
+    sorted by and scale with. Copies to the host's memory (dram) are named after their end, and any link may limit them.
+    """
+    if link == "dram":
+        return slowest_link(nbytes, cluster)
+    return slowest_link({one: n for one, n in nbytes.items() if cluster.resources[one].group == link}, cluster)
+
+
 def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
-    """Return the bytes that a collective puts on its slowest link, and what that way is called; ``whole`` is the tensor
-    that a rank ends with, or begins with, in bytes.
+    """Return the bytes that a collective puts on the busiest link of the kind that its way is called by, and that kind;
+    ``whole`` is the tensor that a rank ends with, or begins with, in bytes.
     """
     part = whole if kind == "all_reduce" else whole // len(ranks)
     nbytes = link_traffic(kind, ranks, part, cluster).nbytes
-    return round(nbytes[slowest_link(nbytes, cluster)]), link_name(nbytes, cluster)
+    link = link_name(nbytes, cluster)
+    return round(nbytes[slowest_of_kind(nbytes, link, cluster)]), link
 
 
 def link_traffic(
@@ -94,7 +105,11 @@ def link_traffic(
     if kind == "all_reduce":
         memory_bytes = (3 + 2) * nbytes * (n - 1) / n
         ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes, near)
-        others = (_trees(ranks, nbytes, cluster, memory_bytes, near), _in_switch(ranks, nbytes, cluster))
+        others = (
+            _trees(ranks, nbytes, cluster, memory_bytes, near),
+            _in_switches(ranks, nbytes, cluster, near),
+            _in_switch(ranks, nbytes, cluster),
+        )
         return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
     if kind == "barrier":
         return _rings(ranks, 0, n - 1, cluster, 0.0, near)._replace(nbytes={})
@@ -141,6 +156,23 @@ def _trees(
     return LinkTraffic(load, latency_s, 1, memory_bytes)
 
 
+def _in_switches(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, near: int | None) -> LinkTraffic | None:
+    """Sum in the switch of each node, as ``_in_switch``, and over the nodes by trees of each rank's part (NCCL's
+    NVLSTree). Of two nodes each sends its sums once, and has all; of more it sends and is sent them twice, as in
+    ``_trees``. None for one node, for one rank a node, and where no switch sums.
+    """
+    ways, nvlink = _ways(cluster).trees(ranks, cluster, near), cluster.spec.nvlink
+    if ways is None or ways.longest == 1 or not (nvlink and nvlink.reduces):
+        return None
+    port = nbytes + nbytes / ways.longest
+    load = {link: _times(count, port) for link, count in ways.around.items()}
+    sent = (1 if ways.nodes == 2 else 2) * nbytes / ways.width
+    for link, count in ways.across.items():
+        load[link] = _times(count, sent, load.get(link, 0.0))
+    latency_s = 2 * (ways.inside_s + math.ceil(math.log2(ways.nodes)) * ways.across_s)
+    return LinkTraffic(load, latency_s, 1, 2 * port)
+
+
 @lru_cache(maxsize=4096)
 def _times(count: int, nbytes: float, start: float = 0.0) -> float:
     """Return ``start`` with some bytes added so many times, one by one."""
@@ -163,6 +195,8 @@ class _TreeWays(NamedTuple):
 
     inside: Counter[int]
     """How many hops inside nodes pass each link."""
+    around: Counter[int]
+    """The same of hops from each member to the next and from the last to the first: each port once, each way."""
     across: Counter[int]
     """How many hops between nodes do."""
     inside_s: float
@@ -202,7 +236,7 @@ def _ways(_: Cluster) -> _Ways:
 
 
 def _find_rings(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _RingWays:
-    nodes = _by_node(ranks, cluster)
+    nodes = by_node(ranks, cluster)
     few = _near(nodes, near)
     passes: Counter[int] = Counter()
     latency_s = 0.0
@@ -238,7 +272,7 @@ def _hop_s_of_alike(nodes: list[list[int]], cluster: Cluster) -> float:
 
 
 def _find_trees(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _TreeWays | None:
-    nodes = _by_node(ranks, cluster)
+    nodes = by_node(ranks, cluster)
     if len(nodes) == 1:
         return None
     width, few = min(map(len, nodes)), _near(nodes, near)
@@ -248,14 +282,20 @@ def _find_trees(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _
         for source, target in pairwise(members)
         for pair in ((source, target), (target, source))
     ]
+    around = [
+        cluster.route(*pair)
+        for members in few
+        if len(members) > 1
+        for pair in zip(members, (*members[1:], members[0]), strict=True)
+    ]
     across = [
         cluster.route(source, target)
         for members, others in zip(few, (*few[1:], few[0]), strict=True)
         for source, target in zip(members[:width], others[:width], strict=True)
     ]
-    passes = [Counter(link for route in routes for link in route.resources) for routes in (inside, across)]
-    latencies_s = [max((route.latency_s for route in routes), default=0.0) for routes in (inside, across)]
-    return _TreeWays(passes[0], passes[1], latencies_s[0], latencies_s[1], width, max(map(len, nodes)), len(nodes))
+    passes = [Counter(link for route in routes for link in route.resources) for routes in (inside, around, across)]
+    inside_s, across_s = (max((route.latency_s for route in routes), default=0.0) for routes in (inside, across))
+    return _TreeWays(passes[0], passes[1], passes[2], inside_s, across_s, width, max(map(len, nodes)), len(nodes))
 
 
 def _in_switch(ranks: tuple[int, ...], nbytes: float, cluster: Cluster) -> LinkTraffic | None:
@@ -263,7 +303,7 @@ def _in_switch(ranks: tuple[int, ...], nbytes: float, cluster: Cluster) -> LinkT
     carries the whole and one part, each way (NCCL's NVLS). None where no switch does that.
     """
     spec = cluster.spec
-    if not (spec.nvlink and spec.nvlink.reduces) or len(_by_node(ranks, cluster)) > 1:
+    if not (spec.nvlink and spec.nvlink.reduces) or len(by_node(ranks, cluster)) > 1:
         return None
     part = nbytes / len(ranks)
     load: dict[int, float] = defaultdict(float)
@@ -288,7 +328,7 @@ def _ring_orders(nodes: list[list[int]]) -> list[list[int]]:
     return orders
 
 
-def _by_node(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
+def by_node(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
     """Return the ranks of each node."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from sim.engine.collectives import link_name, link_traffic, slowest_link
+from sim.engine.collectives import link_name, link_traffic, slowest_link, slowest_of_kind
 from sim.engine.kernel_table import KernelTable
+from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
 from sim.engine.transfer_table import TransferTable
@@ -21,7 +22,7 @@ from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, HostCopy, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
-from topology.cluster import Cluster
+from topology.cluster import Cluster, Route
 from topology.specs import ClusterSpec
 
 HOST_COPY_KINDS: dict[Place, dict[str, str]] = {
@@ -45,6 +46,8 @@ class _Moving(NamedTuple):
     steps: int
     memory_bytes: float
     """Bytes that each rank reads and writes in its memory."""
+    least_s: float
+    """What it takes at the links' rates, whatever its algorithm."""
 
 
 class CostModel:
@@ -144,8 +147,7 @@ class CostModel:
         key = (rank, HOST_COPY_KINDS[there][op.stream], nbytes)
         if key not in self._host_copy_cache:
             route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
-            moving = _Moving(key[1], (rank,), 1, route.load(nbytes), route.latency_s, 1, nbytes)
-            self._host_copy_cache[key] = self._moving(moving)
+            self._host_copy_cache[key] = self._moving(self._message(key[1], (rank,), 1, route, nbytes))
         return self._host_copy_cache[key]
 
     def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
@@ -158,9 +160,14 @@ class CostModel:
 
     def _find_transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
         route = self._cluster.route(source, target)
-        return self._moving(
-            _Moving("exchange", (source, target), group, route.load(nbytes), route.latency_s, 1, nbytes)
-        )
+        return self._moving(self._message("exchange", (source, target), group, route, nbytes))
+
+    def _message(self, kernel: str, ranks: tuple[int, ...], group: int, route: Route, nbytes: int) -> _Moving:
+        """Return bytes that take one route."""
+        load = route.load(nbytes)
+        slowest = slowest_link(load, self._cluster)
+        least_s = load[slowest] / self._cluster.resources[slowest].capacity
+        return _Moving(kernel, ranks, group, load, route.latency_s, 1, nbytes, least_s)
 
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
@@ -176,7 +183,8 @@ class CostModel:
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
-                moving = _Moving(op.name, own, len(ranks), *traffic)
+                least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, near), self._cluster)
+                moving = _Moving(op.name, own, len(ranks), *traffic, least_s)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -213,14 +221,14 @@ class CostModel:
         if self._transfers:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
-            latency_s = self._link_figures(link).latency_s  # a measured time has all of its steps in it
-            now = Figures(1.0, resources[slowest].capacity, latency_s)
-            found = self._transfers.seconds(what.kernel, link, what.group, what.load[slowest], now)
+            busiest = what.load[slowest_of_kind(what.load, link, self._cluster)]
+            now = self._link_figures(link)  # a measured time has the latencies of all of its steps in it
+            found = self._transfers.seconds(what.kernel, link, what.group, busiest, now)
             if found:
                 delay_s, total_s, note = found
-                flow_s = max(total_s, ideal_s) - delay_s
+                flow_s = max(total_s, what.least_s) - delay_s
             else:
-                efficiency, whose = self._transfers.efficiency(link, what.load[slowest])
+                efficiency, whose = self._transfers.efficiency(link, busiest)
                 flow_s = ideal_s / efficiency
                 note = f"{what.kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
@@ -282,13 +290,19 @@ def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
-    """Return what gives rate and latency of a route over some kind of link (empty: between neighbours)."""
+    """Return what gives the rate of some kind of link, and the latency of a route over it (empty: those of the route
+    between neighbours).
+    """
     routes = cluster.typical_routes()
 
     def figures(link: str) -> Figures:
         for route in routes:
-            if not link or link in {cluster.resources[index].group for index in route.resources}:
+            load = route.load(1)
+            if not link:
                 return Figures(1.0, route.bytes_per_s, route.latency_s)
+            if link in {cluster.resources[index].group for index in load}:
+                slowest = slowest_of_kind(load, link, cluster)
+                return Figures(1.0, cluster.resources[slowest].capacity / load[slowest], route.latency_s)
         raise InputError(
             f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"
         )

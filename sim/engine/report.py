@@ -13,6 +13,7 @@ import numpy as np
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
+from sim.engine.least import Need, needs, rate
 from sim.engine.lowered import lowered
 from sim.engine.simulate import Simulation
 from sim.kept import kept
@@ -88,7 +89,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
         critical_rank=trace.numbers[critical],
-        bound_by=bound_by(parts, lower),
+        bound_by=bound_by(parts, links_s(checked, cluster)),
         floors=lower,
         schedule_hash=trace.schedule_hash,
         evidence=evidence(simulation, beyond_dram),
@@ -162,7 +163,9 @@ def _work(checked: Checked) -> _Work:
 
 
 def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
-    """Return lower bounds of the step: the most loaded device at its peak, the most loaded link of each kind."""
+    """Return lower bounds of the step that no algorithm beats: the most loaded device at its peak, and the link, or the
+    links of a rank or node together, with most to carry, by their widest kind.
+    """
     work = _work(checked)
     own: list[float] = []
     shared: dict[int, float] = {}
@@ -173,34 +176,75 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
         own.append(busy_s)
         shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
     lower = {"compute": max([*own, *shared.values()], default=0.0)}
+    together: dict[frozenset[int], float] = {}
+    for links, nbytes in _needs(work, cluster):
+        together[links] = together.get(links, 0.0) + nbytes
+    for links, nbytes in _with_inner(together):
+        kind = max((cluster.resources[link] for link in links), key=lambda one: (one.capacity, one.group)).group
+        lower[kind] = max(lower.get(kind, 0.0), nbytes / rate(links, cluster))
+    return dict(sorted(lower.items()))
+
+
+def links_s(checked: Checked, cluster: Cluster) -> dict[str, float]:
+    """Return how long the most loaded link of each kind is busy, as the algorithms of collectives load it."""
     load: dict[int, float] = {}
+    work = _work(checked)
     for more, times in _loads(work, cluster):
         for link, nbytes in more.items():
             load[link] = load.get(link, 0.0) + nbytes * times
+    found: dict[str, float] = {}
     for link, nbytes in load.items():
         resource = cluster.resources[link]
-        lower[resource.group] = max(lower.get(resource.group, 0.0), nbytes / resource.capacity)
-    return dict(sorted(lower.items()))
+        found[resource.group] = max(found.get(resource.group, 0.0), nbytes / resource.capacity)
+    return dict(sorted(found.items()))
+
+
+def _needs(work: _Work, cluster: Cluster) -> Iterator[Need]:
+    """Yield what links carry at least: of messages and copies the links of their way, of collectives what any needs."""
+    for more, times in _of_routes(work, cluster):
+        yield from ((frozenset([link]), nbytes * times) for link, nbytes in more.items())
+    for (name, ranks, nbytes), count in work.collectives.items():
+        for links, least in needs(name, ranks, nbytes, cluster, _played(ranks, work)):
+            yield links, least * count
+
+
+def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
+    """Yield sets of links with what they carry together: also what sets within them do."""
+    by_first: dict[int, list[frozenset[int]]] = {}
+    for links in found:
+        by_first.setdefault(min(links), []).append(links)
+    for links in found:
+        inner = (some for first in links for some in by_first.get(first, ()) if some <= links)
+        yield links, math.fsum(found[some] for some in inner)
 
 
 def _loads(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:
     """Yield bytes per link, and how many times they pass it."""
+    yield from _of_routes(work, cluster)
+    for (name, ranks, nbytes), count in work.collectives.items():
+        yield link_traffic(name, ranks, nbytes, cluster, _played(ranks, work)).nbytes, count
+
+
+def _played(ranks: tuple[int, ...], work: _Work) -> int | None:
+    """Return how many ranks of a group are played, None for all."""
+    own = sum(rank < len(work.flops) for rank in ranks)
+    return own if own < len(ranks) else None
+
+
+def _of_routes(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:
+    """Yield bytes per link, and how many times they pass it, of what takes a route of its own."""
     for pair, nbytes in work.sent_bytes.items():
         yield cluster.route(*pair).load(nbytes), 1
-    for (name, ranks, nbytes), count in work.collectives.items():
-        own = sum(rank < len(work.flops) for rank in ranks)
-        yield link_traffic(name, ranks, nbytes, cluster, own if own < len(ranks) else None).nbytes, count
     if cluster.spec.gpu.kind == "cuda":
         for (rank, to_host), nbytes in work.host_bytes.items():
             yield cluster.host_route(rank, to_host=to_host).load(nbytes), 1
 
 
-def bound_by(parts: dict[PartName, float], lower: dict[str, float]) -> str:
+def bound_by(parts: dict[PartName, float], busy: dict[str, float]) -> str:
     """Return what most of the step goes to: compute, copy, imbalance, host, or the kind of link with most to do."""
     largest = max(parts, key=lambda name: parts[name])
     if largest == "communication":
-        links = {name: seconds for name, seconds in lower.items() if name != "compute"}
-        return max(links, key=lambda name: links[name], default="communication")
+        return max(busy, key=lambda name: busy[name], default="communication")
     return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 

@@ -4,13 +4,15 @@
 
 A series holds the points of one kernel and variant; its efficiency is taken relative to the figures of the machine that
 was measured, along log(size). ``fixed_s`` is the intercept of the two smallest points. Beyond a factor of two of the
-measured sizes the last efficiency is kept and the lookup says "extrapolated".
+measured sizes the last efficiency is kept and the lookup says "extrapolated". A curve is that of transfers, which have
+no FLOPs and whose time never falls as bytes grow.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 Count = TypeVar("Count", bound=float)
@@ -63,21 +65,25 @@ class Series:
 
     def efficiency(self, size: float) -> float:
         """Return the share of what bounds it that work of a size gets, without the part that does not grow."""
-        return self._at(math.log(max(size, 1.0)))
+        return _linear(self._sizes, self._efficiency, math.log(max(size, 1.0)))
 
     def extrapolates(self, size: float) -> bool:
         """Return whether a size lies more than a factor of two outside the measured ones."""
-        at = math.log(size)
-        return not self._sizes[0] - math.log(2) - 1e-9 <= at <= self._sizes[-1] + math.log(2) + 1e-9
+        return not _covers(self._sizes, math.log(size))
 
-    def _at(self, position: float) -> float:
-        """Return the efficiency at log(size): linear between points, constant outside."""
-        sizes, values = self._sizes, self._efficiency
-        after = bisect.bisect_left(sizes, position)
-        if after in {0, len(sizes)}:
-            return values[min(after, len(sizes) - 1)]
-        share = (position - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
-        return values[after - 1] + share * (values[after] - values[after - 1])
+
+def _covers(sizes: list[float], at: float) -> bool:
+    """Return whether log(size) is within a factor of two of the measured ones."""
+    return sizes[0] - math.log(2) - 1e-9 <= at <= sizes[-1] + math.log(2) + 1e-9
+
+
+def _linear(sizes: list[float], values: list[float], at: float) -> float:
+    """Return a value at log(size): linear between points, constant outside."""
+    after = bisect.bisect_left(sizes, at)
+    if after in {0, len(sizes)}:
+        return values[min(after, len(sizes) - 1)]
+    share = (at - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
+    return values[after - 1] + share * (values[after] - values[after - 1])
 
 
 def _ideal_s(work: Work, on: Figures) -> float:
@@ -86,13 +92,73 @@ def _ideal_s(work: Work, on: Figures) -> float:
 
 
 def _intercept(ordered: list[tuple[Work, float]], on: Figures) -> float:
-    """Return what the two smallest points would take at size zero, between 0 and nine tenths of the least time."""
+    """Return what the two smallest points would take at size zero, and so much that no point takes less than it and
+    its work at full rate: else that point would not come back. 0 if the second point takes no longer than the first.
+    """
     if len(ordered) < 2:
         return 0.0
     (small, t0), (large, t1) = ordered[0], ordered[1]
     x0, x1 = _ideal_s(small, on), _ideal_s(large, on)
-    slope = (t1 - t0) / (x1 - x0) if x1 > x0 else 0.0
-    return min(max(0.0, t0 - slope * x0), 0.9 * min(seconds for _, seconds in ordered))
+    if x1 <= x0 or t1 <= t0:
+        return 0.0
+    most_s = min(min(seconds - _ideal_s(work, on), 0.9 * seconds) for work, seconds in ordered)
+    return max(0.0, min(t0 - (t1 - t0) / (x1 - x0) * x0, most_s))
+
+
+class Curve:
+    """Times of transfers over their bytes: latency, and bytes at a share of the link's rate.
+
+    The share is interpolated as a power of the bytes, so time grows between points as it does from one to the next.
+    Below the least size the latency is kept, and the share.
+    """
+
+    def __init__(self, points: list[tuple[int, float]], measured_on: Figures) -> None:
+        self._on = measured_on
+        ordered = grown(points)
+        self._sizes = [math.log(nbytes) for nbytes, _ in ordered]
+        self.fixed_s = _latency_s(ordered, measured_on.latency_s)
+        self._shares = [
+            math.log(nbytes / measured_on.bytes_per_s / (seconds - self.fixed_s)) for nbytes, seconds in ordered
+        ]
+
+    def seconds(self, nbytes: float, now: Figures) -> float:
+        """Return the time on a machine with the figures ``now``."""
+        return self.delay_s(now) + nbytes / (now.bytes_per_s * self.efficiency(nbytes))
+
+    def delay_s(self, now: Figures) -> float:
+        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
+        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
+
+    def efficiency(self, nbytes: float) -> float:
+        """Return the share of the link's rate that so many bytes get, without the latency."""
+        return math.exp(_linear(self._sizes, self._shares, math.log(max(nbytes, 1.0))))
+
+    def extrapolates(self, nbytes: float) -> bool:
+        """Return whether a size lies more than a factor of two outside the measured ones."""
+        return not _covers(self._sizes, math.log(max(nbytes, 1.0)))
+
+
+def grown(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return points by bytes with times that never fall: where a larger transfer took less, the median of all that
+    stand in each other's way (isotonic regression by pooling adjacent violators).
+    """
+    blocks: list[list[float]] = []
+    ordered = sorted(points)
+    for _, seconds in ordered:
+        blocks.append([seconds])
+        while len(blocks) > 1 and median(blocks[-2]) > median(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    times = (median(block) for block in blocks for _ in block)
+    return [(nbytes, seconds) for (nbytes, _), seconds in zip(ordered, times, strict=True)]
+
+
+def _latency_s(ordered: list[tuple[int, float]], hop_s: float) -> float:
+    """Return what the two smallest transfers would take without bytes: one hop at least, and nine tenths of the least
+    time at most, as where the second takes no longer than the first.
+    """
+    (small, t0), (large, t1) = ordered[0], ordered[min(1, len(ordered) - 1)]
+    at_zero_s = t0 - (t1 - t0) * small / (large - small) if large > small else 0.0
+    return min(max(at_zero_s, hop_s), 0.9 * t0)
 
 
 def between(measured: list[Count], wanted: float) -> tuple[Count, Count, float]:

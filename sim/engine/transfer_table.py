@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import geometric_mean
 
-from sim.engine.series import Figures, Series, Work, between
+from sim.engine.series import Curve, Figures, between
 from sim.profile import TRANSFERS, Point, Profile
 
 
@@ -14,7 +14,7 @@ class TransferTable:
 
     def __init__(self, profile: Profile, figures: Callable[[str], Figures]) -> None:
         """``figures`` are those of a kind of link, or of the only one if that is empty."""
-        self._series: dict[tuple[str, str], dict[int, Series]] = {}
+        self._series: dict[tuple[str, str], dict[int, Curve]] = {}
         grouped: dict[tuple[str, str], dict[int, dict[int, Point]]] = {}
         for point in profile.points:
             if point.kernel in TRANSFERS and point.condition == "idle":
@@ -22,7 +22,7 @@ class TransferTable:
                 by_ranks.setdefault(point.shape[0], {})[point.nbytes] = point
         for (kernel, link), by_ranks in grouped.items():
             self._series[kernel, link] = {
-                ranks: Series([(Work(0, n, float(n)), p.mean_s) for n, p in points.items()], figures(link))
+                ranks: Curve([(nbytes, point.mean_s) for nbytes, point in points.items()], figures(link))
                 for ranks, points in by_ranks.items()
             }
 
@@ -36,14 +36,13 @@ class TransferTable:
         if by_ranks is None:
             return None
         below, above, share = between(sorted(by_ranks), ranks)
-        work = Work(0, round(nbytes), max(nbytes, 1.0))
         times = []
         for count in (below, above):
-            series = by_ranks[count]
-            times.append((series.delay_s(now), series.seconds(work, now)))
+            curve = by_ranks[count]
+            times.append((curve.delay_s(now), curve.seconds(nbytes, now)))
         delay_s, total_s = (a + share * (b - a) for a, b in zip(*times, strict=True))
-        beyond = by_ranks[below].extrapolates(work.size) or not below / 2 <= ranks <= 2 * above
-        note = f"{kernel} of {work.nbytes} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
+        beyond = by_ranks[below].extrapolates(nbytes) or not below / 2 <= ranks <= 2 * above
+        note = f"{kernel} of {round(nbytes)} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
         return min(delay_s, total_s), total_s, note
 
     def efficiency(self, link: str, nbytes: float) -> tuple[float, str]:
@@ -54,6 +53,6 @@ class TransferTable:
         if not kinds:
             return 1.0, "datasheet rate"
         shares = [
-            geometric_mean(series.efficiency(nbytes) for series in by_ranks.values()) for by_ranks in kinds.values()
+            geometric_mean(curve.efficiency(nbytes) for curve in by_ranks.values()) for by_ranks in kinds.values()
         ]
         return min(geometric_mean(shares), 1.0), f"efficiency of {' and '.join(sorted(kinds))}"
