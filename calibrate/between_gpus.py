@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
@@ -52,12 +52,12 @@ def time_between(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtyp
     ranks = tuple(range(session.ranks))
     if case.kernel != "exchange":
         nbytes, link = wire_bytes(case.kernel, ranks, played.nbytes, cluster)
-        return [_point(case.kernel, link, dtype, (session.ranks, nbytes), _times(played, ranks))]
+        return [_point(case.kernel, link, dtype, nbytes, _placed(ranks, link, cluster), _times(played, ranks))]
     by_link: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_link[exchanged_over(rank, session.ranks, cluster)].append(rank)
     return [
-        _point(case.kernel, link, dtype, (2, played.nbytes), _times(played, some))
+        _point(case.kernel, link, dtype, played.nbytes, _placed(ranks, link, cluster), _times(played, some))
         for link, some in sorted(by_link.items())
     ]
 
@@ -82,8 +82,15 @@ def exchanged_over(rank: int, ranks: int, cluster: Cluster) -> str:
     return link_name(min(routes, key=lambda route: route.bytes_per_s).load(1), cluster)
 
 
-def _point(kernel: str, link: str, dtype: Dtype, shape: tuple[int, int], seconds: list[float]) -> Point:
+def _placed(ranks: Sequence[int], link: str, cluster: Cluster) -> tuple[int, ...]:
+    """Return how many ranks communicate over a link and, over NICs, on how many nodes; inside nodes those of one."""
+    nodes = Counter(cluster.devices[rank].node for rank in ranks)
+    return (len(ranks), len(nodes)) if link == "nic" else (max(nodes.values()),)
+
+
+def _point(kernel: str, link: str, dtype: Dtype, nbytes: int, placed: tuple[int, ...], seconds: list[float]) -> Point:
+    shape = (placed[0], nbytes, *placed[1:])
     times = sample(seconds)
     return Point(
-        kernel=kernel, variant=link, dtype=dtype, shape=shape, condition="idle", nbytes=shape[1], **times._asdict()
+        kernel=kernel, variant=link, dtype=dtype, shape=shape, condition="idle", nbytes=nbytes, **times._asdict()
     )

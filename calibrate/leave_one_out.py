@@ -76,5 +76,6 @@ def _without(profile: Profile, idle: list[Point], point: Point, sms: float) -> P
 
 def _series(point: Point) -> tuple[object, ...]:
     """Return what points that are interpolated along their size have in common."""
-    row: tuple[float, ...] = point.shape[:1] if point.kernel in TRANSFERS else series_row(point.kernel, point.shape)
+    transfer = point.kernel in TRANSFERS
+    row: tuple[float, ...] = point.shape[::2] if transfer else series_row(point.kernel, point.shape)
     return (point.kernel, point.variant, point.dtype, row)

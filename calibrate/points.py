@@ -7,7 +7,7 @@ from functools import cached_property
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.kernel_table import series_size
 from sim.engine.tiles import use_of
-from sim.engine.transfer_table import TransferTable
+from sim.engine.transfer_table import TransferTable, spread_of
 from sim.profile import HOST_COPIES, TRANSFERS, Point, Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
@@ -43,8 +43,9 @@ class Predictor:
         """
         if point.kernel not in TRANSFERS:
             return self._cost.kernel_seconds(0, use_of(point))[0]
-        link, now = point.variant, link_figures(self._cluster)(point.variant)
-        found = self._transfers.seconds(point.kernel, link, point.shape[0], point.nbytes, now)
+        link, figures = point.variant, link_figures(self._cluster)
+        now, spread = figures(link), spread_of(point, self._measured.spec.gpus_per_node)
+        found = self._transfers.seconds(point.kernel, link, spread, point.nbytes, figures)
         if found:
             return found[1]
         if point.kernel not in _ONE_STEP:
@@ -58,4 +59,4 @@ class Predictor:
 
     @cached_property
     def _transfers(self) -> TransferTable:
-        return TransferTable(self._profile, link_figures(self._measured))
+        return TransferTable(self._profile, link_figures(self._measured), self._measured.spec.gpus_per_node)

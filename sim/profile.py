@@ -43,7 +43,8 @@ class Point(_Data, frozen=True, kw_only=True):
     """As in ``KernelUse``; of a transfer the kind of link that limits it (nvlink, nic, …), empty: any."""
     dtype: Dtype
     shape: tuple[int, ...]
-    """As in ``KernelUse``; for transfers (ranks, bytes that each rank gives)."""
+    """As in ``KernelUse``; for transfers (ranks of the communicator, bytes that each rank gives), over NICs also the
+    number of nodes, without which the ranks fill nodes."""
     condition: Condition
     """busy: all other cores run the same kernel, or (transfers) every rank computes beside it."""
     median_s: Seconds
@@ -61,9 +62,15 @@ class Point(_Data, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for a shape or size that no lookup could use."""
-        dims = {"attention_forward": 6, "attention_backward": 6, "gemm": 3} | dict.fromkeys(TRANSFERS, 2)
-        if len(self.shape) != dims.get(self.kernel, 1) or min(self.shape) < 1:
-            raise ValueError(f"shape {self.shape} of {self.kernel}: expected {dims.get(self.kernel, 1)} positive sizes")
+        dims = {"attention_forward": (6,), "attention_backward": (6,), "gemm": (3,)} | dict.fromkeys(TRANSFERS, (2, 3))
+        expected = dims.get(self.kernel, (1,))
+        if len(self.shape) not in expected or min(self.shape) < 1:
+            sizes = " or ".join(map(str, expected))
+            raise ValueError(f"shape {self.shape} of {self.kernel}: expected {sizes} positive sizes")
+        if len(self.shape) == 3 and self.kernel in TRANSFERS and self.shape[2] > self.shape[0]:
+            raise ValueError(
+                f"shape {self.shape} of {self.kernel}: {self.shape[0]} ranks are on {self.shape[0]} nodes at most"
+            )
         if self.kernel in TRANSFERS and self.nbytes < 1:
             raise ValueError(f"nbytes {self.nbytes} of {self.kernel}: expected 1 or more")
 

@@ -20,7 +20,8 @@ Row = dict[str, str]
 def rows(table: str) -> Iterator[Row]:
     """Yield the rows of a table."""
     data = resources.files("calibrate.published").joinpath("tables", f"{table}.csv.gz").read_bytes()
-    yield from csv.DictReader(io.StringIO(gzip.decompress(data).decode()))
+    lines = io.StringIO(gzip.decompress(data).decode())
+    yield from csv.DictReader(line for line in lines if not line.startswith("#"))
 
 
 class Averaged(NamedTuple):
@@ -36,9 +37,14 @@ def square_attention(backward: bool, q_shape: tuple[int, int, int, int], band: B
     return attention_use(backward, "bf16", q_shape, q_shape[1], q_shape[2], band)
 
 
-def transfer_point(kernel: str, link: str, ranks: int, nbytes: int, seconds: float, runs: int = 1) -> Point:
-    """Return the point of a transfer that puts so many bytes on the wire per rank."""
-    return kernel_point(KernelUse(kernel, link, "bf16", (ranks, nbytes), 0, nbytes), seconds, runs)
+def transfer_point(
+    kernel: str, link: str, ranks: int, nbytes: int, seconds: float, runs: int = 1, nodes: int | None = None
+) -> Point:
+    """Return the point of a transfer that puts so many bytes on the wire per rank; over NICs with the number of nodes,
+    by default as many as the ranks fill.
+    """
+    shape = (ranks, nbytes) if nodes is None else (ranks, nbytes, nodes)
+    return kernel_point(KernelUse(kernel, link, "bf16", shape, 0, nbytes), seconds, runs)
 
 
 def kernel_point(use: KernelUse, seconds: float, runs: int = 1) -> Point:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
-from sim.engine.transfer_table import TransferTable
+from sim.engine.transfer_table import Spread, TransferTable
 from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place
@@ -40,6 +41,8 @@ class _Moving(NamedTuple):
     """Whose memory and threads this activity uses."""
     group: int
     """How many ranks communicate at the same time."""
+    spread: Spread
+    """Of the ranks of its communicator."""
     load: dict[int, float]
     """Bytes per link."""
     hop_s: float
@@ -60,6 +63,7 @@ class CostModel:
         self._kernel = cache(self._find_kernel)
         self._seconds = cache(self._find_seconds)
         self._transfer = cache(self._find_transfer)
+        self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.notes: set[str] = set()
@@ -147,27 +151,36 @@ class CostModel:
         key = (rank, HOST_COPY_KINDS[there][op.stream], nbytes)
         if key not in self._host_copy_cache:
             route = self._cluster.host_route(rank, to_host=op.stream == OFFLOAD)
-            self._host_copy_cache[key] = self._moving(self._message(key[1], (rank,), 1, route, nbytes))
+            self._host_copy_cache[key] = self._moving(self._message(key[1], (rank,), Spread(1, 1.0), route, nbytes))
         return self._host_copy_cache[key]
 
-    def transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
+    def transfer(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
-        ``group`` ranks exchange at the same time, each sending and receiving; between GPUs, which have links of their
-        own, it does not matter how many.
+        ``group`` are the ranks of the communicator: on a host they all exchange at the same time, and NCCL gives each
+        hop fewer channels the more ranks it has.
         """
-        return self._transfer(source, target, nbytes, group if self._cluster.spec.gpu.kind == "cpu" else 2)
+        return self._transfer(source, target, nbytes, self._spread(source, target, group))
 
-    def _find_transfer(self, source: int, target: int, nbytes: int, group: int) -> Activity:
+    def _spread(self, source: int, target: int, group: tuple[int, ...]) -> Spread:
+        """Return how the ranks of a group are spread that matter to a message: over all its nodes, or in one."""
+        found = self._counted.get(id(group))
+        if found is None:  # kept with the group itself, so that no other one gets its id
+            found = self._counted[id(group)] = (group, Counter(self._cluster.devices[rank].node for rank in group))
+        here, there = (self._cluster.devices[rank].node for rank in (source, target))
+        return Spread(len(found[1]), len(group) / len(found[1])) if here != there else Spread(1, float(found[1][here]))
+
+    def _find_transfer(self, source: int, target: int, nbytes: int, spread: Spread) -> Activity:
         route = self._cluster.route(source, target)
-        return self._moving(self._message("exchange", (source, target), group, route, nbytes))
+        return self._moving(self._message("exchange", (source, target), spread, route, nbytes))
 
-    def _message(self, kernel: str, ranks: tuple[int, ...], group: int, route: Route, nbytes: int) -> _Moving:
+    def _message(self, kernel: str, ranks: tuple[int, ...], spread: Spread, route: Route, nbytes: int) -> _Moving:
         """Return bytes that take one route."""
         load = route.load(nbytes)
         slowest = slowest_link(load, self._cluster)
         least_s = load[slowest] / self._cluster.resources[slowest].capacity
-        return _Moving(kernel, ranks, group, load, route.latency_s, 1, nbytes, least_s)
+        group = round(spread.nodes * spread.per_node)
+        return _Moving(kernel, ranks, group, spread, load, route.latency_s, 1, nbytes, least_s)
 
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
@@ -184,7 +197,8 @@ class CostModel:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
                 least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, near), self._cluster)
-                moving = _Moving(op.name, own, len(ranks), *traffic, least_s)
+                nodes = len({self._cluster.devices[rank].node for rank in ranks})
+                moving = _Moving(op.name, own, len(ranks), Spread(nodes, len(ranks) / nodes), *traffic, least_s)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -222,8 +236,7 @@ class CostModel:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
             busiest = what.load[slowest_of_kind(what.load, link, self._cluster)]
-            now = self._link_figures(link)  # a measured time has the latencies of all of its steps in it
-            found = self._transfers.seconds(what.kernel, link, what.group, busiest, now)
+            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, self._link_figures)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, what.least_s) - delay_s
@@ -286,7 +299,9 @@ def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
 
     transfers = any(point.kernel in TRANSFERS for point in profile.points)
     kernels = KernelTable(profile, figures, spec.gpu.sms)
-    return kernels, TransferTable(profile, link_figures(Cluster(spec))) if transfers else None
+    if not transfers:
+        return kernels, None
+    return kernels, TransferTable(profile, link_figures(Cluster(spec)), spec.gpus_per_node)
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
@@ -302,7 +317,8 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
                 return Figures(1.0, route.bytes_per_s, route.latency_s)
             if link in {cluster.resources[index].group for index in load}:
                 slowest = slowest_of_kind(load, link, cluster)
-                return Figures(1.0, cluster.resources[slowest].capacity / load[slowest], route.latency_s)
+                rate = min(cluster.resources[slowest].capacity / load[slowest], route.bytes_per_s)
+                return Figures(1.0, rate, route.latency_s)
         raise InputError(
             f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"
         )

@@ -55,8 +55,8 @@ class MessageKey(NamedTuple):
     source: int
     target: int
     nbytes: int
-    group: int
-    """How many ranks its communicator has."""
+    group: tuple[int, ...]
+    """Ranks of its communicator."""
 
 
 class CollectiveKey(NamedTuple):
@@ -305,13 +305,19 @@ class _Met:
         self.transfers_of = (np.arange(len(of_op)) % max(len(sent), 1))[order].astype(INT)
         ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops))
         into.ops["transfers_end"], into.ops["transfers"][1:] = ends, ends[:-1]
-        members = [{rank: len(group) for group in c.groups for rank in group} for c in self._communicators]
-        sizes = np.array([[of.get(rank, 0) for rank in range(len(into.programs))] for of in members], np.int64)
-        groups = sizes[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
-        keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], groups])
+        groups = [group for communicator in self._communicators for group in communicator.groups]
+        group_of = np.full((len(self._communicators), len(into.programs)), -1, np.int64)
+        for number, (communicator, group) in enumerate(
+            (c, g) for c, one in enumerate(self._communicators) for g in one.groups
+        ):
+            group_of[communicator, list(group)] = number
+        numbers = group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
+        keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], numbers])
         distinct, self.transfer_message = np.unique(keys, axis=0, return_inverse=True)
         self.transfer_message = self.transfer_message.reshape(-1)
-        self.messages = [MessageKey(*key) for key in distinct.tolist()]
+        self.messages = [
+            MessageKey(source, target, nbytes, groups[number]) for source, target, nbytes, number in distinct.tolist()
+        ]
 
     def _set_groups(self, collectives: Array, into: Lowered) -> None:
         """Let the n-th collectives of all members of a group be one."""

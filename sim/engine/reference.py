@@ -94,7 +94,7 @@ class _Player:
         self._missing = {key: len(found) for key, found in self._matching.transfers_of.items()}
         self._absent = [len(group.members) for group in self._matching.groups]
         schedule = self._schedule = checked.schedule
-        self._group_size = cache(lambda name, rank: len(schedule.communicator(name).group_of(rank)))
+        self._group = cache(lambda name, rank: schedule.communicator(name).group_of(rank))
         self._cuda = cluster.spec.gpu.kind == "cuda"
 
     def play(self) -> Times:
@@ -184,7 +184,7 @@ class _Player:
             source, target, _, nbytes = self._matching.transfers[number]
             for rank, index in (source, target):
                 self._ranks[rank].begun[index] = now
-            activity = self._cost.transfer(source[0], target[0], nbytes, self._group_size(op.communicator, key[0]))
+            activity = self._cost.transfer(source[0], target[0], nbytes, self._group(op.communicator, key[0]))
             self._network.run(activity, partial(self._arrived, source, target))
         if not self._missing.get(key):
             return False

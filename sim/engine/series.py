@@ -112,11 +112,12 @@ class Curve:
     Below the least size the latency is kept, and the share.
     """
 
-    def __init__(self, points: list[tuple[int, float]], measured_on: Figures) -> None:
+    def __init__(self, points: list[tuple[int, float]], measured_on: Figures, hop_s: float) -> None:
+        """``measured_on`` has the latency that the part without bytes scales with, ``hop_s`` is that of one hop."""
         self._on = measured_on
         ordered = grown(points)
         self._sizes = [math.log(nbytes) for nbytes, _ in ordered]
-        self.fixed_s = _latency_s(ordered, measured_on.latency_s)
+        self.fixed_s = _latency_s(ordered, hop_s)
         self._shares = [
             math.log(nbytes / measured_on.bytes_per_s / (seconds - self.fixed_s)) for nbytes, seconds in ordered
         ]

@@ -1,47 +1,74 @@
-"""Lookup of measured times of communication: by kind, link and number of ranks."""
+"""Lookup of measured times of communication: by kind, link, number of nodes and of ranks a node."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import geometric_mean
+from typing import NamedTuple
 
 from sim.engine.series import Curve, Figures, between
 from sim.profile import TRANSFERS, Point, Profile
 
 
-class TransferTable:
-    """All measured points of communication of one profile, by kind, link and number of ranks."""
+class Spread(NamedTuple):
+    """How the ranks of a communicator are spread over nodes."""
 
-    def __init__(self, profile: Profile, figures: Callable[[str], Figures]) -> None:
+    nodes: int
+    per_node: float
+    """Ranks of each, on average."""
+
+
+class TransferTable:
+    """All measured points of communication of one profile, by kind and link, ranks a node and nodes."""
+
+    def __init__(self, profile: Profile, figures: Callable[[str], Figures], gpus_per_node: int) -> None:
         """``figures`` are those of a kind of link, or of the only one if that is empty."""
-        self._series: dict[tuple[str, str], dict[int, Curve]] = {}
-        grouped: dict[tuple[str, str], dict[int, dict[int, Point]]] = {}
+        self._figures = figures
+        grouped: dict[tuple[str, str], dict[float, dict[int, dict[int, Point]]]] = {}
         for point in profile.points:
             if point.kernel in TRANSFERS and point.condition == "idle":
-                by_ranks = grouped.setdefault((point.kernel, point.variant), {})
-                by_ranks.setdefault(point.shape[0], {})[point.nbytes] = point
-        for (kernel, link), by_ranks in grouped.items():
-            self._series[kernel, link] = {
-                ranks: Curve([(nbytes, point.mean_s) for nbytes, point in points.items()], figures(link))
-                for ranks, points in by_ranks.items()
+                nodes, per_node = spread_of(point, gpus_per_node)
+                by_nodes = grouped.setdefault((point.kernel, point.variant), {}).setdefault(per_node, {})
+                by_nodes.setdefault(nodes, {})[point.nbytes] = point
+        self._curves = {
+            (kernel, link): {
+                per_node: {
+                    nodes: Curve(
+                        [(nbytes, point.mean_s) for nbytes, point in points.items()],
+                        latencies(kernel, link, Spread(nodes, per_node), figures),
+                        figures(link).latency_s,
+                    )
+                    for nodes, points in by_nodes.items()
+                }
+                for per_node, by_nodes in by_per_node.items()
             }
+            for (kernel, link), by_per_node in grouped.items()
+        }
 
     def seconds(
-        self, kernel: str, link: str, ranks: int, nbytes: float, now: Figures
+        self, kernel: str, link: str, spread: Spread, nbytes: float, figures: Callable[[str], Figures]
     ) -> tuple[float, float, str] | None:
-        """Return (latency part, whole time, note) of a transfer that puts ``nbytes`` on its slowest link, between the
-        measured numbers of ranks in proportion to the logarithm; None if nothing like it was measured.
+        """Return (latency part, whole time, note) of a transfer that puts ``nbytes`` on the busiest link of its kind,
+        on a machine with such ``figures``: between what was measured, by the logarithms of ranks a node and of nodes;
+        None if nothing like it was.
         """
-        by_ranks = self._series.get((kernel, link), self._series.get((kernel, "")))
-        if by_ranks is None:
+        curves = self._curves.get((kernel, link), self._curves.get((kernel, "")))
+        if curves is None:
             return None
-        below, above, share = between(sorted(by_ranks), ranks)
+        now = latencies(kernel, link, spread, figures)
+        below, above, share = between(sorted(curves), spread.per_node)
+        beyond = kernel != "exchange" and not below / 2 <= spread.per_node <= 2 * above  # which only two take part in
         times = []
-        for count in (below, above):
-            curve = by_ranks[count]
-            times.append((curve.delay_s(now), curve.seconds(nbytes, now)))
-        delay_s, total_s = (a + share * (b - a) for a, b in zip(*times, strict=True))
-        beyond = by_ranks[below].extrapolates(nbytes) or not below / 2 <= ranks <= 2 * above
+        for per_node in (below, above):
+            few, many, up = between(sorted(curves[per_node]), spread.nodes)
+            beyond = beyond or not few / 2 <= spread.nodes <= 2 * many
+            beyond = beyond or curves[per_node][few].extrapolates(nbytes)
+            one, other = curves[per_node][few], curves[per_node][many]
+            ends = [(curve.delay_s(now), curve.seconds(nbytes, now)) for curve in (one, other)]
+            times.append(_mixed(ends[0], ends[1], up))
+        delay_s, total_s = _mixed(times[0], times[1], share)
+        ranks = round(spread.nodes * spread.per_node)
         note = f"{kernel} of {round(nbytes)} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
         return min(delay_s, total_s), total_s, note
 
@@ -49,10 +76,44 @@ class TransferTable:
         """Return the share of a link's rate that a kind of communication gets which was not measured over it, and what
         to call that rate: the geometric mean of the kinds that were.
         """
-        kinds = {kernel: by_ranks for (kernel, of), by_ranks in self._series.items() if of in {link, ""}}
+        kinds = {kernel: curves for (kernel, of), curves in self._curves.items() if of in {link, ""}}
         if not kinds:
             return 1.0, "datasheet rate"
         shares = [
-            geometric_mean(curve.efficiency(nbytes) for curve in by_ranks.values()) for by_ranks in kinds.values()
+            geometric_mean(curve.efficiency(nbytes) for by_nodes in curves.values() for curve in by_nodes.values())
+            for curves in kinds.values()
         ]
         return min(geometric_mean(shares), 1.0), f"efficiency of {' and '.join(sorted(kinds))}"
+
+
+def spread_of(point: Point, gpus_per_node: int) -> Spread:
+    """Return on how many nodes the ranks of a measured transfer were."""
+    ranks = point.shape[0]
+    if point.variant != "nic":
+        return Spread(1, float(ranks))
+    nodes = point.shape[2] if len(point.shape) == 3 else max(2, -(-ranks // gpus_per_node))
+    return Spread(nodes, ranks / nodes)
+
+
+def latencies(kernel: str, link: str, spread: Spread, figures: Callable[[str], Figures]) -> Figures:
+    """Return a link's rate, and the latency that what a transfer takes without bytes is in proportion to: of rings that
+    of all steps, of sums over nodes that of trees, else of one hop. NCCL's own latencies of 2 to 32 nodes grow so.
+    """
+    hop = figures(link)
+    if link != "nic":
+        steps = spread.per_node - 1 if kernel in {"all_gather", "reduce_scatter"} else 1
+        return hop._replace(latency_s=hop.latency_s * max(steps, 1))
+    nodes, per_node = spread
+    near_s = figures("").latency_s if per_node > 1 else 0.0
+    if kernel in {"all_gather", "reduce_scatter"}:
+        mean_s = ((per_node - 1) * near_s + hop.latency_s) / per_node
+        return hop._replace(latency_s=mean_s * (nodes * per_node - 1))
+    if kernel == "all_reduce":
+        return hop._replace(latency_s=2 * ((per_node - 1) * near_s + math.log2(nodes) * hop.latency_s))
+    return hop
+
+
+def _mixed(one: tuple[float, float], other: tuple[float, float], share: float) -> tuple[float, float]:
+    """Return what lies between two pairs."""
+    (a, b), (c, d) = one, other
+    return a + share * (c - a), b + share * (d - b)

@@ -174,11 +174,11 @@ def test_what_ifs_reach_measured_costs() -> None:
     assert seconds(slow.kernel(0, use)) == pytest.approx(2 * seconds(base.kernel(0, use)))
     assert seconds(slow.kernel(1, use)) == seconds(base.kernel(1, use))
     size = 2**24
-    assert seconds(base.transfer(0, 1, size, 4)) == pytest.approx(2e-5 + size / 0.5e10)
+    assert seconds(base.transfer(0, 1, size, (0, 1, 2, 3))) == pytest.approx(2e-5 + size / 0.5e10)
     linked = what_if("nvlink.bytes_per_s", "*4")
-    assert seconds(linked.transfer(0, 1, size, 4)) == pytest.approx(2e-5 + size / 2e10)
+    assert seconds(linked.transfer(0, 1, size, (0, 1, 2, 3))) == pytest.approx(2e-5 + size / 2e10)
     near = what_if("nvlink.latency_s", "/2")
-    assert seconds(near.transfer(0, 1, size, 4)) == pytest.approx(1e-5 + size / 0.5e10)
+    assert seconds(near.transfer(0, 1, size, (0, 1, 2, 3))) == pytest.approx(1e-5 + size / 0.5e10)
 
 
 def test_memory_takes_over_as_the_bound_when_it_is_made_slow() -> None:

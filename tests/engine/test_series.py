@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def test_what_grows_stays_and_what_falls_is_pooled(points: list[tuple[int, float
     """Times never fall; what no larger transfer undercuts, and is undercut by none, is kept."""
     found = grown(points)
     assert [nbytes for nbytes, _ in found] == sorted(nbytes for nbytes, _ in points)
-    assert all(one[1] <= next_one[1] for one, next_one in zip(found, found[1:], strict=False))
+    assert all(one[1] <= next_one[1] for one, next_one in pairwise(found))
     measured = dict(points)
     for nbytes, seconds in found:
         before = [time for size, time in points if size < nbytes]
@@ -42,22 +44,22 @@ def test_pools_by_hand(times: list[float], pooled: list[float]) -> None:
 
 @given(POINTS, st.lists(st.integers(1, 2**36), min_size=2, max_size=20))
 def test_transfers_grow_with_bytes_and_keep_their_points(points: list[tuple[int, float]], sizes: list[int]) -> None:
-    curve = Curve(points, ON)
+    curve = Curve(points, ON, ON.latency_s)
     for nbytes, seconds in grown(points):
         assert curve.seconds(nbytes, ON) == pytest.approx(seconds)
     times = [curve.seconds(nbytes, ON) for nbytes in sorted(sizes)]
-    assert all(one <= later * (1 + 1e-9) for one, later in zip(times, times[1:], strict=False))
+    assert all(one <= later * (1 + 1e-9) for one, later in pairwise(times))
     least = min(seconds for _, seconds in points)
     assert times[0] >= min(ON.latency_s, 0.9 * least)
 
 
 def test_below_the_least_size_the_latency_is_kept() -> None:
     """20 us and 1 GB/s: of 1 byte still 20 us; where the intercept is none, one hop."""
-    curve = Curve([(10_000, 30e-6), (20_000, 40e-6)], ON)
+    curve = Curve([(10_000, 30e-6), (20_000, 40e-6)], ON, ON.latency_s)
     assert curve.seconds(1, ON) == pytest.approx(20e-6, rel=1e-3)
-    steep = Curve([(10_000, 10e-6), (20_000, 40e-6)], ON)
+    steep = Curve([(10_000, 10e-6), (20_000, 40e-6)], ON, ON.latency_s)
     assert steep.seconds(1, ON) == pytest.approx(5e-6, rel=1e-3)
-    assert Curve([(10_000, 3e-6), (20_000, 9e-6)], ON).seconds(1, ON) == pytest.approx(2.7e-6, rel=1e-3)
+    assert Curve([(10_000, 3e-6), (20_000, 9e-6)], ON, ON.latency_s).seconds(1, ON) == pytest.approx(2.7e-6, rel=1e-3)
 
 
 def test_a_second_kernel_that_takes_less_says_nothing_of_a_fixed_time() -> None:

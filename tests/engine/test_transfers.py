@@ -31,4 +31,4 @@ def test_a_wider_nic_reaches_what_was_measured_over_nics(mib: int) -> None:
         )
         for factor in ("/2", "*1", "*2")
     ]
-    assert times[0] > 1.15 * times[1] > 1.15 * 1.05 * times[2]
+    assert times[0] > 1.15 * times[1] > 1.15 * 1.03 * times[2], "twice the NIC is held to PCIe, a quarter faster"
