@@ -38,7 +38,20 @@ _KEYS = {"pass": "passes"} | {
 _ALWAYS = ("model", "cluster")
 """What a case file says even where it is the default."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
-_KEYS_ALONE = ("model", "cluster", "nodes", "gpus", "batch", "mask", "window", "dtype", "seed", "jitter", "set")
+_KEYS_ALONE = (
+    "model",
+    "cluster",
+    "nodes",
+    "gpus",
+    "batch",
+    "mask",
+    "window",
+    "dtype",
+    "seed",
+    "jitter",
+    "seeds",
+    "set",
+)
 """What says anything of an op alone, beside how large it is."""
 
 

@@ -151,7 +151,7 @@ def timed(case: Case) -> tuple[Taken, int, int]:
     checked = clock.of(lambda: check(schedule))
     lowered = clock.of(lambda: Lowered(checked))
     cluster = Cluster(case.spec)
-    priced = clock.of(lambda: native.Priced(lowered, cluster, CostModel(Cluster(case.spec), case.profile), None))
+    priced = clock.of(lambda: native.Priced(lowered, cluster, CostModel(Cluster(case.spec), case.profile)))
     times, events = clock.of(lambda: native.run(native.library(), lowered, priced))
     prepared = Prepared(checked)
     simulation = prepared.play(cluster, case.profile)
@@ -201,7 +201,7 @@ def single_messages(ranks: int) -> tuple[int, float]:
     schedule = Schedule(header, program)
     lowered = Lowered(Checked(schedule))
     cluster = Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=ranks // 8))
-    priced = native.Priced(lowered, cluster, CostModel(cluster, None), None)
+    priced = native.Priced(lowered, cluster, CostModel(cluster, None))
     clock = Stopwatch()
     for _ in range(ROUNDS):
         clock.of(lambda: native.run(native.library(), lowered, priced))

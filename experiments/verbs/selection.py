@@ -48,8 +48,11 @@ class Selection:
     seed: int = 0
     """Seed of the inputs, and of the jitter."""
     jitter: OptionalFloat = None
-    """Relative noise of simulated kernel times (half normal): 0.05 is a noisy machine. By default what the profile has
-    measured; 0 for none."""
+    """Standard deviation of simulated kernel times, as a share: 0.05 is a noisy machine. By default what the profile
+    has measured, on GPUs 0.0127; 0 for none."""
+    seeds: OptionalInt = None
+    """Seeds of that noise to play, from --seed on: the step is their median. Odd; by default 5 on GPUs, 1 with --vary
+    and on a CPU."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all: then all replicas are played."""
     layers: int = 1

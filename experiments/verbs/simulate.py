@@ -93,7 +93,8 @@ def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
         def show(done: int, count: int, left_s: float) -> None:
             progress.update(task, completed=done, total=count, description=f"{seconds(left_s)} left", refresh=True)
 
-        found = longstep.sweep(predicted, vary, processes=command.processes, progress=show)
+        seeds = 1 if setup.seeds is None else setup.seeds
+        found = longstep.sweep(predicted, vary, seeds=seeds, processes=command.processes, progress=show)
     if command.json:
         print_json(found.rows, console)
         return

@@ -48,6 +48,9 @@ def report_table(title: str, report: Report) -> Table:
     table.add_row("step time", seconds(report.step_time_s))
     if report.interval_s:
         table.add_row("  90 % interval", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")
+    if len(report.step_times_s) > 1:
+        fastest_s, *_, slowest_s = report.step_times_s
+        table.add_row(f"  of {len(report.step_times_s)} seeds", f"{seconds(fastest_s)} to {seconds(slowest_s)}")
     table.add_row("tokens per second and GPU", f"{report.tokens_per_s_per_gpu:.4g}")
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")

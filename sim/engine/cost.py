@@ -79,6 +79,11 @@ class CostModel:
                 )
             self._kernels, self._transfers = _tables(profile)
 
+    @property
+    def cuda(self) -> bool:
+        """Whether ranks are GPUs, which run kernels and communication side by side, and not threads of a CPU."""
+        return self._cluster.spec.gpu.kind == "cuda"
+
     def kernel(self, rank: int, use: KernelUse) -> Activity:
         """Return a kernel on a rank's device: it flows over the SMs (or a core) and the memory that it works on."""
         return located(self.kernel_anywhere(rank, use), self._cluster.devices[rank])

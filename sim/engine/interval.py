@@ -25,16 +25,17 @@ class Interval(NamedTuple):
 def interval(simulation: Simulation) -> Interval | None:
     """Return the interval of a simulated step; None where nothing is known of how far its costs may be off.
 
-    Its ends are those of ``bounds``; at the upper one kernels during communication take as much longer as
-    ``profile.beside_communication`` says.
+    Its ends are those of ``bounds``, and as far beyond as the fastest and the slowest seed are from the median; at the
+    upper one kernels during communication take as much longer as ``profile.beside_communication`` says.
     """
     profile, traces = simulation.profile, bounds(simulation)
     if profile is None or traces is None:
         return None
     low, high = traces
     longer_s = (profile.beside_communication - 1) * overlapped_s(high, critical_rank(high))
-    step_s = simulation.trace.step_time_s
-    return Interval(min(low.step_time_s, step_s), max(high.step_time_s + longer_s, step_s))
+    step_s, seeds_s = simulation.trace.step_time_s, simulation.step_times_s
+    low_s, high_s = min(low.step_time_s, step_s), max(high.step_time_s + longer_s, step_s)
+    return Interval(low_s - (step_s - seeds_s[0]), high_s + (seeds_s[-1] - step_s))
 
 
 def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
@@ -44,11 +45,11 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
     where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
     sustained load, too.
     """
-    checked, cluster, profile, jitter, *_ = simulation
+    checked, cluster, profile, noise = simulation.checked, simulation.cluster, simulation.profile, simulation.noise
     if profile is None or not profile.residuals:
         return None
     low, high = (
-        simulate(checked, cluster, bounded, jitter, engine=simulation.engine).trace for bounded in _bounded(profile)
+        simulate(checked, cluster, bounded, noise, engine=simulation.engine).trace for bounded in _bounded(profile)
     )
     return low, high
 

@@ -37,8 +37,6 @@ GROUP = np.dtype([("members", INT), ("members_end", INT)])
 PROGRAM = np.dtype([("ops", INT), ("ops_end", INT), ("compute_stream", INT)])
 
 Array: TypeAlias = NDArray[Any]
-Stretch: TypeAlias = NDArray[np.float64] | None
-"""Per op by how much it takes longer, if it is a kernel; None: none does."""
 
 
 class Times(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, assert_never
 
 import numpy as np
 
 from sim.engine.cost import CostModel
-from sim.engine.lowered import Array, Lowered, Stretch, Times
+from sim.engine.jitter import Stretch
+from sim.engine.lowered import Array, Lowered, Times
 from sim.engine.phases import Activity, Flow, Latency, Wait
 from sim.errors import InputError
 from sim.native.library import load
@@ -94,7 +95,7 @@ class _Activities:
 class Priced:
     """What a machine makes of a lowered schedule."""
 
-    def __init__(self, lowered: Lowered, cluster: Cluster, cost: CostModel, stretch: Stretch) -> None:
+    def __init__(self, lowered: Lowered, cluster: Cluster, cost: CostModel) -> None:
         """Ask for the cost of everything that is distinct, once."""
         activities, devices = _Activities(), cluster.devices[: len(lowered.programs)]
         ranks = {device.speed: rank for rank, device in reversed(list(enumerate(devices)))}
@@ -123,8 +124,6 @@ class Priced:
             "issue_s": np.array([cost.issue_s(op, use) for op, use in lowered.issues.found], float),
             **activities.arrays(),
         }
-        if stretch is not None:
-            self.arrays["stretch"] = stretch
         cuda = cluster.spec.gpu.kind == "cuda"
         counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
         self.struct = _Costs(**dict(zip(_COST_COUNTS, counts, strict=True)), hold=cost.held, **_pointers(self.arrays))
@@ -135,12 +134,13 @@ def _pointers(arrays: dict[str, Array]) -> dict[str, int]:
     return {name: array.ctypes.data for name, array in arrays.items()}
 
 
-def play(lowered: Lowered, cluster: Cluster, cost: CostModel, stretch: Stretch) -> Times:
-    """Return when every op was posted, begun and ended; -1 where it never came to that.
+def plays(lowered: Lowered, cluster: Cluster, cost: CostModel, stretches: Sequence[Stretch]) -> list[Times]:
+    """Return for each noise when every op was posted, begun and ended; -1 where it never came to that.
 
     Raises UnavailableError where there is no native library.
     """
-    return run(library(), lowered, Priced(lowered, cluster, cost, stretch))[0]
+    found, priced = library(), Priced(lowered, cluster, cost)
+    return [run(found, lowered, priced, stretch)[0] for stretch in stretches]
 
 
 def library() -> ctypes.CDLL:
@@ -154,15 +154,17 @@ def _require_equal(library: ctypes.CDLL) -> None:
     selfcheck.require_equal(library)
 
 
-def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced) -> tuple[Times, int]:
-    """Return the times of all ops, and the number of events that it took."""
+def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced, stretch: Stretch = None) -> tuple[Times, int]:
+    """Return the times of all ops with some noise, and the number of events that it took."""
     times = Times(*np.empty((3, lowered.num_ops)))
     arrays: dict[str, Any] = {name: getattr(lowered, name) for name in _SCORE_ARRAYS}
     counts = (len(lowered.programs), lowered.num_ops, len(lowered.streams), len(lowered.transfers), len(lowered.groups))
     score = _Score(**dict(zip(_SCORE_COUNTS, counts, strict=True)), **_pointers(arrays))
+    costs = _Costs.from_buffer_copy(priced.struct)
+    costs.stretch = None if stretch is None else stretch.ctypes.data
     events = ctypes.c_int64()
     pointers = (ctypes.c_void_p(column.ctypes.data) for column in times)
-    failed = library.play(ctypes.byref(score), ctypes.byref(priced.struct), *pointers, ctypes.byref(events))
+    failed = library.play(ctypes.byref(score), ctypes.byref(costs), *pointers, ctypes.byref(events))
     if failed == _OUT_OF_MEMORY:
         raise InputError(f"{lowered.num_ops} ops are too many for this machine's memory: use fewer ranks or layers")
     assert failed != _UNKNOWN, "player.c knows fewer kinds of ops or phases than Python"

@@ -14,7 +14,7 @@ other side has posted too, a collective begins when its last member has posted.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import assert_never
 
@@ -22,9 +22,10 @@ import numpy as np
 
 from sim.engine.clock import Clock, Then
 from sim.engine.cost import CostModel
-from sim.engine.lowered import Stretch, Times, part_bytes
+from sim.engine.jitter import Stretch
+from sim.engine.lowered import Times, part_bytes
 from sim.engine.network import Network
-from sim.engine.phases import Activity, Flow, located
+from sim.engine.phases import Activity, Flow, Latency, located
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
@@ -45,7 +46,7 @@ class _Rank:
     """What the streams of one rank share: its ops with all that can be known of them before, and their times."""
 
     def __init__(
-        self, program: Program, checked: Checked, cluster: Cluster, cost: CostModel, stretch: Iterable[float]
+        self, program: Program, checked: Checked, cluster: Cluster, cost: CostModel, stretch: Sequence[float]
     ) -> None:
         gpu, rank, count = cluster.spec.gpu, program.rank, len(program.ops)
         device = cluster.devices[rank]
@@ -62,7 +63,11 @@ class _Rank:
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
         behind = _behind(program, cuda=gpu.kind == "cuda")
         self.waits = [(*data, *kernel) for data, kernel in zip(checked.dependencies[rank].waits, behind, strict=True)]
-        self.handoff = located(cost.handoff, device)
+        handoff = located(cost.handoff, device)
+        self.handoffs = [
+            handoff if isinstance(op, ops.Kernel) else _delayed(handoff, factor)
+            for op, factor in zip(program.ops, stretch, strict=True)
+        ]
         self.holds = ((device.compute, cost.held),) if cost.held else ()
         self.posted, self.begun, self.ended = ([_NOT_YET] * count for _ in range(3))
         self.waiting: dict[int, list[Then]] = {}
@@ -117,7 +122,7 @@ class _Player:
     def _stream(self, rank: _Rank, indices: list[int]) -> Generator[None, Then, None]:
         """Take the ops of one stream in order, each from its issue to its end."""
         clock, network = self._clock, self._network
-        number, program, activities, holds, handoff = rank.number, rank.ops, rank.activities, rank.holds, rank.handoff
+        number, program, activities, holds, handoffs = rank.number, rank.ops, rank.activities, rank.holds, rank.handoffs
         posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
         own = program[indices[0]].stream in {ops.COMPUTE, ops.HOST}
         resume = yield
@@ -137,8 +142,8 @@ class _Player:
                 if ended[other] < 0:
                     waiting.setdefault(other, []).append(resume)
                     yield
-            if handoff and self._hands_over(own, asleep_since_s, issued_s):
-                network.run(handoff, wake)
+            if handoffs[index] and self._hands_over(own, asleep_since_s, issued_s):
+                network.run(handoffs[index], wake)
                 yield
             posted[index] = begun[index] = clock.now
             activity = activities[index]
@@ -228,6 +233,15 @@ def _stretched(activity: Activity, factor: float) -> Activity:
         return activity
     return tuple(
         phase._replace(seconds=phase.seconds * factor) if isinstance(phase, Flow) else phase for phase in activity
+    )
+
+
+def _delayed(handoff: Activity, factor: float) -> Activity:
+    """Return a handoff whose latency is ``factor`` times as long."""
+    if factor == 1.0:
+        return handoff
+    return tuple(
+        [phase._replace(seconds=phase.seconds * factor) if isinstance(phase, Latency) else phase for phase in handoff]
     )
 
 

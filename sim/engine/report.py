@@ -38,12 +38,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was extrapolated or came from elsewhere."""
 
 
+RACE = 1.02
+"""How far seeds of noise may be apart, as a factor, before the answer says so: noise alone makes less than 1 %."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated step. Times in seconds, sizes in bytes."""
 
     step_time_s: float
     interval_s: Interval | None
     """The 90 % interval; None where it was not asked for, or the profile has no residuals."""
+    step_times_s: tuple[float, ...]
+    """Of each seed of noise that was played, in order; the step time is their median."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
@@ -81,6 +87,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     return Report(
         step_time_s=step_s,
         interval_s=interval(simulation) if with_interval else None,
+        step_times_s=simulation.step_times_s,
         tokens_per_s_per_gpu=replicas * workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
@@ -248,10 +255,22 @@ def bound_by(parts: dict[PartName, float], busy: dict[str, float]) -> str:
     return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 
+def _races(simulation: Simulation) -> list[str]:
+    """Return a note where microseconds decide how long the step takes."""
+    fastest_s, slowest_s = simulation.step_times_s[0], simulation.step_times_s[-1]
+    if slowest_s <= fastest_s * RACE:
+        return []
+    span = f"{fastest_s * 1e3:.4g} to {slowest_s * 1e3:.4g} ms in {len(simulation.step_times_s)} seeds of noise"
+    return [f"which kernel gets its SMs first decides the step: {span}; a machine may be at either end"]
+
+
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
-    profile, notes = simulation.profile, [*sorted(simulation.cost.notes), *more, *(model.notes or ())]
+    profile, notes = (
+        simulation.profile,
+        [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())],
+    )
     if profile is None:
         name = simulation.cluster.spec.name
         rates = (

@@ -61,5 +61,5 @@ def _equal(library: ctypes.CDLL, cell: _Cell) -> bool:
     cluster, lowered = Cluster(spec), Lowered(checked)
     stretch = 1 + np.arange(lowered.num_ops) % 7 / 50 if cell.stretched else None
     cost = CostModel(cluster, None)
-    found, _ = native.run(library, lowered, native.Priced(lowered, cluster, cost, stretch))
+    found, _ = native.run(library, lowered, native.Priced(lowered, cluster, cost), stretch)
     return all(map(np.array_equal, found, reference.play(checked, cluster, cost, stretch)))

@@ -7,17 +7,15 @@ much as a hundred times as fast. Their times are equal to the last bit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from random import Random
 from typing import Literal, NamedTuple
-
-import numpy as np
 
 from sim.engine import native
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold, fold
-from sim.engine.lowered import Lowered, Stretch, Times, lowered
+from sim.engine.jitter import STEADY, Jitter, Stretch
+from sim.engine.lowered import Lowered, Times, lowered
 from sim.errors import InputError, ScheduleError
 from sim.garbage import garbage_collection_off
 from sim.native.library import UnavailableError
@@ -33,40 +31,8 @@ Engine = Literal["auto", "simpy", "native"]
 _LOG = logging.getLogger(__name__)
 
 
-class Jitter(NamedTuple):
-    """Kernels that take longer at random: 1 + ``share`` * |z| times their time, z standard normal, never shorter.
-
-    Ranks draw by their role, so that data-parallel replicas, which have the same, stay equal.
-    """
-
-    share: float = 0.0
-    seed: int = 0
-    per_rank: bool = False
-    """Whether every rank draws for itself; then all are played."""
-
-    def factor(self, rank: int, index: int) -> float:
-        """Return by how much one kernel is stretched; the same for the same seed, rank (or role) and op."""
-        return 1.0 if not self.share else 1.0 + self.share * abs(Random(f"{self.seed} {rank} {index}").gauss(0.0, 1.0))
-
-    def stretch(self, checked: Checked) -> Stretch:
-        """Return by how much every op of a schedule is stretched; drawn before anything is played."""
-        if not self.share:
-            return None
-        mesh = checked.schedule.header.mesh
-        return np.array(
-            [
-                1.0 if use is None else self.factor(rank if self.per_rank else mesh.role(rank), index)
-                for rank, uses in enumerate(checked.kernels)
-                for index, use in enumerate(uses)
-            ]
-        )
-
-
-STEADY = Jitter()
-
-
 class Simulation(NamedTuple):
-    """A trace, and all that it was made from."""
+    """A trace, and all that it was made from. Of several seeds it is the play with the median step."""
 
     checked: Checked
     cluster: Cluster
@@ -77,14 +43,17 @@ class Simulation(NamedTuple):
     """Of the ranks that were played."""
     fold: Fold
     """Which those are."""
+    noise: Jitter
+    """Of this play."""
+    step_times_s: tuple[float, ...]
+    """Of the plays of all seeds, in order."""
     engine: Engine = "auto"
 
     def of_every_rank(self) -> Simulation:
         """Return the same with all ranks played, to be laid beside an executed step."""
         if not self.fold.replicas:
             return self
-        checked, cluster, profile, jitter, *_ = self
-        return Prepared(checked).play(cluster, profile, jitter, self.engine, every_rank=True)
+        return Prepared(self.checked).play(self.cluster, self.profile, self.noise, self.engine, every_rank=True)
 
 
 class Prepared:
@@ -122,32 +91,42 @@ class Prepared:
         folded = Fold(self.checked, cluster) if every_rank else fold(self.checked, cluster)
         cost = CostModel(folded.cluster, profile)
         cost.notes.update(folded.notes)
-        if jitter.share:
+        if jitter.share and (schedule.header.mesh.dp > 1 or not cost.cuda):
             drawn = "rank by rank" if jitter.per_rank else "the same in every replica"
             whose = "" if schedule.header.mesh.dp == 1 else f", {drawn}"
-            cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}, seed {jitter.seed}{whose}: see `jitter`")
-        times = _times(folded, cost, jitter.stretch(folded.checked), engine)
-        if times.ended.size and times.ended.min() < 0:
+            cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}{whose}: see `jitter`")
+        each = jitter.each()
+        plays = list(_plays(folded, cost, [one.stretch(folded.checked, cost) for one in each], engine))
+        if any(times.ended.size and times.ended.min() < 0 for times in plays):
             raise ScheduleError(
                 f"the simulation came to a standstill: communication kernels hold all SMs of a GPU while they wait for "
                 f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below "
                 f"{cluster.spec.gpu.communication_sms}"
             )
-        trace = Trace("simulated", folded.checked.schedule, *times, numbers=folded.ranks)
-        return Simulation(self.checked, cluster, profile, jitter, cost, trace, folded, engine)
+        traces = [Trace("simulated", folded.checked.schedule, *times, numbers=folded.ranks) for times in plays]
+        steps_s = [trace.step_time_s for trace in traces]
+        median = sorted(range(len(each)), key=steps_s.__getitem__)[len(each) // 2]
+        of_all = tuple(sorted(steps_s))
+        return Simulation(
+            self.checked, cluster, profile, jitter, cost, traces[median], folded, each[median], of_all, engine
+        )
 
 
-def _times(folded: Fold, cost: CostModel, stretch: Stretch, engine: Engine) -> Times:
+def _plays(folded: Fold, cost: CostModel, stretches: Sequence[Stretch], engine: Engine) -> Iterator[Times]:
+    """Yield the times of all ops with each noise."""
     if engine != "simpy":
         try:
-            return native.play(lowered(folded.checked), folded.cluster, cost, stretch)
+            yield from native.plays(lowered(folded.checked), folded.cluster, cost, stretches)
         except UnavailableError as error:
             if engine == "native":
                 raise InputError(f"`engine` native: {error}; install a C compiler, or take simpy") from error
             _say_once(str(error))
+        else:
+            return
     from sim.engine import reference  # noqa: PLC0415 - SimPy is loaded only where it plays
 
-    return reference.play(folded.checked, folded.cluster, cost, stretch)
+    for stretch in stretches:
+        yield reference.play(folded.checked, folded.cluster, cost, stretch)
 
 
 @cache

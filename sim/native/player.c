@@ -340,11 +340,11 @@ static void then(State *s, i32 u) {
     }
 }
 
-/* Return by how much the activity of user u takes longer: only kernels do. */
-static f64 stretched(const State *s, i32 u) {
-    if (!s->costs->stretch || u >= s->score->num_streams || s->streams[u].step != WORKING) return 1.0;
+/* Return the factor of user u's op in one of its steps: a kernel's is of its work, another op's of what hands it over. */
+static f64 stretched(const State *s, i32 u, i32 step) {
+    if (!s->costs->stretch || u >= s->score->num_streams || s->streams[u].step != step) return 1.0;
     i32 number = s->score->stream_ops[s->streams[u].at];
-    return s->score->ops[number].kind == KERNEL ? s->costs->stretch[number] : 1.0;
+    return (step == WORKING) == (s->score->ops[number].kind == KERNEL) ? s->costs->stretch[number] : 1.0;
 }
 
 static void run_on(State *s, i32 u) {
@@ -355,14 +355,14 @@ static void run_on(State *s, i32 u) {
         f64 seconds = p->seconds;
         switch (p->kind) {
         case FLOW:
-            start_flow(s, u, p, seconds * stretched(s, u));
+            start_flow(s, u, p, seconds * stretched(s, u, WORKING));
             return;
         case WAIT: {
             i32 r = located(s, u, p->resource);
             seconds *= whole(s->resources[r].load * SLACK, free_of(s, r));
             break;
         }
-        case LATENCY: break;
+        case LATENCY: seconds *= stretched(s, u, POST); break;
         default: s->failed = UNKNOWN; return;
         }
         if (seconds > 0) { start(s, seconds, PHASE, u); return; }

@@ -8,7 +8,8 @@ from typing import get_args
 import msgspec
 
 from sim.engine.cost import measured_cluster
-from sim.engine.simulate import Engine, Jitter
+from sim.engine.jitter import KERNELS, Jitter, require_seeds
+from sim.engine.simulate import Engine
 from sim.errors import InputError
 from sim.profile import HOST_COPIES, Profile, profile_names
 from sim.setup import names
@@ -20,6 +21,9 @@ from topology.specs import ClusterSpec
 _CALIBRATED = "longstep"
 """Among the software of profiles that ``longstep calibrate`` has measured; those made from tables have the cluster's
 own figures."""
+
+SEEDS = 5
+"""How many seeds of noise are played by default where noise decides races."""
 
 
 def equipped(
@@ -75,13 +79,25 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
 
 
-def jitter_of(share: float | None, seed: int, profile: Profile | None, *, per_rank: bool = False) -> Jitter:
-    """Return the noise of kernel times, by default what the profile has measured."""
+def jitter_of(
+    share: float | None,
+    seed: int,
+    seeds: int | None,
+    spec: ClusterSpec,
+    profile: Profile | None,
+    *,
+    per_rank: bool = False,
+) -> Jitter:
+    """Return the noise of kernel times, by default what the profile has measured, and of GPUs what others have.
+
+    By default five seeds are played on GPUs, where noise decides who wins a race between kernels; on a CPU one is.
+    """
+    cuda = spec.gpu.kind == "cuda"
     if share is None:
-        share = profile.jitter.share if profile and profile.jitter else 0.0
+        share = profile.jitter.share if profile and profile.jitter else KERNELS if cuda else 0.0
     elif not isinstance(share, int | float) or not 0 <= share <= 1:
         raise InputError(f"`jitter` {share}: expected a share between 0 and 1")
-    return Jitter(share, seed, per_rank)
+    return Jitter(share, seed, per_rank, (SEEDS if cuda else 1) if seeds is None else require_seeds(seeds))
 
 
 def engine_of(name: str) -> Engine:

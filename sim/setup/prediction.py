@@ -216,6 +216,7 @@ def simulate(
     *,
     jitter: float | None = None,
     seed: int = 0,
+    seeds: int | None = None,
     jitter_per_rank: bool = False,
     placement: Sequence[int] | None = None,
     engine: str = "auto",
@@ -231,10 +232,10 @@ def simulate(
     """
     checked = proved(checked)
     spec, measured = equipped(cluster, profile)
-    noise, plays = jitter_of(jitter, seed, measured, per_rank=jitter_per_rank), engine_of(engine)
+    noise, plays = jitter_of(jitter, seed, seeds, spec, measured, per_rank=jitter_per_rank), engine_of(engine)
     found = simulated(checked, Cluster(spec), measured, noise, placement, plays)
     given: dict[str, Any] = {"cluster": cluster, "profile": profile, "placement": placement}
-    given |= {"jitter": jitter, "seed": seed, "jitter_per_rank": jitter_per_rank, "engine": engine}
+    given |= {"jitter": jitter, "seed": seed, "seeds": seeds, "jitter_per_rank": jitter_per_rank, "engine": engine}
 
     def again(**changes: Any) -> Prediction:
         require_known(changes, given)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, ge
 import msgspec
 
 from sim.engine.cost import CostModel
-from sim.engine.simulate import STEADY, Engine, Jitter, simulate
+from sim.engine.jitter import STEADY, Jitter
+from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
@@ -82,8 +83,11 @@ class Setup:
     seed: int = 0
     """Seed of the inputs, and of the jitter."""
     jitter: float | None = None
-    """Relative noise of kernel times: each takes 1 + jitter * |z| times as long, z standard normal. By default what the
-    profile has measured; 0 for none."""
+    """Standard deviation of kernel times, as a share of each. By default what the profile has measured, on GPUs what
+    kernels of A100 have; 0 for none."""
+    seeds: int | None = None
+    """How many seeds of that noise are played, from ``seed`` on: the step is the median of them. Odd; by default 5 on
+    GPUs, 1 on a CPU."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all. It takes longer: all replicas are played."""
     layers: int = 1
@@ -155,7 +159,7 @@ class Setup:
             entry=entry,
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
             profile=profile,
-            jitter=jitter_of(self.jitter, self.seed, profile, per_rank=self.jitter_per_rank),
+            jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
         )

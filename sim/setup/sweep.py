@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from sim.breakdown import PARTS
+from sim.engine.jitter import require_seeds
 from sim.engine.report import report
 from sim.engine.simulate import Prepared, Simulation
 from sim.errors import InputError, ScheduleError
@@ -47,6 +48,7 @@ class _Sweep(NamedTuple):
     simulation: Simulation
     what_ifs: list[_WhatIf]
     intervals: bool
+    seeds: int
 
 
 _forked: _Sweep | None = None
@@ -58,13 +60,15 @@ def sweep(
     vary: Mapping[str, Sequence[object]],
     *,
     intervals: bool = True,
+    seeds: int = 1,
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """Return what becomes of a step under all combinations of some figures of its cluster, a row each.
 
     Values are as in ``set``: ``{"cluster.nvlink.bytes_per_s": ["/2", "*1", "*2"]}``. The schedule is neither built nor
-    proved again. Without ``intervals`` a what-if takes one play in place of three. ``processes`` is by default the
+    proved again. Without ``intervals`` a what-if takes one play in place of three. One seed of noise is played, that of
+    the prediction's own step, unless ``seeds`` asks for the median of more. ``processes`` is by default the
     number of cores; rows and their order do not depend on it. Where a combination cannot be played its figures are None
     and ``error`` says why. The parts of a step are those of its critical rank. Raises InputError for a value that a
     cluster cannot have, before anything is played.
@@ -77,7 +81,7 @@ def sweep(
     """
     what_ifs = _what_ifs(prediction, vary)
     wanted = min(_cores() if processes is None else at_least_one("processes", processes), len(what_ifs))
-    asked = _Sweep(prediction.simulation, what_ifs, intervals)
+    asked = _Sweep(prediction.simulation, what_ifs, intervals, require_seeds(seeds))
     found: list[dict[str, Any]] = [{}] * len(what_ifs)
     begin = time.monotonic()
     with _rows(asked, wanted) as rows:
@@ -149,7 +153,8 @@ def _row(asked: _Sweep, number: int) -> dict[str, Any]:
     figures: dict[str, Any] = dict.fromkeys((*_FIGURES, *PARTS))
     error = ""
     try:
-        played = Prepared(one.checked).play(one.cluster.like(spec), one.profile, one.jitter, one.engine)
+        noise = one.noise if asked.seeds == 1 else one.jitter._replace(seeds=asked.seeds)
+        played = Prepared(one.checked).play(one.cluster.like(spec), one.profile, noise, one.engine)
         found = report(played, with_interval=asked.intervals)
         low_s, high_s = found.interval_s or (None, None)
         figures |= {"step_time_s": found.step_time_s, "low_s": low_s, "high_s": high_s}

@@ -109,8 +109,8 @@ def can_offload(spec: ClusterSpec) -> bool:
 def times(cell: Cell) -> tuple[Times, Times]:
     """Return the times by both engines."""
     checked, cluster, profile, jitter = cell
-    stretch = jitter.stretch(checked)
-    found = native.play(Lowered(checked), cluster, CostModel(cluster, profile), stretch)
+    stretch = jitter.stretch(checked, CostModel(cluster, profile))
+    found = native.plays(Lowered(checked), cluster, CostModel(cluster, profile), [stretch])[0]
     return found, reference.play(checked, cluster, CostModel(cluster, profile), stretch)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sim.engine.collectives import link_traffic
+from sim.engine.cost import CostModel
 from sim.engine.fold import fold
 from sim.engine.report import report
 from sim.engine.simulate import STEADY, Engine, Jitter, Prepared, Simulation
@@ -175,7 +176,7 @@ def test_jitter_is_drawn_by_role_or_by_rank() -> None:
     spec, jitter = machine("hgx-h100", 4, 2), Jitter(0.1, seed=3)
     many, one = layers(4), layers(1)
     shared, own, alone = (
-        np.array(given.stretch(one))
+        np.array(given.stretch(one, CostModel(Cluster(spec), None)))
         for given, one in ((jitter, many), (jitter._replace(per_rank=True), many), (jitter, one))
     )
     np.testing.assert_array_equal(shared, np.tile(alone, 4))
