@@ -86,7 +86,7 @@ def test_the_step_is_the_median_of_its_seeds(zigzag: Checked) -> None:
 
 def test_races_that_decide_a_step_are_told() -> None:
     """With memory 6.1 times as fast the kernel before attention's backward grid takes as long as a launch: who comes
-    first decides 36 % of the step (steps of 73 and 100 ms without noise). Without a race nothing is said.
+    first decides a quarter of the step (104 or 131 ms without noise). Without a race nothing is said.
     """
     what = {"model": "llama3-8b", "cluster": "dgx-a100", "nodes": 2, "gpus": 16, "seq": "64K", "passes": "backward"}
     plain = longstep.predict("zigzag", **what)  # type: ignore[arg-type]
