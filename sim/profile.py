@@ -34,6 +34,10 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of what is described."""
 
 
+SLICE_BACK = "slice_back"
+"""In ``issue`` and ``traffic``, beside a merge of some rows: copying them back into the whole."""
+
+
 class Point(_Data, frozen=True, kw_only=True):
     """One measured time."""
 

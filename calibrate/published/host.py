@@ -6,17 +6,25 @@ import math
 import statistics
 
 from calibrate.published.reading import geometric_mean, rows
-from sim.profile import Issue, Spread
+from sim.profile import SLICE_BACK, Issue, Spread
 from topology.specs import ClusterSpec
 
-EAGER_TRAFFIC = {"merge": 3.8}
+_SLICE_BACK = {SLICE_BACK: 0.8}
+"""out[slice] = slice_out reads and writes 8 bytes an element; that of the lse counts as a kernel only."""
+EAGER_TRAFFIC = {"merge": 3.8, **_SLICE_BACK}
 """Partial results are merged by eager kernels in fp32 that move 38 bytes an element, not the 10 of a fused one."""
+EARLY_TRAFFIC = {"merge": 3.4, **_SLICE_BACK}
+"""new_lse = lse + log1p(exp(block_lse - lse)); out = exp(lse - new_lse) * out + exp(block_lse - new_lse) * block_out: a
+cast of 6 bytes an element, two products of 8, a sum of 12."""
+EARLY_MERGE = {"merge": Issue(host_s=0, launches=0, kernels=12)}
+"""The kernels of the same."""
 EAGER_LAYER_TRAFFIC = {"swiglu": 10 / 6, "swiglu_backward": 18 / 10}
 """silu and a product, each of which passes over memory by itself; backward two products and silu's own."""
 OVERLAP_SLOWDOWN = 1.189
 """Kernels during communication, mean over A100, H100, MI210 and MI250; the worst took 1.4 times as long."""
 EAGER_SOURCES = {
-    "traffic.merge": "counted in zhuzilin/ring-flash-attention ring_flash_attn/utils.py",
+    "traffic.merge": "counted in zhuzilin/ring-flash-attention ring_flash_attn/utils.py, as the kernels in issue",
+    f"traffic.{SLICE_BACK}": "the same, update_out_and_lse",
     "issue": "calibrate/eager.py: the part of Python and the dispatcher, on a CPU of this project; of collectives what "
     "torch takes longer than nccl-tests on 8 H200 and 8 B200: stas00/ml-engineering@744d01e network/README.md; of "
     "waits zhuzilin/ring-flash-attention PR 9; of eager kernels also NVIDIA/dgxc-benchmarking@841f546 cpu_overhead",
@@ -53,6 +61,7 @@ def eager_issue(spec: ClusterSpec) -> dict[str, Issue]:
     return {
         "kernel": Issue(host_s=geometric_mean(_eager_kernel_s(spec)) - spec.gpu.launch_s),
         "merge": Issue(host_s=0, launches=0, kernels=9),
+        SLICE_BACK: Issue(host_s=0, launches=0, kernels=2),
         "attention_forward": Issue(host_s=python_s["attention_forward"] - one_s, launches=0, kernels=1),
         "attention_backward": Issue(host_s=python_s["attention_backward"] - one_s, launches=2, kernels=1),
         "call": Issue(host_s=call_s + through_s),

@@ -10,14 +10,21 @@ from collections.abc import Iterator
 
 import msgspec
 
-from calibrate.published.host import EAGER_SOURCES, OVERLAP_SLOWDOWN, eager_host, eager_issue
+from calibrate.published.host import (
+    EAGER_SOURCES,
+    EARLY_MERGE,
+    EARLY_TRAFFIC,
+    OVERLAP_SLOWDOWN,
+    eager_host,
+    eager_issue,
+)
 from calibrate.published.reading import (
     Row,
     kernel_point,
     rows,
     transfer_point,
 )
-from sim.profile import Issue, Machine, Point, Profile
+from sim.profile import Machine, Point, Profile
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL
 from topology.cluster import load_cluster
@@ -26,11 +33,6 @@ _HEAD_DIM = 128
 _RUNS = 100
 """Iterations behind each time, as the logs of the transfers say."""
 _NODES = 2
-_MERGE = {"merge": Issue(host_s=0, launches=0, kernels=12)}
-"""new_lse = lse + log(1 + exp(block_lse - lse)); out = exp(lse - new_lse) * out + exp(block_lse - new_lse) * block_out,
-behind a cast of block_out."""
-_TRAFFIC = {"merge": 3.4}
-"""Per element of out, in bytes: the cast 6, two products 8 each, their sum 12; of the 10 of a fused kernel."""
 
 
 def a800(name: str) -> Profile:
@@ -64,17 +66,18 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=spec.figures(),
         points=(*kernels(gpu), *_transfers(gpu)),
-        traffic=_TRAFFIC,
+        traffic=EARLY_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
-        issue=eager_issue(spec) | _MERGE,
+        issue=eager_issue(spec) | EARLY_MERGE,
         host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         sources={
             **EAGER_SOURCES,
-            "traffic.merge": "counted in oliverYoung2001/UltraAttn@b5aa10e, as its 12 kernels in issue.merge",
+            "traffic.merge": "counted in ring-flash-attention before PR 34: the 12 kernels with which "
+            "oliverYoung2001/UltraAttn@b5aa10e merges",
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",
             "exchange": "the same, prof_data/fit/cb_8*.log and cb_16*.log, both directions at once",
             "memory_efficiency": "copies within one GPU: stas00/ml-engineering@744d01e network/README.md",

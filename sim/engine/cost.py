@@ -18,7 +18,7 @@ from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place
 from sim.presets import converted
-from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Issue, Profile
+from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
 from sim.schedule.ir.program import Program
@@ -112,7 +112,10 @@ class CostModel:
 
     def _moved(self, use: KernelUse) -> float:
         """Return the bytes that a kernel moves through its memory."""
-        return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) if self._profile else 1.0)
+        if self._profile is None:
+            return use.hbm_bytes
+        back = self._profile.traffic.get(SLICE_BACK, 0.0) if use.into_slice else 0.0
+        return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) + back)
 
     def _on_sms(self, peak: float, use: KernelUse, seconds: float, memory: float) -> Activity:
         """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
@@ -208,7 +211,8 @@ class CostModel:
         if isinstance(op, Exchange) and op.num_messages > 1:
             return self._issue_s(issue.get("exchange")) + op.num_messages * self._issue_s(issue.get("message"), 0.0)
         kind = use.kernel if use else _kind(op)
-        return self._issue_s(issue.get(kind, issue.get("kernel") if use else None))
+        back_s = self._issue_s(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
+        return self._issue_s(issue.get(kind, issue.get("kernel") if use else None)) + back_s
 
     def _issue_s(self, issue: Issue | None, unknown: float = 1.0) -> float:
         """Return what the host takes for one entry of a profile; where it has none, so many launches."""

@@ -371,7 +371,7 @@ def kind_of(op: ops.Op) -> int:
 def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     """Return what the cost of issuing an op depends on."""
     if use:
-        return use.kernel
+        return use.kernel, use.into_slice
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
