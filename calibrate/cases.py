@@ -127,7 +127,7 @@ def cases_of(program: Program) -> Iterator[KernelCase]:
     """Yield every kernel of a program."""
     for op in program.ops:
         if isinstance(op, Kernel):
-            yield KernelCase(kernel_use(op, program), _alone(program, op))
+            yield KernelCase(kernel_use(op, program)._replace(into_slice=False), _alone(program, op))
 
 
 def case_of(point: Point) -> KernelCase | None:

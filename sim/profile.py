@@ -34,6 +34,10 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of what is described."""
 
 
+SLICE_BACK = "slice_back"
+"""In ``issue`` and ``traffic``, beside a merge of some rows: copying them back into the whole."""
+
+
 class Point(_Data, frozen=True, kw_only=True):
     """One measured time."""
 
@@ -126,13 +130,15 @@ class TileModel(_Data, frozen=True, kw_only=True):
     """Of each 128 x 128 scores."""
 
 
-class Issue(_Data, frozen=True, kw_only=True):
+class Issue(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """What issuing an op costs the host."""
 
     host_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
-    """Without the launches themselves."""
+    """Without its kernels."""
     launches: Amount = 1
-    """Kernels that the op launches, each for the GPU's ``launch_s``."""
+    """Kernels that it launches, each for the GPU's ``launch_s``."""
+    kernels: Amount = 0
+    """Eager kernels of which it consists, each for what one of its own costs (``kernel``)."""
 
 
 class Spread(_Data, frozen=True, kw_only=True):
@@ -187,7 +193,10 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     """Of a small kernel, from one to the next in a CUDA graph, whose launches cost the host nothing: what
     ``--set cluster.gpu.launch_s`` may come down to."""
     issue: dict[str, Issue] = {}
-    """Ops that cost the host more than one launch, by kernel or kind of communication."""
+    """Ops that cost the host more than one launch, by kernel or kind of communication. ``kernel``: any eager kernel
+    that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
+    host: Spread | None = None
+    """Bounds of what ``issue`` states, as factors, in intervals."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
     disagreement: dict[str, Factor] = {}

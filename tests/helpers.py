@@ -102,6 +102,18 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "striped from the KV at hand": Variant("striped", {"ring_backward": "kv-at-hand", "communicators": "two"}),
     "striped, queries travel": Variant("striped", {"ring_backward": "queries", "communicators": "two"}),
     "double ring of stripes": Variant("double-ring", {"layout": "striped", "communicators": "one"}, per_node=2),
+    "ring, packed": Variant("ring", {"messages": "packed", "communicators": "two"}),
+    "ring, messages apart": Variant("ring", {"messages": "separate"}),
+    "zigzag as TransformerEngine": Variant(
+        "zigzag", {"messages": "packed-separate", "ring_backward": "kv-at-hand", "gradients": "model"}
+    ),
+    "burst, packed and apart": Variant(
+        "burst", {"messages": "packed-separate", "overlap": False, "communicators": "two"}
+    ),
+    "double ring, packed and apart": Variant(
+        "double-ring", {"messages": "packed-separate", "communicators": "two"}, per_node=2
+    ),
+    "usp, messages apart": Variant("usp", {"messages": "separate"}, ulysses=2),
     "double ring of single ranks": Variant("double-ring", {"layout": "contiguous", "inner_ring_degree": 1}),
     "double ring, no overlap": Variant("double-ring", {"overlap": False, "gradients": "model"}),
     "balanced ring, no overlap": Variant("balanced-ring", {"overlap": False, "gradients": "model"}),

@@ -15,7 +15,14 @@ import msgspec
 
 from calibrate.published import curves
 from calibrate.published.curves import Timed, apart, without_causal_forward
-from calibrate.published.host import EAGER_LAYER_TRAFFIC, EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
+from calibrate.published.host import (
+    EAGER_LAYER_TRAFFIC,
+    EAGER_SOURCES,
+    EAGER_TRAFFIC,
+    OVERLAP_SLOWDOWN,
+    eager_host,
+    eager_issue,
+)
 from calibrate.published.reading import (
     Row,
     geometric_mean,
@@ -100,6 +107,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         traffic=EAGER_TRAFFIC | (EAGER_LAYER_TRAFFIC if gpu.eager else {}),
         memory_efficiency=gpu.memory_efficiency,
         issue=eager_issue(spec),
+        host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         tiles=tile_models(points, spec.gpu.sms),
         disagreement=_widest(more.disagreement, around.disagreement, {"attention_forward": apart(others, forward)}),

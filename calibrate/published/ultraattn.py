@@ -1,6 +1,6 @@
 """Two clusters of the UltraAttn repository: flash-attn kernels and transfers, of 8 x A800 and of 8 x H800 a node.
 
-Attention beside them is what ring-flash-attention runs, so what is not in the tables is taken from its code: partial
+What is not in the tables is taken from the code of that repository, which is an early ring-flash-attention: partial
 results are merged by eager kernels.
 """
 
@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from calibrate.published.host import EAGER_SOURCES, EAGER_TRAFFIC, OVERLAP_SLOWDOWN, eager_issue
+from calibrate.published.host import (
+    EAGER_SOURCES,
+    EARLY_MERGE,
+    EARLY_TRAFFIC,
+    OVERLAP_SLOWDOWN,
+    eager_host,
+    eager_issue,
+)
 from calibrate.published.reading import (
     Row,
     kernel_point,
@@ -59,15 +66,18 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=spec.figures(),
         points=(*kernels(gpu), *_transfers(gpu)),
-        traffic=EAGER_TRAFFIC,
+        traffic=EARLY_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
-        issue=eager_issue(spec),
+        issue=eager_issue(spec) | EARLY_MERGE,
+        host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         sources={
             **EAGER_SOURCES,
+            "traffic.merge": "counted in ring-flash-attention before PR 34: the 12 kernels with which "
+            "oliverYoung2001/UltraAttn@b5aa10e merges",
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",
             "exchange": "the same, prof_data/fit/cb_8*.log and cb_16*.log, both directions at once",
             "memory_efficiency": "copies within one GPU: stas00/ml-engineering@744d01e network/README.md",

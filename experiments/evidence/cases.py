@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import msgspec
 from experiments.evidence.units import size
 from sim.errors import InputError, unknown
 from sim.presets import converted, load_toml
-from sim.profile import load_profile
-from sim.schedule.ir.ops import HostSync
+from sim.profile import Issue, Profile, load_profile
+from sim.schedule.ir.ops import KINDS, HostSync
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES, Entry
 from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
@@ -37,6 +38,8 @@ _KEYS = {"pass": "passes"} | {
 }
 _ALWAYS = ("model", "cluster")
 """What a case file says even where it is the default."""
+_LEFT_OUT = sorted({kind.meta.kernel for kind in KINDS.values() if kind.meta.activity == "compute"} - {""})
+"""Kernels that code may leave out: those that memory bounds."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
 _KEYS_ALONE = (
     "model",
@@ -79,6 +82,16 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blind: float | None = None
 
 
+class Alike(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What cases have in common that have some fields in common: how the code that was timed does them."""
+
+    of: dict[str, Any]
+    """Fields of a case."""
+    set: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Kernels that the code leaves out although its result needs them: they take no time."""
+
+
 class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurements of others, or of one's own cluster."""
 
@@ -96,6 +109,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together: list[Together] = []
     select: dict[str, Any] = {}
     """What all cases have in common."""
+    alike: list[Alike] = []
     notes: str = ""
     """What explains the errors and no command computes, as Markdown."""
 
@@ -110,10 +124,14 @@ class Case(NamedTuple):
     """Kind of op that was timed, as traces name it; empty for whole steps."""
     alone: Size | None = None
     """How large the op was, if it was timed alone."""
+    left_out: tuple[str, ...] = ()
+    """Kernels that take no time, as the code that was timed leaves them out."""
 
     @property
     def played(self) -> Setup:
         """Return what is simulated: the step, or the op alone."""
+        if self.left_out:
+            return self.setup.replace(profile=_without(str(self.setup.profile), self.left_out))
         if self.alone is None:
             return self.setup
         return self.setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
@@ -198,6 +216,9 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
                 raise unknown(
                     "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
                 )
+    for key, allowed, what, where in _named(file):
+        if key not in allowed:
+            raise unknown(what, key, allowed, f"case file {name!r}, alike.{where}")
     file = _with_profile(file, name)
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
@@ -213,6 +234,13 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
                 f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
             ) from error
     return file, cases
+
+
+def _named(file: CaseFile) -> Iterator[tuple[str, Sequence[str], str, str]]:
+    """Yield what is named by what cases have in common, and what could be: key, allowed ones, what it is, where."""
+    for alike in file.alike:
+        yield from ((key, list(_KEYS), "key", "of") for key in alike.of)
+        yield from ((kernel, _LEFT_OUT, "kernel", "left_out") for kernel in alike.left_out)
 
 
 def _with_profile(file: CaseFile, name: str) -> CaseFile:
@@ -247,7 +275,8 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     given = (file.select.get("set", []), case.get("set", []))
     if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
         raise InputError(f'{where}: set is a list such as ["model.num_heads=8"]')
-    overrides = (*given[0], *group.set, *given[1])
+    alike = [one for one in file.alike if all(key in fields and fields[key] == one.of[key] for key in one.of)]
+    overrides = (*given[0], *(key for one in alike for key in one.set), *group.set, *given[1])
     measure = fields.pop("measure", "")
     if not isinstance(measure, str):
         raise InputError(f"{where}: measure is {measure}: expected a text")
@@ -257,7 +286,23 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
             raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
     setup = Setup(**{_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile})
     alone = _alone(measure, sizes, where) if sizes else None
-    return Case(group.name, setup, float(measured_s), measure, alone)
+    left_out = tuple([kernel for one in alike for kernel in one.left_out])
+    if left_out and (alone or file.profile == DATASHEET):
+        raise InputError(f"{where}: left_out {', '.join(left_out)} takes whole steps, and a profile")
+    return Case(group.name, setup, float(measured_s), measure, alone, left_out)
+
+
+@cache
+def _without(name: str, kernels: tuple[str, ...]) -> Profile:
+    """Return a profile by which some kernels take no time, neither on the GPU nor on the host."""
+    profile = load_profile(name)
+    nothing = Issue(host_s=0, launches=0)
+    return msgspec.structs.replace(
+        profile,
+        points=tuple([point for point in profile.points if point.kernel not in kernels]),
+        traffic=profile.traffic | dict.fromkeys(kernels, 0.0),
+        issue=profile.issue | dict.fromkeys(kernels, nothing),
+    )
 
 
 def _alone(measure: str, sizes: dict[str, Any], where: str) -> Size:

@@ -33,6 +33,7 @@ from sim.schedule.methods import ring, ulysses
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import all_heads, attention_program
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.hops import Lane
 from sim.setup.setup import Setup
 from sim.setup.sweep import sweep
 from sim.workload import Workload, load_model
@@ -61,16 +62,16 @@ class Case(NamedTuple):
 class TrafficRing(ring.RingAttention):
     """Ring attention with other traffic beside every hop: messages of many sizes to another node."""
 
-    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
+    def _hop(self, over: Lane, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         super()._hop(over, here, there, way, label)
         self._hops = getattr(self, "_hops", 0) + 1
-        ranks, view = over.groups[0], here[0]
+        ranks, view = over.ring.groups[0], here[0]
         away, source = ranks[(self._b.rank + 9) % len(ranks)], ranks[self._b.rank - 9]
         taken = self._b.like("traffic", view[:, : self._tokens(source, view)], "communication")
         self._b.add(
             Exchange(
                 label="traffic",
-                communicator=Communicator(name="traffic", groups=over.groups).name,
+                communicator="traffic",
                 sends=(Message(away, view[:, : self._tokens(self._b.rank, view)]),),
                 recvs=(Message(source, taken),),
             )

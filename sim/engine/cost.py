@@ -18,9 +18,9 @@ from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place
 from sim.presets import converted
-from sim.profile import HOST_COPIES, PAGEABLE_COPIES, TRANSFERS, Profile
+from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, HostCopy, Op
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
 from topology.cluster import Cluster, Route
@@ -117,7 +117,10 @@ class CostModel:
 
     def _moved(self, use: KernelUse) -> float:
         """Return the bytes that a kernel moves through its memory."""
-        return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) if self._profile else 1.0)
+        if self._profile is None:
+            return use.hbm_bytes
+        back = self._profile.traffic.get(SLICE_BACK, 0.0) if use.into_slice else 0.0
+        return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) + back)
 
     def _on_sms(self, peak: float, use: KernelUse, seconds: float, memory: float) -> Activity:
         """Return the flow of a kernel over the SMs (or a core) and the memory of its device.
@@ -209,10 +212,20 @@ class CostModel:
 
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
         """Return what issuing an op costs the host thread."""
+        issue = self._profile.issue if self._profile else {}
+        if isinstance(op, Exchange) and op.num_messages > 1:
+            return self._issue_s(issue.get("exchange")) + op.num_messages * self._issue_s(issue.get("message"), 0.0)
+        kind = use.kernel if use else _kind(op)
+        back_s = self._issue_s(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
+        return self._issue_s(issue.get(kind, issue.get("kernel") if use else None)) + back_s
+
+    def _issue_s(self, issue: Issue | None, unknown: float = 1.0) -> float:
+        """Return what the host takes for one entry of a profile; where it has none, so many launches."""
         launch_s = self._cluster.spec.gpu.launch_s
-        name = use.kernel if use else _kind(op)
-        issue = self._profile.issue.get(name) if self._profile else None
-        return issue.host_s + issue.launches * launch_s if issue else launch_s
+        if issue is None:
+            return unknown * launch_s
+        each_s = self._issue_s(self._profile.issue.get("kernel")) if self._profile and issue.kernels else 0.0
+        return issue.host_s + issue.launches * launch_s + issue.kernels * each_s
 
     @property
     def handoff(self) -> Activity:
@@ -284,6 +297,8 @@ def _kind(op: Op) -> str:
     """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
     if isinstance(op, HostCopy):
         return HOST_COPY_KINDS["host"][op.stream]
+    if isinstance(op, Exchange):
+        return "call"
     return op.name if isinstance(op, Collective) else op.meta.kernel
 
 

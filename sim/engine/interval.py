@@ -43,7 +43,7 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: to
     where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
-    sustained load, too.
+    sustained load, too. The host takes as much less or more for each call and kernel as the profile says.
     """
     checked, cluster, profile, noise = simulation.checked, simulation.cluster, simulation.profile, simulation.noise
     if profile is None or not profile.residuals:
@@ -62,7 +62,7 @@ def _bounded(profile: Profile) -> tuple[Profile, Profile]:
 
 
 def _scaled(profile: Profile, bound: Bound) -> Profile:
-    """Return a profile whose points are at one of their bounds; kernels without points are not scaled."""
+    """Return a profile with points and host times at one of their bounds; kernels without points are not scaled."""
     loaded = profile.sustained if bound == "high" else {}
     factors = {kernel: getattr(spread, bound) * loaded.get(kernel, 1.0) for kernel, spread in profile.residuals.items()}
     return msgspec.structs.replace(
@@ -72,4 +72,8 @@ def _scaled(profile: Profile, bound: Bound) -> Profile:
             for point in profile.points
             for factor in (factors.get(point.kernel, 1.0),)
         ),
+        issue={
+            name: msgspec.structs.replace(issue, host_s=issue.host_s * (getattr(profile.host, bound, 1.0)))
+            for name, issue in profile.issue.items()
+        },
     )

@@ -368,7 +368,11 @@ def kind_of(op: ops.Op) -> int:
 
 def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     """Return what the cost of issuing an op depends on."""
-    return use.kernel if use else (type(op), op.stream if isinstance(op, ops.HostCopy) else "")
+    if use:
+        return use.kernel, use.into_slice
+    if isinstance(op, ops.Exchange):
+        return type(op), op.num_messages
+    return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
 
 
 def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:

@@ -17,10 +17,10 @@ from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.presets import override
-from sim.profile import Machine, Point, Profile
+from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL
-from sim.schedule.ir.ops import AllGather, AllReduce
+from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
 from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
@@ -243,6 +243,47 @@ def test_no_measured_prediction_is_below_a_floor(
     step_s = simulate(checked, cluster, profile(*points)).trace.step_time_s
     for resource, lower in floors(checked, cluster).items():
         assert step_s >= lower * (1 - 1e-9), resource
+
+
+def test_the_host_pays_for_each_call_and_each_eager_kernel() -> None:
+    """A launch takes 1: a send alone 10 + 1, four messages in one call 20 + 1 + 4 * 5; merges of 9 kernels of 3 + 1."""
+    gpu = msgspec.structs.replace(SPEC.gpu, launch_s=1.0)
+    issue = {
+        "kernel": Issue(host_s=3.0),
+        "merge": Issue(host_s=0.0, launches=0, kernels=9),
+        SLICE_BACK: Issue(host_s=0.0, launches=0, kernels=2),
+        "attention_backward": Issue(host_s=7.0, launches=2, kernels=1),
+        "call": Issue(host_s=10.0),
+        "exchange": Issue(host_s=20.0),
+        "message": Issue(host_s=5.0, launches=0),
+    }
+    spec = msgspec.structs.replace(SPEC, gpu=gpu)
+    known, bare = (
+        CostModel(Cluster(spec), msgspec.structs.replace(profile(spec=spec), issue=some)) for some in (issue, {})
+    )
+    view = View(0, ((0, 1),))
+    message = Message(1, view)
+    one = Exchange(label="", communicator="", sends=(message,), recvs=())
+    four = Exchange(label="", communicator="", sends=(message,) * 2, recvs=(message,) * 2)
+    assert [known.issue_s(one, None), known.issue_s(four, None)] == [11, 41]
+    uses = [KernelUse(name, "", "bf16", (1,), 0, 1) for name in ("merge", "copy", "attention_backward")]
+    assert [known.issue_s(one, use) for use in uses] == [36, 4, 7 + 2 + 4]
+    assert known.issue_s(one, uses[0]._replace(into_slice=True)) == 36 + 2 * 4
+    assert [bare.issue_s(op, use) for op, use in ((one, None), (four, None), (one, uses[0]))] == [1, 1, 1]
+
+
+def test_a_merge_of_some_rows_copies_them_back_where_code_merges_out_of_place() -> None:
+    """Zigzag's second half of a rank's rows: 38 bytes an element and 8 more. Code that merges in place has none."""
+    workload = Workload(model=make_model(4, 4, 16), seq=64, dtype="bf16", passes="forward")
+    checked = make_checked("zigzag", workload, 2)
+    merges = [[use for use in uses if use and use.kernel == "merge"] for uses in checked.kernels]
+    assert [[use.into_slice for use in uses] for uses in merges] == [[True], [False]]
+    half, whole = merges[0][0], merges[1][0]
+    spec = override(SPEC, [("hbm.bytes_per_s", "1e6")], "")  # so that memory bounds it
+    eager = msgspec.structs.replace(profile(spec=spec), traffic={"merge": 3.8, SLICE_BACK: 0.8})
+    taken = {use: CostModel(Cluster(spec), eager).kernel_seconds(0, use)[0] for use in (half, whole)}
+    assert taken[half] / (half.hbm_bytes / 1e6) == pytest.approx(4.6)
+    assert taken[whole] / (whole.hbm_bytes / 1e6) == pytest.approx(3.8)
 
 
 def test_a_data_type_that_the_measured_machine_has_no_peak_for_is_refused() -> None:

@@ -9,7 +9,7 @@ from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import interval
 from sim.engine.report import report
 from sim.engine.simulate import Engine, Jitter, Simulation, simulate
-from sim.profile import Machine, Point, Profile, Spread
+from sim.profile import Issue, Machine, Point, Profile, Spread
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
@@ -52,6 +52,14 @@ def test_load_counts_at_the_upper_end_only() -> None:
     checked = make_checked("single", WORK, 1)
     profile = make_profile(checked, sustained={"attention_forward": 1.25, "gemm": 9.0})
     assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((0.9, 1.5))
+
+
+def test_a_busy_host_takes_longer() -> None:
+    """Beside the second of the block the host takes three to issue it: half of that to twice."""
+    checked = make_checked("single", WORK, 1)
+    issue = {"attention_forward": Issue(host_s=3.0, launches=0)}
+    profile = make_profile(checked, issue=issue, host=Spread(low=0.5, high=2.0))
+    assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((1.5 + 0.9, 6 + 1.2))
 
 
 def test_kernels_beside_communication_may_take_longer_still() -> None:

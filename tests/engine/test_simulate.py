@@ -337,7 +337,7 @@ def test_no_prediction_is_below_a_floor_or_above_the_sum(machine: tuple[Checked,
     simulation = simulate(checked, cluster, None)
     found: Trace = simulation.trace
     for name, lower in floors(checked, cluster).items():
-        assert found.step_time_s >= lower * (1 - 1e-9), name
+        assert found.step_time_s >= lower * (1 - 1e-8), name  # full links let flows of one size through together, to 1e-9
     held = 3 * spec.gpu.communication_sms / spec.gpu.sms  # a ring has two communicators at work, Ulysses one
     slowest = min((special.speed for special in spec.per_gpu.values()), default=1.0)
     serial = 0.0

@@ -13,6 +13,8 @@ from sim.profile import load_profile
 from sim.setup.names import DATASHEET
 from tests.experiments.case_files import OWN, one_case
 
+LEFT_OUT = '[[alike]]\nof = { }\nleft_out = ["merge"]\n'
+
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", preset_names(FOLDER))
@@ -21,9 +23,8 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     assert file.source
     assert file.quality
     for case in cases:
-        chosen = case.played.resolved()
-        chosen.built()
-        assert chosen.profile == (None if file.profile == DATASHEET else load_profile(file.profile))
+        case.played.resolved().built()
+        assert case.setup.resolved().profile == (None if file.profile == DATASHEET else load_profile(file.profile))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,9 @@ def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> Non
         ("target", "goal", "unknown key 'goal'.*allowed are name, cases, target, blind, set"),
         ('"a800-ultraattn"', '"none.json"', "case file .*ours.toml', profile = 'none.json': .* cannot be read"),
         ("cases = [", "cases = []\nothers = [", "unknown key 'others'"),
+        ("[[group]]", "[[alike]]\nof = { gpu = 8 }\n[[group]]", "unknown key 'gpu'.*did you mean 'gpus'"),
+        ("[[group]]", '[[alike]]\nof = { }\nleft_out = ["mrge"]\n[[group]]', "unknown kernel 'mrge'.*alike.left_out"),
+        ('profile = "a800-ultraattn"', f'profile = "{DATASHEET}"\n{LEFT_OUT}', "left_out merge takes whole steps"),
     ],
 )
 def test_what_is_wrong_in_a_case_file(tmp_path: Path, right: str, wrong: str, message: str) -> None:
@@ -60,6 +64,24 @@ def test_what_is_wrong_in_a_case_file(tmp_path: Path, right: str, wrong: str, me
     path.write_text(OWN.format(more="").replace(right, wrong))
     with pytest.raises(InputError, match=message):
         read_cases(str(path))
+
+
+def test_what_cases_have_in_common_that_are_alike(tmp_path: Path) -> None:
+    """Zigzag's code sends k and v in one buffer, and merges nothing: no time for that, on the GPU or on its host."""
+    path = tmp_path / "ours.toml"
+    sent = 'of = { schedule = "zigzag", pass = "forward" }\nset = ["schedule.messages=packed-separate"]'
+    path.write_text(OWN.format(more="").replace("[[group]]", f'[[alike]]\n{sent}\nleft_out = ["merge"]\n\n[[group]]'))
+    ring, zigzag = read_cases(str(path))[1]
+    assert (ring.options, ring.left_out) == ("", ())
+    assert (zigzag.options, zigzag.left_out) == ("messages=packed-separate", ("merge",))
+    assert zigzag.rivals == ring.rivals
+    left_out, all_of_it = zigzag.played.predicted().trace, zigzag.setup.predicted().trace
+    merges = [[row.end_s - row.begin_s for row in trace.rows if row.kind == "Merge"] for trace in (left_out, all_of_it)]
+    assert len(merges[0]) == len(merges[1]) == 8 * 7
+    whole = [place for place, seconds in enumerate(merges[0]) if seconds < 1e-5]
+    assert len(whole) == 28, "others are of half of the rows, which are copied back"
+    assert all(merges[1][place] > 1e-4 for place in whole)
+    assert left_out.step_time_s < all_of_it.step_time_s - 7 * 1e-4
 
 
 def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> None:

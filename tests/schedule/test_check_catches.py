@@ -36,6 +36,7 @@ from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedul
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model
 
@@ -197,7 +198,12 @@ def test_messages_of_different_size() -> None:
 # Small schedules of their own
 
 
-def schedule_of(programs: Callable[[ProgramBuilder, Communicator], None], ranks: int = 2, seq: int = 8) -> Schedule:
+def schedule_of(
+    programs: Callable[[ProgramBuilder, Communicator], None],
+    ranks: int = 2,
+    seq: int = 8,
+    more: tuple[Communicator, ...] = (),
+) -> Schedule:
     """Return a schedule whose ranks all hold the q of their own tokens in ``given`` and run ``programs``."""
     workload = Workload(model=make_model(4, 4), seq=seq, passes="forward")
     everyone = Communicator(name="all", groups=(tuple(range(ranks)),))
@@ -208,7 +214,7 @@ def schedule_of(programs: Callable[[ProgramBuilder, Communicator], None], ranks:
         return b.build()
 
     other = Communicator(name="other", groups=everyone.groups)
-    header = Header(name="own", workload=workload, mesh=Mesh(ring=ranks), communicators=(everyone, other))
+    header = Header(name="own", workload=workload, mesh=Mesh(ring=ranks), communicators=(everyone, other, *more))
     return Schedule(header, build)
 
 
@@ -243,6 +249,26 @@ def test_grouped_they_do_not_deadlock() -> None:
         )
 
     check(schedule_of(program))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("form", ["separate", "packed-separate"])
+def test_messages_apart_take_more_than_one_communicator(size: int, form: MessageForm) -> None:
+    """Every rank of a ring sends first: on one communicator none ever receives, on those of its pairs all do."""
+    ring = Communicator(name="ring", groups=(tuple(range(size)),))
+    apart = lane(ring, form)
+    assert len(apart.declared) == 2 + size % 2
+
+    def hops(over: Lane) -> Schedule:
+        def program(b: ProgramBuilder, _: Communicator) -> None:
+            view = given(b)
+            sent = to_send(b, over, (view, view), "pair")
+            hop(b, over, sent, b.like_all(["a", "b"], sent, "other", packed=over.packed), 1, "send", overlap=True)
+
+        return schedule_of(program, size, 4 * size, tuple(dict.fromkeys((ring, *over.declared))))
+
+    check(hops(apart))
+    refuses(hops(apart._replace(edges=(ring, ring, ring))), "deadlock")
 
 
 def test_collectives_on_two_communicators_in_opposite_order() -> None:

@@ -175,6 +175,12 @@ WIRE: dict[str, Callable[[int], int]] = {
     "zigzag from the KV at hand": lambda p: ring_wire(p, behind=E, hops=p - 1),
     "striped from the KV at hand": lambda p: ring_wire(p, hops=p - 1),
     "striped, queries travel": burst_wire,
+    "ring, packed": ring_wire,
+    "ring, messages apart": ring_wire,
+    "zigzag as TransformerEngine": lambda p: ring_wire(p, behind=E, hops=p - 1),
+    "burst, packed and apart": lambda p: burst_wire(p, behind=E),
+    "double ring, packed and apart": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
+    "usp, messages apart": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1)),
     "double ring of stripes": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
     "double ring of single ranks": ring_wire,
     "double ring, no overlap": lambda p: ring_wire(p, behind=E),  # in one node: one ring

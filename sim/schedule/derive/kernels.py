@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
-from sim.schedule.ir.ops import Attend, AttendBackward, Copy, Gemm, Kernel, StreamingKernel
+from sim.schedule.ir.ops import Attend, AttendBackward, Copy, Gemm, Kernel, Merge, StreamingKernel
 from sim.schedule.ir.program import Fragment, Program
 from sim.workload import DTYPE_BYTES, Dtype
 
@@ -35,6 +35,8 @@ class KernelUse(NamedTuple):
     others: (elements,)."""
     flops: int
     hbm_bytes: int
+    into_slice: bool = False
+    """Whether a merge changes some rows of its buffer only: code that merges out of place then copies these back."""
 
     @property
     def fused_attention(self) -> bool:
@@ -110,9 +112,9 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     variant = "gather" if isinstance(op, Copy) and op.order else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    return KernelUse(
-        op.meta.kernel, variant, program.dtype(first), (elements,), op.meta.flops_per_element * elements, moved
-    )
+    flops = op.meta.flops_per_element * elements
+    in_part = isinstance(op, Merge) and op.into_out.shape != program.buffers[op.into_out.buffer].shape
+    return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part)
 
 
 @lru_cache(maxsize=4096)

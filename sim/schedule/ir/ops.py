@@ -283,11 +283,18 @@ class _Communication(_Op, frozen=True, kw_only=True):
 
 
 class Exchange(_Communication, frozen=True, kw_only=True):
-    """Grouped point to point: all sends and receives begin together, as in ncclGroup and batch_isend_irecv."""
+    """Grouped point to point: all sends and receives begin together, as in ncclGroup and batch_isend_irecv. One message
+    alone is isend or irecv.
+    """
 
     meta = Meta("X", "exchange", "transfer", "exchange")
     sends: Annotated[tuple[Message, ...], In()]
     recvs: Annotated[tuple[Message, ...], Out()]
+
+    @property
+    def num_messages(self) -> int:
+        """How many sends and receives it has."""
+        return len(self.sends) + len(self.recvs)
 
 
 class _Collective(_Communication, frozen=True, kw_only=True):

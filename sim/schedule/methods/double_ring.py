@@ -21,15 +21,16 @@ from sim.options import LayoutName, SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Accumulate
-from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.methods.hints import Hints
-from sim.schedule.methods.ring import HopOptions, Rings, hop, ring_communicators, sum_slots, travel_slots
+from sim.schedule.methods.ring import HopOptions, Rings, ring_communicators, sum_slots, travel_slots, travelling
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.hops import Lane, hop, to_send
 from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 
 
@@ -101,7 +102,7 @@ class DoubleRingAttention:
         """Play n rounds of w steps: n * w - 1 hops of KV in all."""
         found = [[self._blocks(r, s) for s in range(self._width)] for r in range(self._rounds)]
         softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(len(step) for one in found for step in one))
-        starts, pool = self._starts((k, v)), travel_slots(self._b, (k, v), "kv", self._width)
+        starts, pool = self._starts((k, v)), travel_slots(self._b, self._inner.on, (k, v), "kv", self._width)
         for r in range(self._rounds):
             for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
                 for block in found[r][s]:
@@ -112,12 +113,12 @@ class DoubleRingAttention:
         """Play n rounds of w steps again: w hops of dKV in each round, and one outward after it."""
         b, names, kv = self._b, ("dk", "dv"), (saved.k, saved.v)
         likes = dict(zip(names, kv, strict=True))
-        starts, pool = self._starts(kv), travel_slots(b, kv, "kv", self._width)
+        starts, pool = self._starts(kv), travel_slots(b, self._inner.on, kv, "kv", self._width)
         (dq,) = new_sums(b, self._options, {"dq": saved.q})
-        arrived: list[View] = []
+        arrived: tuple[View, ...] = ()
         for r in range(self._rounds):
             # New ones in each round: those of the last one are still on their way outward.
-            slots = sum_slots(b, self._options, likes, self._width)
+            slots = sum_slots(b, self._inner.behind, self._options, likes, self._width)
             for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
                 source, here = self._source(r, s), slots[s % 2]
                 sums = [GradientSum(b, name, view, empty=s == 0) for name, view in zip(names, here, strict=True)]
@@ -132,7 +133,7 @@ class DoubleRingAttention:
             for name, view, into in zip(names, arrived, home, strict=False):
                 b.add(Accumulate(label=f"add {name} of round{r}", source=view, into=into))
             if self._rounds > 1:
-                arrived = [b.gradient(f"{name} from afar", x, self._options) for name, x in likes.items()]
+                arrived = travelling(b, self._outer.behind, self._options, likes, "from afar")
                 self._hop(self._outer.behind, home, arrived, f"send outward dkv{self._source(r, 0)}")
         dk, dv = (GradientSum(b, name, view, empty=False) for name, view in zip(names, arrived or home, strict=True))
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
@@ -146,8 +147,9 @@ class DoubleRingAttention:
 
     def _starts(self, kv: tuple[View, View]) -> list[tuple[View, ...]]:
         """Return which buffers hold the keys that each round begins with: the own ones, then two in turns."""
-        pool = travel_slots(self._b, kv, "outer kv", self._rounds)
-        return [kv, *(pool[i % 2] for i in range(self._rounds - 1))]
+        pool = travel_slots(self._b, self._outer.on, kv, "outer kv", self._rounds)
+        own = to_send(self._b, self._outer.on, kv, "kv") if self._width * self._rounds > 1 else kv
+        return [own, *(pool[i % 2] for i in range(self._rounds - 1))]
 
     def _round(
         self, r: int, starts: list[tuple[View, ...]], pool: list[tuple[View, ...]]
@@ -163,7 +165,7 @@ class DoubleRingAttention:
             yield here
             here = there
 
-    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], label: str) -> None:
+    def _hop(self, over: Lane, here: Sequence[View], there: Sequence[View], label: str) -> None:
         hop(self._b, over, here, there, 1, label, overlap=self._options.overlap)
 
 

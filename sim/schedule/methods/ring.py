@@ -17,7 +17,7 @@ from sim.mesh import Mesh
 from sim.options import LayoutName, OverlapOptions, SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
-from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
+from sim.schedule.ir.ops import Delta
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -25,6 +25,7 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
 from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
 
@@ -37,6 +38,8 @@ class HopOptions(SumOptions, OverlapOptions):
     communicators: Literal["one", "two"] = "one"
     """Whether gradients queue behind what hops on, as in ring-flash-attention and yunchang (both take one process
     group), or have a communicator of their own."""
+    messages: MessageForm = "grouped"
+    """How the sends and receives of a hop are issued: see ``write.hops``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +73,21 @@ def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) 
 
 
 class Rings(NamedTuple):
-    """The communicators of a ring: what hops on, and the gradients that hop behind it."""
+    """The lanes of a ring: of what hops on, and of the gradients that hop behind it."""
 
-    on: Communicator
-    behind: Communicator
+    on: Lane
+    behind: Lane
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
         """Each communicator once."""
-        return (self.on,) if self.on == self.behind else (self.on, self.behind)
+        return tuple(dict.fromkeys((*self.on.declared, *self.behind.declared)))
 
 
 def ring_communicators(groups: tuple[tuple[int, ...], ...], options: HopOptions, name: str = "ring") -> Rings:
-    """Return the communicators of rings over these groups of ranks."""
+    """Return the lanes of rings over these groups of ranks."""
     names = (f"{name} kv", f"{name} dkv") if options.communicators == "two" else (name, name)
-    on, behind = (Communicator(name=one, groups=groups) for one in names)
+    on, behind = (lane(Communicator(name=one, groups=groups), options.messages) for one in names)
     return Rings(on, behind)
 
 
@@ -129,7 +132,7 @@ class RingAttention:
             saved = saved._replace(k=saved.more[0], v=saved.more[1])
         b, kv, names, way = self._b, (saved.k, saved.v), ("dk", "dv"), -1 if at_hand else 1
         (dq,) = new_sums(b, self._options, {"dq": saved.q})
-        pool = sum_slots(b, self._options, dict(zip(names, kv, strict=True)), self._size)
+        pool = sum_slots(b, self._rings.behind, self._options, dict(zip(names, kv, strict=True)), self._size)
         hops = self._size - at_hand if self._size > 1 else 0
         for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
             dk, dv = self._sums(names, pool[step % 2], empty=step == 0)
@@ -146,7 +149,7 @@ class RingAttention:
         delta = b.lse("delta", saved.q.shape[1], saved.q.shape[2], "attention")
         b.add(Delta(label="delta", out=saved.out, dout=dout, delta=delta))
         dk, dv = new_sums(b, self._options, {"dk": saved.k, "dv": saved.v})
-        pool = sum_slots(b, self._options, {"dq": saved.q}, self._size)
+        pool = sum_slots(b, self._rings.behind, self._options, {"dq": saved.q}, self._size)
         hops = self._size if self._size > 1 else 0
         for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
             (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
@@ -161,18 +164,22 @@ class RingAttention:
         self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0
     ) -> Iterator[tuple[int, int, tuple[View, ...]]]:
         """Yield each step with whose tensors are at hand, and where they lie, having sent them on."""
-        pool = travel_slots(self._b, bundle, what, self._size)
-        slots = [bundle, *(pool[i % 2] for i in range(self._size - 1))]
+        over = self._rings.on
+        pool = travel_slots(self._b, over, bundle, what, self._size)
+        slots = [
+            to_send(self._b, over, bundle, what) if pool else bundle,
+            *(pool[i % 2] for i in range(self._size - 1)),
+        ]
         for step, source in enumerate(self._sources(way, first)):
             if step < self._size - 1:
-                self._hop(self._rings.on, slots[step], slots[step + 1], way, f"send {what}{source}")
+                self._hop(over, slots[step], slots[step + 1], way, f"send {what}{source}")
             yield step, source, slots[step]
 
     def _sums(self, names: tuple[str, ...], totals: Sequence[View], *, empty: bool = True) -> list[GradientSum]:
         return [GradientSum(self._b, name, view, empty=empty) for name, view in zip(names, totals, strict=True)]
 
     def _send_sums(
-        self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[list[View]], way: int, label: str
+        self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[tuple[View, ...]], way: int, label: str
     ) -> None:
         """Send the sums at hand on, if they have not come home; the first rank sends zeros for what it has not."""
         for total in sums if step == 0 else ():
@@ -189,43 +196,33 @@ class RingAttention:
     def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
         return blocks(self._mask, self._layout[queries], self._layout[keys])
 
-    def _hop(self, over: Communicator, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
+    def _hop(self, over: Lane, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         hop(self._b, over, here, there, way, label, overlap=self._options.overlap)
 
 
-def travel_slots(builder: ProgramBuilder, bundle: Sequence[View], what: str, size: int) -> list[tuple[View, ...]]:
+def travel_slots(
+    builder: ProgramBuilder, over: Lane, bundle: Sequence[View], what: str, size: int
+) -> list[tuple[View, ...]]:
     """Return buffers for what arrives from others in a ring of that size: two, which take turns, or fewer."""
     return [
-        tuple(builder.like(f"{what} slot {i}", view, "communication") for view in bundle)
+        builder.like_all([f"{what} slot {i}"] * len(bundle), bundle, "communication", packed=over.packed)
         for i in range(min(size - 1, 2))
     ]
 
 
-def sum_slots(builder: ProgramBuilder, options: SumOptions, likes: Mapping[str, View], size: int) -> list[list[View]]:
+def sum_slots(
+    builder: ProgramBuilder, over: Lane, options: SumOptions, likes: Mapping[str, View], size: int
+) -> list[tuple[View, ...]]:
     """Return buffers for sums of gradients that travel: what is here, and what is on its way."""
-    return [
-        [builder.gradient(f"{name} slot {i}", like, options) for name, like in likes.items()]
-        for i in range(min(size, 2))
-    ]
+    return [travelling(builder, over, options, likes, f"slot {i}") for i in range(min(size, 2))]
 
 
-def hop(
-    builder: ProgramBuilder,
-    over: Communicator,
-    here: Sequence[View],
-    there: Sequence[View],
-    way: int,
-    label: str,
-    *,
-    overlap: bool,
-) -> None:
-    """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
-    ring, position = over.group_of(builder.rank), over.position(builder.rank)
-    target, source = ring[(position + way) % len(ring)], ring[(position - way) % len(ring)]
-    sends, recvs = [Message(target, view) for view in here], [Message(source, view) for view in there]
-    builder.add(Exchange(label=label, communicator=over.name, sends=tuple(sends), recvs=tuple(recvs)))
-    if not overlap:
-        builder.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
+def travelling(
+    builder: ProgramBuilder, over: Lane, options: SumOptions, likes: Mapping[str, View], where: str
+) -> tuple[View, ...]:
+    """Return new buffers for sums of gradients that hop along a lane, by name the tensors whose they are."""
+    names, dtype = [f"{name} {where}" for name in likes], gradient_dtype(builder.workload, options)
+    return builder.like_all(names, list(likes.values()), "attention", dtype, packed=over.packed)
 
 
 def ring_bytes(workload: Workload, options: RingOptions, size: int, rings: int = 1) -> int:

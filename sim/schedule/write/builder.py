@@ -207,6 +207,29 @@ class ProgramBuilder:
         buffer = self._buffer(view)
         return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
 
+    def like_all(
+        self,
+        names: Sequence[str],
+        views: Sequence[View],
+        category: Category,
+        dtype: Dtype | None = None,
+        *,
+        packed: bool,
+    ) -> tuple[View, ...]:
+        """Return new buffers like views. Where they are ``packed`` those that are alike follow each other in one, cut
+        along its first dimension.
+        """
+        if not packed:
+            return tuple([self.like(name, view, category, dtype) for name, view in zip(names, views, strict=True)])
+        forms = [(self._buffer(view).dims, view.shape, dtype or self.dtype(view)) for view in views]
+        parts: dict[object, list[View]] = {}
+        for form in dict.fromkeys(forms):
+            (dims, (first, *others), of_form), count = form, forms.count(form)
+            name = " ".join([one for one, its in zip(names, forms, strict=True) if its == form])
+            whole = self.buffer(name, dims, (count * first, *others), of_form, category)
+            parts[form] = [whole[number * first : (number + 1) * first] for number in range(count)]
+        return tuple([parts[form].pop(0) for form in forms])
+
     def elsewhere(self, view: View, place: Place) -> View:
         """Return a new buffer like a whole one, in the GPU's memory or its host's."""
         buffer, layer = self._buffer(view), self._layers.get(view.buffer)
