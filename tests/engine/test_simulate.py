@@ -15,7 +15,7 @@ from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.masks import FULL, Span
-from sim.schedule.ir.ops import AllGather, Attend, HostSync
+from sim.schedule.ir.ops import OFFLOAD, AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
@@ -224,7 +224,7 @@ def host_copies(ranks: int, *, both_ways: bool = False) -> Checked:
         k_there = b.elsewhere(k, "host")
         if both_ways:
             b.host_copy(k, k_there, "k out")
-            b.add(HostSync(streams=("offload",)))
+            b.add(HostSync(streams=(OFFLOAD,)))
         b.host_copy(q, b.elsewhere(q, "host"), "q out")
         if both_ways:
             b.host_copy(k_there, b.elsewhere(k, "hbm"), "k back")

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import ScheduleError
+from sim.errors import InputError, ScheduleError
 from sim.mesh import Mesh
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ir.ops import (
+    COMPUTE,
     FETCH,
+    HOST,
     STREAMS,
     Accumulate,
     AllReduce,
@@ -64,6 +66,37 @@ def test_a_communicator_named_like_a_stream(stream: str) -> None:
         Schedule(msgspec.structs.replace(schedule.header, communicators=named), schedule.program),
         f"communicator '{stream}' has the name of a stream",
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            HostSync,
+            {"streams": ("ring", "rnig")},
+            "waits for stream 'rnig', on which nothing runs: allowed are compute, ",
+        ),
+        (HostSync, {"streams": (HOST,)}, "waits for stream 'host'"),
+        (Exchange, {"communicator": "rnig"}, "is on communicator 'rnig', which rank 0 has no part in: it has ring, ul"),
+        (AllToAll, {"communicator": COMPUTE}, "is on stream 'compute': a communicator's ops take its own"),
+    ],
+)
+def test_an_op_where_it_does_not_belong(kind: type, fields: dict[str, Any], message: str) -> None:
+    refuses(changed("usp, queries travel", 4, kind, replace(**fields), rank=0, number=0), message)
+
+
+def test_a_communicator_that_a_rank_has_no_part_in() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    (ring,) = schedule.header.communicators
+    alone = msgspec.structs.replace(schedule.header, communicators=(msgspec.structs.replace(ring, groups=((1,),)),))
+    refuses(Schedule(alone, schedule.program), "is on communicator 'ring', which rank 0 has no part in: it has none")
+
+
+def test_a_kernel_with_a_stream_of_its_own() -> None:
+    """Kernels have no field for it: a file that gives them one is refused, as with any other field."""
+    written = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule.to_json()
+    with pytest.raises(InputError, match="unknown field `stream`"):
+        Schedule.from_json(written.replace(b'{"type":"Attend",', b'{"type":"Attend","stream":"ring",', 1))
 
 
 def replace(**fields: Any) -> Change:

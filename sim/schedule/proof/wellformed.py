@@ -12,16 +12,17 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.program import Header, Port, Program
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
-from sim.workload import ModelSpec, Workload
+from sim.workload import ModelSpec
 
 
-def check_program(program: Program, workload: Workload, sound: set[Form]) -> None:
+def check_program(program: Program, header: Header, sound: set[Form]) -> None:
     """Raise ScheduleError where an op or a port is wrong by itself; forms of ops that are not are added to those that
     are known to be ``sound``.
     """
+    workload, streams = header.workload, _streams_of(program.rank, header)
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
@@ -32,9 +33,17 @@ def check_program(program: Program, workload: Workload, sound: set[Form]) -> Non
         problem = "" if form in sound else _form_problem(op, program, inputs)
         if not problem:
             sound.add(form)
-            problem = _peer_problem(op, program.rank)
+            problem = _rank_problem(op, program.rank, streams)
         if problem:
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
+
+
+def _streams_of(rank: int, header: Header) -> set[str]:
+    """Return the streams that a rank has: one for kernels, its host's, one for each way of copies, and one for each
+    communicator that it belongs to.
+    """
+    own = (one.name for one in header.communicators if any(rank in group for group in one.groups))
+    return {*ops.STREAMS, *own}
 
 
 def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
@@ -197,7 +206,11 @@ def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], pr
 
 
 def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Program) -> str:
-    """Return where a message does not lie in one piece; matching compares both sides."""
+    """Return where a message does not lie in one piece, or goes over what is no communicator; matching compares both
+    sides.
+    """
+    if op.communicator in ops.STREAMS:
+        return f"is on stream {op.communicator!r}: a communicator's ops take its own"
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
@@ -208,10 +221,20 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
     return ""
 
 
-def _peer_problem(op: ops.Op, rank: int) -> str:
-    """Return where a message goes to its own rank."""
+def _rank_problem(op: ops.Op, rank: int, streams: set[str]) -> str:
+    """Return where an op of a rank is on a stream that the rank does not have, waits for one that nothing runs on, or
+    sends to its own rank. Which of its streams an op may take follows from its kind.
+    """
+    if op.stream not in streams:
+        own = ", ".join(sorted(streams.difference(ops.STREAMS))) or "none"
+        return f"is on communicator {op.stream!r}, which rank {rank} has no part in: it has {own}"
     if isinstance(op, ops.Exchange) and rank in [peer for peer, _ in (*op.sends, *op.recvs)]:
         return "exchanges with its own rank; use a Copy"
+    if isinstance(op, ops.HostSync):
+        for stream in op.streams:
+            if stream not in streams or stream == ops.HOST:
+                others = ", ".join(sorted(streams - {ops.HOST}))
+                return f"waits for stream {stream!r}, on which nothing runs: allowed are {others}"
     return ""
 
 
