@@ -13,9 +13,10 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Header, Port, Program
+from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
-from sim.workload import ModelSpec
+from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
 def check_program(program: Program, header: Header, sound: set[Form]) -> None:
@@ -26,11 +27,13 @@ def check_program(program: Program, header: Header, sound: set[Form]) -> None:
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
+            if header.claims and not problem:
+                problem = _port_dtype_problem(port, program, workload)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     inputs = {port.view.buffer: port.tensor for port in program.inputs}
     for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
-        problem = "" if form in sound else _form_problem(op, program, inputs)
+        problem = "" if form in sound else _form_problem(op, program, inputs, workload)
         if not problem:
             sound.add(form)
             problem = _rank_problem(op, program.rank, streams)
@@ -46,7 +49,7 @@ def _streams_of(rank: int, header: Header) -> set[str]:
     return {*ops.STREAMS, *own}
 
 
-def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
+def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], workload: Workload) -> str:
     """Return what is wrong with an op of a program, and with all of its form; empty if nothing is. ``inputs``: tensors
     by buffer.
     """
@@ -65,7 +68,10 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
     )
     if isinstance(op, ops.Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
-    return problem or _shape_problem(op, program) or _rule_problem(op, program)
+    problem = problem or _shape_problem(op, program)
+    if isinstance(op, ops.Kernel):
+        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, workload.model)
+    return problem
 
 
 def _view_problem(view: View, program: Program) -> str:
@@ -153,7 +159,27 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
     return ""
 
 
-def _rule_problem(op: ops.Op, program: Program) -> str:
+def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
+    """Return where an operand has not the data type that its kernel takes beside that of the first one; copies cast
+    between the workload's and that of sums.
+    """
+    first: Dtype | None = None
+    for name, mark in operands(type(op)).items():
+        value: View | Split | None = getattr(op, name)
+        if value is None:
+            continue
+        dtype = program.dtype(value.view if isinstance(value, Split) else value)
+        first = first or dtype
+        own = workload.dtype if mark.numbers == "any" else first
+        wide = accumulation_dtype(own)
+        allowed = {"alike": (own,), "wide": (wide,), "alike or wide": (own, wide), "any": (own, wide, "int64")}
+        if dtype not in allowed[mark.numbers]:
+            spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
+            return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
+    return ""
+
+
+def _rule_problem(op: ops.Kernel, program: Program, model: ModelSpec) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
@@ -164,13 +190,22 @@ def _rule_problem(op: ops.Op, program: Program) -> str:
         return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
     if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
-        return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
+        if count != op.x.shape[1]:
+            return f"rotates {op.x.shape[1]} tokens by {count} positions"
+        return _number_problem("theta", op.theta, "rope_theta", model.rope_theta)
+    if isinstance(op, ops.RmsNorm):
+        return _number_problem("epsilon", op.epsilon, "norm_epsilon", model.norm_epsilon)
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
         return _parts_problem(op)
     return ""
+
+
+def _number_problem(name: str, given: float, of_model: str, wanted: float) -> str:
+    """Return where an op computes with another number than its model."""
+    return "" if given == wanted else f"has {name} {given!r}: {of_model} of the model is {wanted!r}"
 
 
 def _parts_problem(op: ops.Copy | ops.Fold) -> str:
@@ -252,3 +287,9 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     if ("h" in dims) != (tensor.heads(model) is not None):
         return f"has dims {''.join(dims)!r}, which are not those of {port.tensor}"
     return ""
+
+
+def _port_dtype_problem(port: Port, program: Program, workload: Workload) -> str:
+    """Return where a port is in another data type than its tensor."""
+    given, wanted = program.dtype(port.view), dtype_of(tensor_of(port.tensor), workload.dtype)
+    return "" if given == wanted else f"is in {given}: it has to be in {wanted}"
