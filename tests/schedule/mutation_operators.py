@@ -1,8 +1,7 @@
 """Every way in which ``mutations`` changes a schedule.
 
 Operators know views, splits, messages, spans, bands, tuples and numbers, whatever op, port or buffer holds them, so
-that a new op needs no line here. Left alone are ``epsilon`` and ``theta``, which ``check`` does not hold against the
-model yet; data types, which a schedule chooses; labels and names, which are for people.
+that a new op needs no line here. Left alone are labels and names, which are for people.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sim.schedule.ir.ops import STREAMS, Accumulate, Copy, Message, Op, Zero
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 
-LEFT_ALONE = {"epsilon", "theta", "dtype", "label", "name"}
+LEFT_ALONE = {"label", "name"}
 
 Path = tuple[str | int, ...]
 Item = Any
@@ -503,6 +502,9 @@ OPERATORS: dict[str, Operator] = {
     "views: half of an op's work": among(narrowed),
     "buffer: two become one": on_ranks(two_buffers_become_one),
     "number: peer, dimension, parts, order": inside(int, other_number),
+    "number: epsilon, theta": inside(
+        float, lambda scene, _, number: number * scene.draw.choice((0.5, 0.999, 1 + 1e-12, 1.001, 2.0))
+    ),
     "flag: turned over": inside(bool, lambda _scene, _item, value: not value),
     "literal: form, kernel, pass": inside(str, other_literal),
     "stream: another": inside(
@@ -545,7 +547,8 @@ OPERATORS: dict[str, Operator] = {
     "port: tokens or heads moved": inside(Span, other_span, *PORTS),
     "port: layer": inside(int, other_number, *PORTS),
     "port: spans dropped": inside(is_list, list_changed("dropped"), *PORTS),
-    "buffer: place, category": inside(str, other_literal, "buffers"),
+    "buffer: place, category, data type": inside(str, other_literal, "buffers"),
+    "buffer: data type": inside(named("dtype"), other_literal, "buffers"),
     "buffer: dimensions": inside(named("dims"), same_field, "buffers"),
     "buffer: shape": inside(named("shape"), same_field, "buffers"),
     "ranks: two swapped": ranks_swapped,

@@ -3,11 +3,10 @@
     python -m tests.schedule.mutations --count 3000 --seed 0
 
 Every mutant is a schedule of the catalog with one change, on one rank, on two, or in the same way on all
-(``mutation_operators``). Left alone are ``epsilon`` and ``theta``, which ``check`` does not hold against the model yet,
-and data types. What ``check`` accepts is executed on the virtual cluster in fp64, in several random orders, and
-simulated. A table counts, per operator, the mutants tried, refused, accepted and exact, accepted and wrong, and other:
-tracebacks of ``check``, of the execution or of the simulator. The last two must be 0; mutant N of a seed is made again
-by ``--first N --count 1``.
+(``mutation_operators``). What ``check`` accepts is executed on the virtual cluster in fp64, in several random orders,
+and simulated. A table counts, per operator, the mutants tried, refused, accepted and exact, accepted and wrong, and
+other: tracebacks of ``check``, of the execution or of the simulator. The last two must be 0; mutant N of a seed is made
+again by ``--first N --count 1``.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import ScheduleError
+from sim.errors import InputError, ScheduleError
 from sim.mesh import Mesh
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
 from sim.schedule.ir.ops import (
+    COMPUTE,
     FETCH,
+    HOST,
     STREAMS,
     Accumulate,
     AllReduce,
@@ -30,6 +32,8 @@ from sim.schedule.ir.ops import (
     Merge,
     Message,
     Op,
+    RmsNorm,
+    Rope,
     Zero,
 )
 from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
@@ -37,7 +41,7 @@ from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
-from sim.workload import Workload
+from sim.workload import Dtype, Workload
 from tests.helpers import make_checked, make_model
 
 Change = Callable[[Op], Op | None]
@@ -65,6 +69,95 @@ def test_a_communicator_named_like_a_stream(stream: str) -> None:
         Schedule(msgspec.structs.replace(schedule.header, communicators=named), schedule.program),
         f"communicator '{stream}' has the name of a stream",
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (
+            HostSync,
+            {"streams": ("ring", "rnig")},
+            "waits for stream 'rnig', on which nothing runs: allowed are compute, ",
+        ),
+        (HostSync, {"streams": (HOST,)}, "waits for stream 'host'"),
+        (Exchange, {"communicator": "rnig"}, "is on communicator 'rnig', which rank 0 has no part in: it has ring, ul"),
+        (AllToAll, {"communicator": COMPUTE}, "is on stream 'compute': a communicator's ops take its own"),
+    ],
+)
+def test_an_op_where_it_does_not_belong(kind: type, fields: dict[str, Any], message: str) -> None:
+    refuses(changed("usp, queries travel", 4, kind, replace(**fields), rank=0, number=0), message)
+
+
+def test_a_communicator_that_a_rank_has_no_part_in() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    (ring,) = schedule.header.communicators
+    alone = msgspec.structs.replace(schedule.header, communicators=(msgspec.structs.replace(ring, groups=((1,),)),))
+    refuses(Schedule(alone, schedule.program), "is on communicator 'ring', which rank 0 has no part in: it has none")
+
+
+def test_a_kernel_with_a_stream_of_its_own() -> None:
+    """Kernels have no field for it: a file that gives them one is refused, as with any other field."""
+    written = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule.to_json()
+    with pytest.raises(InputError, match="unknown field `stream`"):
+        Schedule.from_json(written.replace(b'{"type":"Attend",', b'{"type":"Attend","stream":"ring",', 1))
+
+
+LAYER: dict[str, Any] = {"scope": "layer", "layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (RmsNorm, {"epsilon": 1e-6}, "has epsilon 1e-06: norm_epsilon of the model is 1e-05"),
+        (Rope, {"theta": 500000.0}, "has theta 500000.0: rope_theta of the model is 10000.0"),
+    ],
+)
+def test_a_number_that_is_not_the_models(kind: type, fields: dict[str, Any], message: str) -> None:
+    for number in (0, 1):  # of Rope in forward, of RmsNorm in either place
+        refuses(changed("ulysses", 2, kind, replace(**fields), rank=1, number=number, **LAYER), message)
+
+
+def test_a_matrix_product_by_tokens() -> None:
+    def by_tokens(op: Op) -> Op:
+        assert isinstance(op, Gemm)
+        return msgspec.structs.replace(op, b=op.a)
+
+    refuses(changed("single", 1, Gemm, by_tokens, rank=0, number=0, **LAYER), "takes io for")
+
+
+def of_dtype(name: str, kind: type, operand: str, dtype: Dtype, number: int = 0, **workload: Any) -> Schedule:
+    """Return a proved schedule of bf16 in which the buffer of one op's operand is of another data type."""
+    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "dtype": "bf16"} | workload
+    schedule = make_checked(name, Workload(**options), 1 if name == "single" else 2).schedule
+    programs = schedule.programs
+    rank = len(programs) - 1
+    op = [op for op in programs[rank].ops if isinstance(op, kind)][number]
+    value, buffers = getattr(op, operand), list(programs[rank].buffers)
+    at = value.view.buffer if isinstance(value, Split) else value.buffer
+    buffers[at] = msgspec.structs.replace(buffers[at], dtype=dtype)
+    programs[rank] = programs[rank].replace(buffers=tuple(buffers))
+    return Schedule(schedule.header, programs.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "operand", "dtype", "message"),
+    [
+        ("single", Attend, "lse", "bf16", "takes bf16 for lse: beside bf16 allowed is fp32"),
+        ("ring", Attend, "out", "fp32", "takes fp32 for out: beside bf16 allowed is bf16"),
+        ("ring", AttendBackward, "dk", "fp32", "takes fp32 for dk: beside bf16 allowed is bf16"),
+        ("ring", Merge, "into_out", "bf16", "takes bf16 for into_out: beside bf16 allowed is fp32"),
+        ("ring", Copy, "target", "fp16", "takes fp16 for target: beside bf16 allowed is bf16 or fp32 or int64"),
+        ("burst", Delta, "delta", "bf16", "takes bf16 for delta: beside bf16 allowed is fp32"),
+        ("single", RmsNorm, "rstd", "bf16", "takes bf16 for rstd: beside bf16 allowed is fp32"),
+        ("single", Gemm, "out", "fp32", "takes fp32 for out: beside bf16 allowed is bf16"),
+        ("single", RmsNorm, "weight", "fp32", "input norm1 is in fp32: it has to be in bf16"),
+        ("ring", Attend, "q", "fp16", "input q is in fp16: it has to be in bf16"),
+    ],
+)
+def test_data_types_that_no_kernel_takes(name: str, kind: type, operand: str, dtype: Dtype, message: str) -> None:
+    """Of buffers of the last rank: log-sum-exps and accumulators are wide, all else is in the workload's type."""
+    scope: dict[str, Any] = LAYER if kind in {RmsNorm, Gemm} else {}
+    refuses(of_dtype(name, kind, operand, dtype, **scope), message)
 
 
 def replace(**fields: Any) -> Change:

@@ -3,7 +3,8 @@
 From these declarations follow ``reads`` and ``writes``, the rule of shapes, what is updated in place, and the sides of
 a collective. Letters name extents that have to agree within one op: b batch, q queries, k keys, s tokens, h query
 heads, g key/value heads, d head dim, e width; of weights i fan in, o fan out. A ``*`` folds all remaining dimensions
-into the next letter; ``...`` stands for any dimensions, the same wherever it stands.
+into the next letter; ``...`` stands for any dimensions, the same wherever it stands. Data types agree within one op
+too, but where it is said otherwise.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from sim.schedule.ir.views import Data, Split, View
 
 AnyOp = TypeVar("AnyOp", bound=Data)
+Numbers = Literal["alike", "wide", "alike or wide", "any"]
+"""The data type of a kernel's operand: that of its first one, what sums of such numbers are kept in, one of these two,
+or any that a workload has.
+"""
 
 
 class Operand(NamedTuple):
@@ -29,25 +34,26 @@ class Operand(NamedTuple):
     is_written: bool
     read_if: str = ""
     """The flag by which an op also reads what it writes."""
+    numbers: Numbers = "alike"
 
     def is_read_by(self, op: Data) -> bool:
         """Return whether an op reads it."""
         return self.is_read or bool(self.read_if and getattr(op, self.read_if))
 
 
-def In(letters: str = "") -> Operand:  # noqa: N802 - stands in annotations, as a type does
+def In(letters: str = "", numbers: Numbers = "alike") -> Operand:  # noqa: N802 - stands in annotations, as a type does
     """Return the declaration of what an op reads."""
-    return Operand(letters, is_read=True, is_written=False)
+    return Operand(letters, is_read=True, is_written=False, numbers=numbers)
 
 
-def Out(letters: str = "", *, read_if: str = "") -> Operand:  # noqa: N802
+def Out(letters: str = "", numbers: Numbers = "alike", *, read_if: str = "") -> Operand:  # noqa: N802
     """Return the declaration of what an op writes."""
-    return Operand(letters, is_read=False, is_written=True, read_if=read_if)
+    return Operand(letters, is_read=False, is_written=True, read_if=read_if, numbers=numbers)
 
 
-def InOut(letters: str = "") -> Operand:  # noqa: N802
+def InOut(letters: str = "", numbers: Numbers = "alike") -> Operand:  # noqa: N802
     """Return the declaration of what an op updates in place."""
-    return Operand(letters, is_read=True, is_written=True)
+    return Operand(letters, is_read=True, is_written=True, numbers=numbers)
 
 
 @cache

@@ -103,7 +103,7 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     k: Annotated[View, In("bkgd")]
     v: Annotated[View, In("bkgd")]
     out: Annotated[View, Out("bqhd")]
-    lse: Annotated[View, Out("bhq")]
+    lse: Annotated[View, Out("bhq", "wide")]
     band: Band
     kernel: AttentionName = "flash"
     probs: Annotated[View | None, Out("bhqk")] = None
@@ -120,8 +120,8 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     k: Annotated[View, In("bkgd")]
     v: Annotated[View, In("bkgd")]
     out: Annotated[View | None, In("bqhd")] = None
-    delta: Annotated[View | None, In("bhq")] = None
-    lse: Annotated[View, In("bhq")]
+    delta: Annotated[View | None, In("bhq", "wide")] = None
+    lse: Annotated[View, In("bhq", "wide")]
     dout: Annotated[View, In("bqhd")]
     dq: Annotated[View, Out("bqhd")]
     dk: Annotated[View, Out("bkgd")]
@@ -140,7 +140,7 @@ class Delta(_Kernel, frozen=True, kw_only=True):
     meta = Meta("D", "delta", "other", "delta", 2)
     out: Annotated[View, In("bqhd")]
     dout: Annotated[View, In("bqhd")]
-    delta: Annotated[View, Out("bhq")]
+    delta: Annotated[View, Out("bhq", "wide")]
 
 
 class Merge(_Kernel, frozen=True, kw_only=True):
@@ -148,17 +148,17 @@ class Merge(_Kernel, frozen=True, kw_only=True):
 
     meta = Meta("M", "merge", "merge, accumulate", "merge", 3)
     out: Annotated[View, In("bqhd")]
-    lse: Annotated[View, In("bhq")]
-    into_out: Annotated[View, InOut("bqhd")]
-    into_lse: Annotated[View, InOut("bhq")]
+    lse: Annotated[View, In("bhq", "wide")]
+    into_out: Annotated[View, InOut("bqhd", "wide")]
+    into_lse: Annotated[View, InOut("bhq", "wide")]
 
 
 class Accumulate(_Kernel, frozen=True, kw_only=True):
-    """into += source; data types may differ."""
+    """into += source, in its data type or wider."""
 
     meta = Meta("+", "accumulate", "merge, accumulate", "accumulate", 1)
     source: Annotated[View, In("...")]
-    into: Annotated[View, InOut("...")]
+    into: Annotated[View, InOut("...", "alike or wide")]
 
 
 class Zero(_Kernel, frozen=True, kw_only=True):
@@ -172,8 +172,8 @@ class Copy(_Kernel, frozen=True, kw_only=True):
     """Part i of target = part i of source, or part ``order[i]``, in one kernel: layout copies, packing, casts."""
 
     meta = Meta("C", "copy", "copy", "copy", 0)
-    source: Annotated[Split, In()]
-    target: Annotated[Split, Out()]
+    source: Annotated[Split, In(numbers="any")]
+    target: Annotated[Split, Out(numbers="any")]
     order: tuple[int, ...] = ()
 
 
@@ -184,7 +184,7 @@ class Fold(_Kernel, frozen=True, kw_only=True):
 
     meta = Meta("F", "fold", "other", "fold", 1)
     source: Annotated[Split, In()]
-    target: Annotated[Split, Out()]
+    target: Annotated[Split, Out(numbers="alike or wide")]
 
 
 class Gemm(_Kernel, frozen=True, kw_only=True):
@@ -222,7 +222,7 @@ class RmsNorm(_Kernel, frozen=True, kw_only=True):
     x: Annotated[View, In("bse")]
     weight: Annotated[View, In("e")]
     out: Annotated[View, Out("bse")]
-    rstd: Annotated[View, Out("bs")]
+    rstd: Annotated[View, Out("bs", "wide")]
     epsilon: float
 
 
@@ -232,7 +232,7 @@ class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
     meta = Meta("N", "norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
     x: Annotated[View, In("bse")]
     weight: Annotated[View, In("e")]
-    rstd: Annotated[View, In("bs")]
+    rstd: Annotated[View, In("bs", "wide")]
     dout: Annotated[View, In("bse")]
     dx: Annotated[View, Out("bse")]
     dweight: Annotated[View, Out("e")]

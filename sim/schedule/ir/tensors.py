@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.masks import Span
-from sim.workload import ModelSpec
+from sim.workload import Dtype, ModelSpec, accumulation_dtype
 
 Kind = Literal["weight", "weight gradient", "activation", "gradient"]
 Axis = Literal["embed", "ffn", "heads", "kv_heads"]
@@ -62,3 +62,9 @@ def d(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor."""
     kind: Kind = "weight gradient" if tensor.kind == "weight" else "gradient"
     return tensor._replace(name=f"d{tensor.name}", kind=kind)
+
+
+def dtype_of(tensor: Tensor, own: Dtype) -> Dtype:
+    """Return the data type of a tensor where that of the workload is ``own``."""
+    dtypes: dict[str, Dtype] = {"model": own, "accumulation": accumulation_dtype(own), "int64": "int64"}
+    return dtypes[tensor.numbers]

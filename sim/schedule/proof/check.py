@@ -103,7 +103,7 @@ def _prove(checked: Checked) -> None:
     schedule = checked.schedule
     sound: set[Form] = set()
     for program in schedule.programs:
-        check_program(program, schedule.header.workload, sound)
+        check_program(program, schedule.header, sound)
     matching, dependencies = checked.matching, checked.dependencies
     _check_ports(schedule)
     AbstractPlayer(schedule, matching, dependencies).run()

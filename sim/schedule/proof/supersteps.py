@@ -53,9 +53,9 @@ class Supersteps:
         for program in self.programs:
             _check_bindings(program)
         self.all = list(zip(*(program.calls for program in self.programs), strict=True))
-        workload, sound = schedule.header.workload, set[Form]()
+        sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
-            check_program(fragment.program(rank), workload, sound)
+            check_program(fragment.program(rank), schedule.header, sound)
         self._plain = msgspec.structs.replace(schedule.header, claims=None)
         self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
         """How often the same fragments meet."""

@@ -12,32 +12,44 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.program import Header, Port, Program
+from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.block import tensor_of
-from sim.workload import ModelSpec, Workload
+from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
-def check_program(program: Program, workload: Workload, sound: set[Form]) -> None:
+def check_program(program: Program, header: Header, sound: set[Form]) -> None:
     """Raise ScheduleError where an op or a port is wrong by itself; forms of ops that are not are added to those that
     are known to be ``sound``.
     """
+    workload, streams = header.workload, _streams_of(program.rank, header)
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
+            if header.claims and not problem:
+                problem = _port_dtype_problem(port, program, workload)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     inputs = {port.view.buffer: port.tensor for port in program.inputs}
     for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
-        problem = "" if form in sound else _form_problem(op, program, inputs)
+        problem = "" if form in sound else _form_problem(op, program, inputs, workload)
         if not problem:
             sound.add(form)
-            problem = _peer_problem(op, program.rank)
+            problem = _rank_problem(op, program.rank, streams)
         if problem:
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
-def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
+def _streams_of(rank: int, header: Header) -> set[str]:
+    """Return the streams that a rank has: one for kernels, its host's, one for each way of copies, and one for each
+    communicator that it belongs to.
+    """
+    own = (one.name for one in header.communicators if any(rank in group for group in one.groups))
+    return {*ops.STREAMS, *own}
+
+
+def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], workload: Workload) -> str:
     """Return what is wrong with an op of a program, and with all of its form; empty if nothing is. ``inputs``: tensors
     by buffer.
     """
@@ -56,7 +68,10 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str]) -> str:
     )
     if isinstance(op, ops.Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
-    return problem or _shape_problem(op, program) or _rule_problem(op, program)
+    problem = problem or _shape_problem(op, program)
+    if isinstance(op, ops.Kernel):
+        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, workload.model)
+    return problem
 
 
 def _view_problem(view: View, program: Program) -> str:
@@ -144,7 +159,27 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
     return ""
 
 
-def _rule_problem(op: ops.Op, program: Program) -> str:
+def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
+    """Return where an operand has not the data type that its kernel takes beside that of the first one; copies cast
+    between the workload's and that of sums.
+    """
+    first: Dtype | None = None
+    for name, mark in operands(type(op)).items():
+        value: View | Split | None = getattr(op, name)
+        if value is None:
+            continue
+        dtype = program.dtype(value.view if isinstance(value, Split) else value)
+        first = first or dtype
+        own = workload.dtype if mark.numbers == "any" else first
+        wide = accumulation_dtype(own)
+        allowed = {"alike": (own,), "wide": (wide,), "alike or wide": (own, wide), "any": (own, wide, "int64")}
+        if dtype not in allowed[mark.numbers]:
+            spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
+            return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
+    return ""
+
+
+def _rule_problem(op: ops.Kernel, program: Program, model: ModelSpec) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
@@ -155,13 +190,22 @@ def _rule_problem(op: ops.Op, program: Program) -> str:
         return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
     if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
-        return "" if count == op.x.shape[1] else f"rotates {op.x.shape[1]} tokens by {count} positions"
+        if count != op.x.shape[1]:
+            return f"rotates {op.x.shape[1]} tokens by {count} positions"
+        return _number_problem("theta", op.theta, "rope_theta", model.rope_theta)
+    if isinstance(op, ops.RmsNorm):
+        return _number_problem("epsilon", op.epsilon, "norm_epsilon", model.norm_epsilon)
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
         return _parts_problem(op)
     return ""
+
+
+def _number_problem(name: str, given: float, of_model: str, wanted: float) -> str:
+    """Return where an op computes with another number than its model."""
+    return "" if given == wanted else f"has {name} {given!r}: {of_model} of the model is {wanted!r}"
 
 
 def _parts_problem(op: ops.Copy | ops.Fold) -> str:
@@ -197,7 +241,11 @@ def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], pr
 
 
 def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Program) -> str:
-    """Return where a message does not lie in one piece; matching compares both sides."""
+    """Return where a message does not lie in one piece, or goes over what is no communicator; matching compares both
+    sides.
+    """
+    if op.communicator in ops.STREAMS:
+        return f"is on stream {op.communicator!r}: a communicator's ops take its own"
     for view in views:
         if not is_contiguous(view, program.buffers[view.buffer]):
             return "sends or receives a view with gaps; copy it into a buffer first"
@@ -208,10 +256,20 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
     return ""
 
 
-def _peer_problem(op: ops.Op, rank: int) -> str:
-    """Return where a message goes to its own rank."""
+def _rank_problem(op: ops.Op, rank: int, streams: set[str]) -> str:
+    """Return where an op of a rank is on a stream that the rank does not have, waits for one that nothing runs on, or
+    sends to its own rank. Which of its streams an op may take follows from its kind.
+    """
+    if op.stream not in streams:
+        own = ", ".join(sorted(streams.difference(ops.STREAMS))) or "none"
+        return f"is on communicator {op.stream!r}, which rank {rank} has no part in: it has {own}"
     if isinstance(op, ops.Exchange) and rank in [peer for peer, _ in (*op.sends, *op.recvs)]:
         return "exchanges with its own rank; use a Copy"
+    if isinstance(op, ops.HostSync):
+        for stream in op.streams:
+            if stream not in streams or stream == ops.HOST:
+                others = ", ".join(sorted(streams - {ops.HOST}))
+                return f"waits for stream {stream!r}, on which nothing runs: allowed are {others}"
     return ""
 
 
@@ -229,3 +287,9 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     if ("h" in dims) != (tensor.heads(model) is not None):
         return f"has dims {''.join(dims)!r}, which are not those of {port.tensor}"
     return ""
+
+
+def _port_dtype_problem(port: Port, program: Program, workload: Workload) -> str:
+    """Return where a port is in another data type than its tensor."""
+    given, wanted = program.dtype(port.view), dtype_of(tensor_of(port.tensor), workload.dtype)
+    return "" if given == wanted else f"is in {given}: it has to be in {wanted}"

@@ -14,7 +14,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Call, Fragment, Port, Program
-from sim.schedule.ir.tensors import Tensor
+from sim.schedule.ir.tensors import Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
@@ -279,10 +279,9 @@ class ProgramBuilder:
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
-        own = self.workload.dtype
-        dtypes: dict[str, Dtype] = {"model": own, "accumulation": accumulation_dtype(own), "int64": "int64"}
         dims, shape = "bse"[: 2 + len(shape)], (self.batch.size, extent, *shape)
-        return self.buffer(name, dims, shape, dtypes[tensor.numbers], "saved" if is_saved else "other")
+        dtype = dtype_of(tensor, self.workload.dtype)
+        return self.buffer(name, dims, shape, dtype, "saved" if is_saved else "other")
 
     def input_of(self, tensor: Tensor, tokens: Tokens) -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
