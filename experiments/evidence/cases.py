@@ -92,6 +92,16 @@ class Alike(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kernels that the code leaves out although its result needs them: they take no time."""
 
 
+class HostFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cases that give the two host figures of their cluster: of each call, and of each eager kernel. They are in no
+    group; what they give is shown beside the prediction without.
+    """
+
+    cases: list[dict[str, Any]]
+    """Two, as those of a group."""
+    set: tuple[str, ...] = ()
+
+
 class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurements of others, or of one's own cluster."""
 
@@ -110,8 +120,18 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     select: dict[str, Any] = {}
     """What all cases have in common."""
     alike: list[Alike] = []
+    host_fit: HostFit | None = None
     notes: str = ""
     """What explains the errors and no command computes, as Markdown."""
+
+
+class HostFigures(NamedTuple):
+    """What the host takes, in seconds, its launch included."""
+
+    call_s: float
+    """For a send or receive by itself, and its wait."""
+    kernel_s: float
+    """For an eager kernel."""
 
 
 class Case(NamedTuple):
@@ -126,12 +146,14 @@ class Case(NamedTuple):
     """How large the op was, if it was timed alone."""
     left_out: tuple[str, ...] = ()
     """Kernels that take no time, as the code that was timed leaves them out."""
+    host: HostFigures | None = None
+    """Other figures of the host than the profile's."""
 
     @property
     def played(self) -> Setup:
         """Return what is simulated: the step, or the op alone."""
-        if self.left_out:
-            return self.setup.replace(profile=_without(str(self.setup.profile), self.left_out))
+        if self.left_out or self.host:
+            return self.setup.replace(profile=_changed(str(self.setup.profile), self.left_out, self.host))
         if self.alone is None:
             return self.setup
         return self.setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
@@ -236,6 +258,19 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     return file, cases
 
 
+def fit_cases(file: CaseFile) -> list[Case]:
+    """Return the cases that give a file's two host figures; none where it fits none."""
+    if file.host_fit is None:
+        return []
+    group = Group(name="host_fit", cases=file.host_fit.cases, set=file.host_fit.set)
+    found = [_case(file, group, case) for case in group.cases]
+    if len(found) != 2 or file.profile == DATASHEET:
+        raise InputError(
+            f"case file {file.title!r}, host_fit: {len(found)} cases give two figures of a profile: give 2"
+        )
+    return found
+
+
 def _named(file: CaseFile) -> Iterator[tuple[str, Sequence[str], str, str]]:
     """Yield what is named by what cases have in common, and what could be: key, allowed ones, what it is, where."""
     for alike in file.alike:
@@ -293,15 +328,20 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
 
 
 @cache
-def _without(name: str, kernels: tuple[str, ...]) -> Profile:
-    """Return a profile by which some kernels take no time, neither on the GPU nor on the host."""
+def _changed(name: str, kernels: tuple[str, ...], host: HostFigures | None) -> Profile:
+    """Return a profile by which some kernels take no time, neither on the GPU nor on the host, and the host takes what
+    is said.
+    """
     profile = load_profile(name)
     nothing = Issue(host_s=0, launches=0)
+    own = {} if host is None else {"call": host.call_s, "kernel": host.kernel_s}
     return msgspec.structs.replace(
         profile,
         points=tuple([point for point in profile.points if point.kernel not in kernels]),
         traffic=profile.traffic | dict.fromkeys(kernels, 0.0),
-        issue=profile.issue | dict.fromkeys(kernels, nothing),
+        issue=profile.issue
+        | {kind: Issue(host_s=seconds, launches=0) for kind, seconds in own.items()}
+        | dict.fromkeys(kernels, nothing),
     )
 
 

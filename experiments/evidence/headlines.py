@@ -75,7 +75,7 @@ def _coverage(cells: Sequence[Judged]) -> float | None:
 
 
 def _published(evidence: Evidence) -> Headline:
-    file, found = evidence
+    file, found = evidence.file, evidence.found
     return Headline(
         f"published: {file.title}",
         len(found),

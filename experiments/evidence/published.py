@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.evidence.cases import FOLDER, Case, CaseFile, read_cases
+from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.units import percent
 from sim.engine.interval import bounds
 from sim.presets import preset_names
@@ -66,6 +66,10 @@ class Evidence(NamedTuple):
 
     file: CaseFile
     found: list[CasePrediction]
+    fitted: HostFigures | None = None
+    """Of the host, where the file names cases that give them."""
+    with_fit: Sequence[CasePrediction] = ()
+    """What is then predicted, without intervals."""
 
 
 def predicted(cases: Sequence[Case]) -> Iterator[CasePrediction]:
@@ -90,7 +94,8 @@ def _predicted(case: Case) -> CasePrediction:
     found = case.played.predicted()
     step_s, trace, ranks = found.step_time_s, found.trace, found.checked.schedule.num_ranks
     if not case.measure:
-        return CasePrediction(case, step_s, *(found.interval or (step_s, step_s)), found.bound_by, ranks)
+        interval = None if case.host else found.interval
+        return CasePrediction(case, step_s, *(interval or (step_s, step_s)), found.bound_by, ranks)
     op_s, low_s, high_s = map(case.seconds, (trace, *(bounds(found.simulation) or (trace, trace))))
     return CasePrediction(case, op_s, low_s, high_s, "", ranks)
 
@@ -122,6 +127,18 @@ def rests_on(file: CaseFile) -> list[str]:
     return lines
 
 
+def fitted_from(evidence: Evidence) -> list[str]:
+    """Return which cases gave the figures of the host, and these; nothing where a file names none."""
+    host = evidence.fitted
+    if host is None:
+        return []
+    named = (
+        f"{one.name}, {one.setup.gpus} GPUs, {one.extent}, {one.mask} {one.passes}" for one in fit_cases(evidence.file)
+    )
+    figures = f"{1e6 * host.call_s:.3g} us a call, {1e6 * host.kernel_s:.3g} us a kernel"
+    return [f"host fitted: {figures}, from cases that are in no row: {'; '.join(named)}"]
+
+
 def measured_on(file: CaseFile) -> list[str]:
     """Return of which machine and when the profile of a case file is, and by which command."""
     if file.profile == DATASHEET:
@@ -136,11 +153,19 @@ HEADS = ("group", "cases", "mean", "worst", "bias", "R² of log", "order", "in 9
 
 def judged_groups(evidence: Evidence) -> list[list[str]]:
     """Return the rows of a file's table: every group, groups together, and all together."""
-    file, found = evidence
+    file, found = evidence.file, evidence.found
     groups = [(group.name, {group.name}, group.target) for group in file.group]
     groups += [(together.name, set(together.of), together.target) for together in file.together]
     rows = [[name, *_judged([one for one in found if one.case.group in of], target)] for name, of, target in groups]
-    return [*rows, ["all", *_judged(found, None)]] if len(rows) > 1 else rows
+    rows += [["all", *_judged(found, None)]] if len(groups) > 1 else []
+    fitted = [[one for one in evidence.with_fit if one.case.group in of] for _, of, _ in groups]
+    rows += [
+        [f"{name}, host fitted", *_judged(some, None)]
+        for (name, _, _), some in zip(groups, fitted, strict=True)
+        if some
+    ]
+    rows += [["all, host fitted", *_judged(evidence.with_fit, None)]] if evidence.with_fit and len(groups) > 1 else []
+    return rows
 
 
 def _judged(found: Sequence[CasePrediction], target: float | None) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.evidence.headlines import HEADLINE_HEADS, headline_rows
-from experiments.evidence.published import HEADS, Evidence, judged_groups, measured_on, rests_on
+from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Kept, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
 from sim.files import Kind, marked
@@ -109,7 +109,13 @@ def _published_section(evidence: Evidence) -> list[str]:
         after = heads.index("mean") + 1
         heads.insert(after, "blind")
         rows = [[*row[:after], _percent(blind.get(row[0])), *row[after:]] for row in rows]
-    lines = [f"source: {file.source}", f"quality: {file.quality}", *rests_on(file), *measured_on(file)]
+    lines = [
+        f"source: {file.source}",
+        f"quality: {file.quality}",
+        *rests_on(file),
+        *measured_on(file),
+        *fitted_from(evidence),
+    ]
     return [
         f"### {_escaped(file.title)}",
         _list(map(_escaped, lines)),

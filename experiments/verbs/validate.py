@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from experiments.evidence.cases import fit_cases
 from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
 from experiments.evidence.executed_cases import CASES_FILE, common_fields, own_profile, require_portable, save_cases
 from experiments.evidence.execution import Execution
+from experiments.evidence.host_fit import host_figures
 from experiments.evidence.provenance import command_line
-from experiments.evidence.published import HEADS, Evidence, judged_groups, predicted, provenance, read_all
+from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
     RECORD_FILE,
     Judged,
@@ -176,8 +178,11 @@ def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
     for file, cases in read_all(names):
         with _progress(console) as progress:
             found = list(progress.track(predicted(cases), len(cases), description="predicting"))
-        shown.append(Evidence(file, found))
-        for line in provenance(file):
+            host = host_figures(fit_cases(file))
+            fitted = [case._replace(host=host) for case in cases if host]
+            with_fit = list(progress.track(predicted(fitted), len(fitted), description="with the fit"))
+        shown.append(Evidence(file, found, host, with_fit))
+        for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
             console.print(line, markup=False)
         table = Table(*HEADS)
         for row in judged_groups(shown[-1]):
