@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED
@@ -13,7 +14,7 @@ from sim.presets import override
 from sim.profile import load_profile
 from tests.engine.test_measured_points import COLLECTIVES
 from tests.helpers import slow_but
-from topology.cluster import Cluster
+from topology.cluster import Cluster, load_cluster
 
 SUM = COLLECTIVES["all_reduce"]
 SIZES = tuple(2**n for n in range(10, 33))
@@ -108,3 +109,18 @@ def test_hops_of_h100_take_what_their_ring_is_given() -> None:
     expected = {(1, 2): 101e-6, (1, 8): 421.45e-6, (10, 1): 1400.87e-6, (10, 8): 2271.7e-6}
     for (nodes, per_node), took in expected.items():
         assert Machine("h100-sxm", nodes, per_node).seconds("exchange", 2**25) == pytest.approx(took, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["hgx-h100", "a100-pcie", "dgx-a100"])
+def test_a_message_costs_what_it_costs_alone(name: str) -> None:
+    """Messages between like places are costed once: to the last bit what each is by itself, over its own way."""
+    spec = load_cluster(name)
+    cluster = Cluster(msgspec.structs.replace(spec, nodes=3 if spec.nic else 1))
+    ranks = tuple(range(len(cluster.devices)))
+    profile = load_profile(spec.profile) if spec.profile else None
+    together = CostModel(cluster, profile)
+    for source in ranks:
+        for target in ranks:
+            if source != target:
+                alone = CostModel(cluster, profile).transfer(source, target, 2**20, ranks)
+                assert together.transfer(source, target, 2**20, ranks) == alone
