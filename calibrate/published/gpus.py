@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published import curves
+from calibrate.published import between_nodes, curves, ultraattn
 from calibrate.published.curves import Timed, apart, without_causal_forward
 from calibrate.published.host import (
     EAGER_LAYER_TRAFFIC,
@@ -59,6 +59,10 @@ _LEAST_PART = 16
 """Bytes per rank of the smallest collectives across nodes that are kept: below, time does not grow with size."""
 
 
+Pairs = dict[str, dict[int, float]]
+"""Seconds between two GPUs by bytes, by link."""
+
+
 class Gpu(NamedTuple):
     """Where the figures of one GPU are."""
 
@@ -83,6 +87,12 @@ class Gpu(NamedTuple):
     """Whether the kernels around attention are eager PyTorch's, not fused."""
     fabric: str = ""
     """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
+    between_nodes: Callable[[ClusterSpec], Iterable[Point]] = lambda _: ()
+    """What other tables say of collectives across nodes."""
+    nodes_sources: tuple[str, ...] = ()
+    hops: Callable[[Pairs], Iterable[Point]] = lambda _: ()
+    """Sends and receives, given those between two GPUs of Vidur's table."""
+    hops_source: str = "the links' figures"
 
 
 def profile_of(name: str, gpu: Gpu) -> Profile:
@@ -94,7 +104,8 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     points = [
         *_gemms(gpu.system), *forward, *more.points,
         *around.points,
-        *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *_transfers(gpu.send_recv),
+        *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *gpu.between_nodes(spec),
+        *gpu.hops(_pairs(gpu.send_recv)),
     ]  # fmt: skip
     return Profile(
         name=name,
@@ -115,9 +126,9 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.others_source}",
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
-            + "".join(f"; across nodes: {source}" for source in _fabric_sources(gpu.fabric)),
+            + "".join(f"; across nodes: {source}" for source in (*_fabric_sources(gpu.fabric), *gpu.nodes_sources)),
             **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
-            "exchange": f"microsoft/vidur@7d47513, {gpu.send_recv}" if gpu.send_recv else "the links' figures",
+            "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
             **EAGER_SOURCES,
         },
@@ -197,16 +208,36 @@ def _collective_point(
     return transfer_point(kind, link, ranks, wire, geometric_mean(times), len(times))
 
 
-def _transfers(system: str) -> Iterator[Point]:
-    """Yield sends and receives inside a node and between two."""
+def _pairs(system: str) -> Pairs:
+    """Return sends and receives inside a node and between two."""
+    found: Pairs = {}
     for devices, link in (("2", "nvlink"), ("1", "nic")):
         times = {
             int(row["bytes"]): float(row["time_ms"]) / 1e3
             for row in rows("send_recv_vidur")
             if row["gpu"] == system and row["devices_per_node"] == devices
         }
-        for nbytes in sorted({min(times, key=_farness(exponent)) for exponent in _exponents(times)}):
-            yield transfer_point("exchange", link, 2, nbytes, times[nbytes])
+        found[link] = {nbytes: times[nbytes] for nbytes in {min(times, key=_farness(e)) for e in _exponents(times)}}
+    return found
+
+
+def _in_pairs(pairs: Pairs) -> Iterator[Point]:
+    """Yield sends and receives between two GPUs of a node."""
+    for nbytes, seconds in sorted(pairs["nvlink"].items()):
+        yield transfer_point("exchange", "nvlink", 2, nbytes, seconds)
+
+
+def _hops_of_a100(pairs: Pairs) -> Iterator[Point]:
+    """Yield those of A100 inside a node, and those of A800 between nodes, whose NICs are as fast: they reach 90 % of
+    their rate, all-to-alls on A100 80 %, and Vidur's A100 31 %, an outlier.
+    """
+    yield from _in_pairs(pairs)
+    yield from (point for point in ultraattn.transfers("A800") if point.variant == "nic")
+
+
+def _hops_of_h100(pairs: Pairs) -> Iterator[Point]:
+    yield from _in_pairs(pairs)
+    yield from between_nodes.hops(pairs)
 
 
 def _exponents(sizes: Iterable[int]) -> list[float]:
@@ -253,6 +284,11 @@ _A100 = Gpu(
     vidur="a100",
     liger="NVIDIA A100-SXM4-80GB",
     fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
+    between_nodes=between_nodes.all_to_all_of_a100,
+    nodes_sources=(between_nodes.A100_SOURCE,),
+    hops=_hops_of_a100,
+    hops_source="inside a node microsoft/vidur@7d47513, A100 DGX; between nodes A800 with NICs of the same rate, "
+    "oliverYoung2001/UltraAttn@b5aa10e; not Vidur's A100 between nodes, which got 31 % of the NIC",
 )
 GPUS = {
     "a100-sxm": _A100,
@@ -268,6 +304,11 @@ GPUS = {
         send_recv="H100 DGX",
         vidur="h100",
         fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
+        between_nodes=between_nodes.collectives,
+        nodes_sources=(between_nodes.MEASURED_SOURCE, between_nodes.MODEL_SOURCE),
+        hops=_hops_of_h100,
+        hops_source="two ranks microsoft/vidur@7d47513, H100 DGX; rings of more, short ones as between two: "
+        f"{between_nodes.MEASURED_SOURCE}, inside a node 4 and 8 ranks",
     ),
     "h200-sxm": Gpu(
         cluster="hgx-h200",

@@ -65,7 +65,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         complete=True,
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=spec.figures(),
-        points=(*kernels(gpu), *_transfers(gpu)),
+        points=(*kernels(gpu), *transfers(gpu)),
         traffic=EARLY_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
@@ -99,7 +99,7 @@ def kernels(gpu: str) -> Iterator[Point]:
         yield kernel_point(use, float(row["value"]) / 1e6, _RUNS)
 
 
-def _transfers(gpu: str) -> Iterator[Point]:
+def transfers(gpu: str) -> Iterator[Point]:
     """Yield transfers between two GPUs, each sending and receiving: over NVLink, and from node to node."""
     for row in _timed("cluster_a800_h800_p2p", gpu):
         link = "nvlink" if row["nodes"] == "1" else "nic"

@@ -62,7 +62,11 @@ class CostModel:
         self._profile = profile
         self._kernel = cache(self._find_kernel)
         self._seconds = cache(self._find_seconds)
-        self._transfer = cache(self._find_transfer)
+        self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
+        self._like: dict[tuple[float, ...], tuple[Activity, float, list[tuple[int, float]]]] = {}
+        """By places in nodes, bytes and spread of a message: what comes before its flow, the flow's seconds, and its
+        demands by what it passes.
+        """
         self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
@@ -166,21 +170,33 @@ class CostModel:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
         ``group`` are the ranks of the communicator: on a host they all exchange at the same time, and NCCL gives each
-        hop fewer channels the more ranks it has.
+        hop fewer channels the more ranks it has. Messages between like places of nodes are costed once.
         """
-        return self._transfer(source, target, nbytes, self._spread(source, target, group))
+        key = (source, target, nbytes, id(group))
+        found = self._transfers_found.get(key)
+        if found is None:
+            found = self._transfers_found[key] = self._find_transfer(source, target, nbytes, group)
+        return found
 
-    def _spread(self, source: int, target: int, group: tuple[int, ...]) -> Spread:
-        """Return how the ranks of a group are spread that matter to a message: over all its nodes, or in one."""
-        found = self._counted.get(id(group))
-        if found is None:  # kept with the group itself, so that no other one gets its id
-            found = self._counted[id(group)] = (group, Counter(self._cluster.devices[rank].node for rank in group))
-        here, there = (self._cluster.devices[rank].node for rank in (source, target))
-        return Spread(len(found[1]), len(group) / len(found[1])) if here != there else Spread(1, float(found[1][here]))
-
-    def _find_transfer(self, source: int, target: int, nbytes: int, spread: Spread) -> Activity:
-        route = self._cluster.route(source, target)
-        return self._moving(self._message("exchange", (source, target), spread, route, nbytes))
+    def _find_transfer(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
+        here, there = self._cluster.devices[source], self._cluster.devices[target]
+        route, near = self._cluster.route(source, target), here.node == there.node
+        counted = self._counted.get(id(group))
+        if counted is None:  # kept with the group itself, so that no other one gets its id
+            counted = self._counted[id(group)] = (group, Counter(self._cluster.devices[rank].node for rank in group))
+        per_node, nodes = (counted[1][here.node], 1) if near else (len(group) / len(counted[1]), len(counted[1]))
+        passed, places = (*route.resources, here.hbm, there.hbm), self._cluster.spec.gpus_per_node
+        key = (here.number % places, there.number % places, near, nbytes, per_node, nodes)
+        like = self._like.get(key)
+        if like is None:
+            moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
+            activity = self._moving(moving)
+            if self._cluster.spec.gpu.kind == "cuda" and isinstance(activity[-1], Flow):
+                demands = [(passed.index(resource), amount) for resource, amount in activity[-1].demands]
+                self._like[key] = activity[:-1], activity[-1].seconds, demands
+            return activity
+        before, seconds, demands = like
+        return (*before, Flow(seconds, tuple(sorted([(passed[place], amount) for place, amount in demands]))))
 
     def _message(self, kernel: str, ranks: tuple[int, ...], spread: Spread, route: Route, nbytes: int) -> _Moving:
         """Return bytes that take one route."""
