@@ -1,0 +1,54 @@
+"""What-ifs over random configurations: a faster machine is not slower, beyond the races that the answer tells of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import longstep
+from longstep import InputError, Prediction
+from sim.engine.report import RACE
+
+RATES = ("hbm", "nvlink", "nic", "gpu.peak_flops_per_s.bf16")
+SEED = 2211
+
+
+def configurations(count: int) -> Iterator[tuple[random.Random, Prediction]]:
+    """Yield predictions of random steps that can be built."""
+    draw, schedules = random.Random(SEED), longstep.names("schedules")
+    while count:
+        gpus = draw.choice((2, 4, 8, 8, 16))
+        step: dict[str, Any] = {
+            "cluster": draw.choice(("dgx-a100", "hgx-h100", "hgx-h200", "hgx-b200")), "gpus": gpus,
+            "nodes": -(-gpus // 8), "seq": draw.choice(("8K", "16K", "32K", "64K", "128K", "256K", "512K")),
+            "passes": draw.choice(("forward", "backward", "both")), "mask": draw.choice(("causal", "causal", "full")),
+            "scope": draw.choice(("attention", "attention", "layer")), "model": "llama3-8b",
+            "profile": draw.choice((None, None, "datasheet")),
+        }  # fmt: skip
+        try:
+            found = longstep.predict(draw.choice(schedules), **step)
+        except InputError:
+            continue
+        count -= 1
+        yield draw, found
+
+
+@pytest.mark.parametrize("count", [pytest.param(8, id="few"), pytest.param(400, id="many", marks=pytest.mark.slow)])
+def test_twice_a_rate_hardly_makes_a_step_slower(count: int) -> None:
+    """At most one in a hundred steps by more than 1 %, none by more than 5 % unless the answer says that a race decides
+    it.
+    """
+    slower: list[tuple[float, str]] = []
+    for draw, found in configurations(count):
+        rate = draw.choice([one for one in RATES if one != "nic" or found.cluster.spec.nodes > 1])
+        key = f"cluster.{rate}" if "." in rate else f"cluster.{rate}.bytes_per_s"
+        twice = found.replace(set={key: "*2"})
+        ratio = twice.step_time_s / found.step_time_s
+        told = any(one.simulation.step_times_s[-1] > RACE * one.simulation.step_times_s[0] for one in (found, twice))
+        if ratio > 1.01 and not told:
+            slower.append((ratio, f"twice {rate} of {found.title}"))
+    assert len(slower) <= max(1, count // 100), slower
+    assert all(ratio <= 1.05 for ratio, _ in slower), slower
