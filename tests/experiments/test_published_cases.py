@@ -140,7 +140,7 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
 )
 @pytest.mark.gloo
 def test_ops_take_what_their_profile_has_measured(tmp_path: Path, fields: str, seconds: float) -> None:
-    (found,) = predicted([one_case(tmp_path, f"{fields}, measured_s = {2 * seconds}")])
+    (found,) = predicted([one_case(tmp_path, f"{fields}, jitter = 0, measured_s = {2 * seconds}")])
     assert found.predicted_s == pytest.approx(seconds, rel=1e-6)
     assert found.error == pytest.approx(-0.5, abs=1e-6)
     assert found.low_s < found.predicted_s < found.high_s
