@@ -19,7 +19,7 @@ from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
 from calibrate.interference import time_interference
 from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
-from calibrate.leave_one_out import spreads
+from calibrate.leave_one_out import with_residuals
 from calibrate.links import time_launch
 from calibrate.plan import Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
@@ -136,7 +136,7 @@ class GpuCalibration:
             tiles=tile_models(points, gpu.sms),
         )
         return msgspec.structs.replace(
-            profile, residuals=spreads(profile), beside_communication=_beside_communication(profile, self._plan.model)
+            with_residuals(profile), beside_communication=_beside_communication(profile, self._plan.model)
         )
 
     def _on(self, ranks: int) -> Session:

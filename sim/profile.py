@@ -203,6 +203,11 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     """By kernel, the factor by which sources lie above and below the mean that its points are."""
     residuals: dict[str, Spread] = {}
     """How far points are from what the others predict, and sources from their mean, by kernel."""
+    beyond: dict[str, Annotated[float, msgspec.Meta(ge=1, lt=1e9)]] = {}
+    """By kernel, the factor by which the 90 % interval of its time is wider at twice the longest length measured; each
+    doubling more adds half as much."""
+    bound: Bound | None = None
+    """At which end of the 90 % interval its times lie; None: they are what is expected."""
     sustained: dict[str, Factor] = {}
     """By kernel, how many times as long it takes after seconds of load as in the short runs that points are of, in the
     upper end of intervals."""

@@ -43,7 +43,8 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: to
     where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
-    sustained load, too. The host takes as much less or more for each call and kernel as the profile says.
+    sustained load, too. Attention longer than any that was measured moves by ``profile.beyond`` as well. The host takes
+    as much less or more for each call and kernel as the profile says.
     """
     checked, cluster, profile, noise = simulation.checked, simulation.cluster, simulation.profile, simulation.noise
     if profile is None or not profile.residuals:
@@ -67,6 +68,7 @@ def _scaled(profile: Profile, bound: Bound) -> Profile:
     factors = {kernel: getattr(spread, bound) * loaded.get(kernel, 1.0) for kernel, spread in profile.residuals.items()}
     return msgspec.structs.replace(
         profile,
+        bound=bound,
         points=tuple(
             msgspec.structs.replace(point, median_s=point.median_s * factor, mean_s=point.mean_s * factor)
             for point in profile.points

@@ -62,6 +62,20 @@ def test_a_busy_host_takes_longer() -> None:
     assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((1.5 + 0.9, 6 + 1.2))
 
 
+def test_it_widens_with_the_distance_from_the_longest_kernel_measured() -> None:
+    """Attention of 256 tokens was measured; of twice as many it may be off by a factor of 1.1 more, and each doubling
+    adds half as much as the one before.
+    """
+    profile = make_profile(make_checked("single", WORK, 1), beyond={"attention_forward": 1.1})
+    for doublings, more in ((0, 0.0), (1, 1.0), (2, 1.5), (3, 1.75)):
+        work = msgspec.structs.replace(WORK, seq=256 * 2**doublings)
+        simulation = simulate(make_checked("single", work, 1), CLUSTER, profile)
+        found, step_s = interval(simulation), simulation.trace.step_time_s
+        assert found is not None
+        assert found.low_s == pytest.approx(0.9 * step_s / 1.1**more)
+        assert found.high_s == pytest.approx(1.2 * step_s * 1.1**more)
+
+
 def test_kernels_beside_communication_may_take_longer_still() -> None:
     """Two blocks of a ring; the keys of the second travel beside the first, in far less than its time."""
     checked = make_checked("ring", WORK, 2)
