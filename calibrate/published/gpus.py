@@ -32,6 +32,7 @@ from calibrate.published.reading import (
     transfer_point,
 )
 from calibrate.published.streaming import streaming
+from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
 from sim.engine.collectives import wire_bytes
 from sim.profile import Machine, Point, Profile
@@ -85,6 +86,7 @@ class Gpu(NamedTuple):
     """In Liger's benchmarks of them."""
     eager: bool = False
     """Whether the kernels around attention are eager PyTorch's, not fused."""
+    load: UnderLoad | None = None
     fabric: str = ""
     """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
     between_nodes: Callable[[ClusterSpec], Iterable[Point]] = lambda _: ()
@@ -121,6 +123,9 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         tiles=tile_models(points, spec.gpu.sms),
+        sustained=gpu.load.sustained if gpu.load else {},
+        power=gpu.load.power if gpu.load else None,
+        forms=FORMS,
         disagreement=_widest(more.disagreement, around.disagreement, {"attention_forward": apart(others, forward)}),
         sources={
             "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.others_source}",
@@ -130,6 +135,8 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
             "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
+            "forms": FORMS_SOURCE,
+            **(gpu.load.sources if gpu.load else {}),
             **EAGER_SOURCES,
         },
     )
@@ -283,6 +290,7 @@ _A100 = Gpu(
     send_recv="A100 DGX",
     vidur="a100",
     liger="NVIDIA A100-SXM4-80GB",
+    load=A100,
     fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
     between_nodes=between_nodes.all_to_all_of_a100,
     nodes_sources=(between_nodes.A100_SOURCE,),
@@ -303,6 +311,7 @@ GPUS = {
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
         vidur="h100",
+        load=H100,
         fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
         between_nodes=between_nodes.collectives,
         nodes_sources=(between_nodes.MEASURED_SOURCE, between_nodes.MODEL_SOURCE),
@@ -318,6 +327,7 @@ GPUS = {
         others_source=_FA3_SOURCE,
         memory_efficiency=0.81,
         memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
+        load=H200,
     ),
     "b200-sxm": Gpu(
         cluster="hgx-b200",
@@ -327,6 +337,7 @@ GPUS = {
         others_source=_FA4_SOURCE,
         memory_efficiency=0.72,
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
+        load=B200,
     ),
 }
 """By name of the profile."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+from sim.engine.load import Load
 from sim.engine.series import Figures, Series, Work, between
 from sim.engine.tiles import TiledAttention, beyond_range
 from sim.profile import TRANSFERS, Point, Profile
@@ -16,9 +17,12 @@ from sim.workload import Dtype
 class KernelTable:
     """All measured points of the kernels of one profile."""
 
-    def __init__(self, profile: Profile, figures: Callable[[Dtype], Figures], sms: float) -> None:
+    def __init__(
+        self, profile: Profile, figures: Callable[[Dtype], Figures], sms: float, power_w: float | None = None
+    ) -> None:
         self._figures = figures
         self._profile = profile
+        self.load = Load(profile, power_w)
         self._nearest_row = cache(self._find_nearest_row)
         self._tiled = TiledAttention(profile.tiles, profile.points, sms)
         self._longest: dict[tuple[str, str, Dtype], float] = {}
@@ -38,9 +42,19 @@ class KernelTable:
                 for row, points in rows.items()
             }
 
-    def seconds(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
-        """Return the time of a kernel and a note where it was extrapolated (else ""); None if nothing like it was
-        measured. A causal block of more keys than queries is a block that all queries see, and a square.
+    def seconds(self, use: KernelUse, now: Figures, power_w: float | None = None) -> tuple[float, str] | None:
+        """Return the time of a kernel on a GPU of a power limit, and a note where it was extrapolated (else ""); None
+        if nothing like it was measured.
+        """
+        found = self._in_short_runs(use, now)
+        if found is None or use.flops * now.bytes_per_s < use.hbm_bytes * now.flops_per_s:
+            return found
+        seconds = found[0] * self.load.longer(use, found[0], power_w)
+        return max(seconds, use.flops / now.flops_per_s), found[1]
+
+    def _in_short_runs(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
+        """Return the time of a kernel as in the runs that points are of. A causal block of more keys than queries is a
+        block that all queries see, and a square.
         """
         if use.fused_attention:
             on = self._figures(use.dtype)
@@ -67,7 +81,8 @@ class KernelTable:
             if row != wanted and not note:
                 note = f"{use.kernel} {'x'.join(map(str, wanted))}: efficiency of {'x'.join(map(str, row))}"
             series = rows[row]
-            return series.seconds(Work(use.flops, use.hbm_bytes, size), now), note or _beyond(use, series, size)
+            seconds = series.seconds(Work(use.flops, use.hbm_bytes, size), now) * self._formed(use)
+            return seconds, note or _beyond(use, series, size)
         heads, head_dim, aspect = wanted
         dims = min((dim for _, dim, _ in rows), key=lambda dim: (abs(math.log(dim / head_dim)), dim))
         if dims != head_dim and not note:
@@ -89,6 +104,19 @@ class KernelTable:
         seconds *= self._widened(use.kernel, math.log2(max(size / self._longest[key], 1.0)))
         return max(seconds, use.flops / now.flops_per_s), note
 
+    def _formed(self, use: KernelUse) -> float:
+        """Return how many times as long a kernel takes as the points that speak for it, where those are of another
+        variant.
+        """
+        form = None if self._has_points(use) else self._profile.forms.get(_form(use))
+        if form is None:
+            return 1.0
+        bound = self._profile.bound
+        return form.low if bound == "low" else form.high if bound == "high" else form.longer
+
+    def _has_points(self, use: KernelUse) -> bool:
+        return (use.kernel, use.variant, use.dtype) in self._series
+
     def _widened(self, kernel: str, doublings: float) -> float:
         """Return the factor that bounds a kernel so many doublings longer than the longest point: 1 where no bound is
         asked for.
@@ -105,8 +133,11 @@ class KernelTable:
     def _nearest(self, use: KernelUse) -> tuple[tuple[str, str, Dtype] | None, str]:
         """Return the measured kernel closest to this one, and a note if it is another variant or data type."""
         exact = (use.kernel, use.variant, use.dtype)
-        if exact in self._series:
+        if self._has_points(use):
             return exact, ""
+        plain = (use.kernel, "", use.dtype)
+        if plain in self._series and _form(use) in self._profile.forms:
+            return plain, ""
         like = sorted(key for key in self._series if key[0] == use.kernel)
         if not like:
             return None, ""
@@ -138,6 +169,11 @@ def _squared(use: KernelUse) -> list[KernelUse]:
             shape=(batch, queries, queries, *heads), flops=use.flops - flops, hbm_bytes=use.hbm_bytes - nbytes
         ),
     ]
+
+
+def _form(use: KernelUse) -> str:
+    """Return what a kernel is called among the forms of a profile."""
+    return f"{use.kernel} {use.variant}"
 
 
 def series_row(kernel: str, shape: tuple[int, ...]) -> tuple[float, ...]:
