@@ -86,6 +86,8 @@ class DramSpec(_Spec, frozen=True, kw_only=True):
 
     capacity_bytes: Bytes
     bytes_per_s: Positive
+    write_bytes_per_s: Positive | None = None
+    """What writes get at most of that."""
 
 
 class SocketSpec(_Spec, frozen=True, kw_only=True):
