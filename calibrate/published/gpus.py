@@ -24,6 +24,7 @@ from calibrate.published.host import (
     eager_host,
     eager_issue,
 )
+from calibrate.published.losses import BACKWARD_SOURCE, LOSS_SOURCE, backwards, losses
 from calibrate.published.reading import (
     Row,
     geometric_mean,
@@ -85,6 +86,8 @@ class Gpu(NamedTuple):
     """In Vidur's table of the kernels around attention."""
     liger: str = ""
     """In Liger's benchmarks of them."""
+    losses: str = ""
+    """In Liger's benchmarks of embeddings and losses."""
     norms: str = ""
     """In cuDNN's benchmarks of norms."""
     eager: bool = False
@@ -108,7 +111,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     around = norms(gpu.norms) if gpu.norms else streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s, eager=gpu.eager)
     points = [
         *_gemms(gpu.system), *forward, *more.points,
-        *around.points,
+        *around.points, *backwards(gpu.losses), *losses(gpu.losses),
         *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *gpu.between_nodes(spec),
         *gpu.hops(_pairs(gpu.send_recv)),
     ]  # fmt: skip
@@ -137,6 +140,8 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             + "".join(f"; across nodes: {source}" for source in (*_fabric_sources(gpu.fabric), *gpu.nodes_sources)),
             **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
             **({"norms": NORMS_SOURCE} if gpu.norms else {}),
+            **({"embedding, cross_entropy": LOSS_SOURCE} if gpu.losses else {}),
+            **({"norms' and swiglu's backward": BACKWARD_SOURCE} if gpu.losses and not gpu.liger else {}),
             "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
             "forms": FORMS_SOURCE,
@@ -316,6 +321,7 @@ _A100 = Gpu(
     send_recv="A100 DGX",
     vidur="a100",
     liger="NVIDIA A100-SXM4-80GB",
+    losses="NVIDIA A100-SXM4-80GB",
     load=A100,
     fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
     between_nodes=between_nodes.all_to_all_of_a100,
@@ -337,6 +343,7 @@ GPUS = {
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
         vidur="h100",
+        losses="NVIDIA H100 80GB HBM3",
         load=H100,
         fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
         between_nodes=between_nodes.collectives,

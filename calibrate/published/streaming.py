@@ -87,7 +87,7 @@ def norms(gpu: str) -> Averaged:
         if row["gpu_name"] != gpu or row["norm_type"] != "rms_norm" or backend not in _NORM_BACKENDS:
             continue
         if _NARROWEST <= width <= _WIDEST:
-            uses = _uses(int(row["N"]), embed_dim=width)
+            uses = uses_of(int(row["N"]), embed_dim=width)
             for kernel, column in (("rms_norm", "fwd_time_ms"), ("rms_norm_backward", "bwd_time_ms")):
                 timed = _Timed(uses[kernel], float(row[column]) / 1e3)
                 found[kernel, timed.use.shape[0]][backend].append(timed)
@@ -110,7 +110,7 @@ def _vllm(gpu: str) -> Iterator[_Timed]:
     """Yield what Vidur has timed, medians over ranks."""
     for row in rows("elementwise_rates"):
         if row["gpu"] == gpu and row["op"] in _VLLM:
-            yield _Timed(_uses(int(row["tokens"]))[_VLLM[row["op"]]], float(row["time_us"]) / 1e6)
+            yield _Timed(uses_of(int(row["tokens"]))[_VLLM[row["op"]]], float(row["time_us"]) / 1e6)
 
 
 def _liger(gpu: str, provider: str) -> Iterator[_Timed]:
@@ -127,13 +127,13 @@ def _liger(gpu: str, provider: str) -> Iterator[_Timed]:
         if kernel == "rope":
             heads, width = sizes["num_q_heads"], sizes.get("H") or sizes["hidden_size"]
             tokens, kv_heads = sizes.get("T") or sizes["seq_len"], sizes["num_kv_heads"]
-            uses = _uses(tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads)
+            uses = uses_of(tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads)
         else:
-            uses = _uses(sizes["M"], embed_dim=sizes["H"])
+            uses = uses_of(sizes["M"], embed_dim=sizes["H"])
         yield _Timed(uses[kernel], seconds)
 
 
-def _uses(tokens: int, **model: int) -> dict[str, KernelUse]:
+def uses_of(tokens: int, **model: int) -> dict[str, KernelUse]:
     """Return the kernels of a layer by name, the first of each; of rotary embedding the one of queries and keys."""
     spec = msgspec.structs.replace(load_model("llama3-70b"), **model)
     workload = Workload(model=spec, seq=tokens, dtype="bf16", scope="layer")
