@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
 import subprocess
+import threading
 from datetime import UTC, datetime
 from functools import partial
 from typing import Self
@@ -19,7 +21,7 @@ from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
 from calibrate.interference import time_interference
 from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
-from calibrate.leave_one_out import spreads
+from calibrate.leave_one_out import with_residuals
 from calibrate.links import time_launch
 from calibrate.plan import Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
@@ -29,7 +31,7 @@ from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
 from sim.options import Place
-from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown
+from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown, Sustained
 from sim.workload import ModelSpec
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PcieSpec
@@ -38,8 +40,10 @@ _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
 _SMALL = "accumulate"
 """The kernel that shows what a launch costs: on few elements it does nearly nothing."""
-_LOAD_S = 0.02
-"""Longest kernel, at the peak, of which seconds of load are made."""
+_LOAD_S = 5e-4
+"""Longest kernel, at the peak, of which seconds of load are made: in a short run of it the clock has not fallen yet."""
+_SETTLED = 0.8
+"""Share of those seconds after which the driver is asked for clocks and power."""
 
 
 class GpuCalibration:
@@ -58,7 +62,7 @@ class GpuCalibration:
         self._launch_s: float | None = None
         self._replayed_s: float | None = None
         self._budget_s = 0.05 if plan.quick else 0.2
-        self._sustained: dict[str, float] = {}
+        self._sustained: dict[str, Sustained] = {}
         self._beside: list[Slowdown] = []
         self._sustained_s = 1.0 if plan.quick else 5.0
         self._before = _state()
@@ -115,6 +119,7 @@ class GpuCalibration:
         gpu = self._spec.gpu
         if self._launch_s is not None:
             gpu = msgspec.structs.replace(gpu, launch_s=self._launch_s)
+        gpu = msgspec.structs.replace(gpu, power_w=power_limit_w(self._before) or gpu.power_w)
         spec = msgspec.structs.replace(self._spec, gpu=gpu, pcie=self._pcie())
         profile = Profile(
             name=self._plan.name,
@@ -136,7 +141,7 @@ class GpuCalibration:
             tiles=tile_models(points, gpu.sms),
         )
         return msgspec.structs.replace(
-            profile, residuals=spreads(profile), beside_communication=_beside_communication(profile, self._plan.model)
+            with_residuals(profile), beside_communication=_beside_communication(profile, self._plan.model)
         )
 
     def _on(self, ranks: int) -> Session:
@@ -174,7 +179,12 @@ class GpuCalibration:
         self._beside += time_interference(self._on(ranks), transfer, self._plan.model, self._plan.dtypes[0])
 
     def _time_sustained(self, case: KernelCase) -> None:
-        self._sustained[case.use.kernel] = round(time_sustained(self._on(1), case, self._sustained_s), 4)
+        session, states = self._on(1), list[str]()
+        asked = threading.Timer(_SETTLED * self._sustained_s, lambda: states.append(_state()))
+        asked.start()
+        found = time_sustained(session, case, self._sustained_s)
+        asked.join()
+        self._sustained[case.use.kernel] = msgspec.structs.replace(found, state=states[0])
 
     def _time_host_copies(self, nbytes: int, place: Place) -> None:
         self._copied.append(time_host_copies(self._on(1), nbytes, self._plan.model, self._plan.dtypes[0], place))
@@ -229,6 +239,12 @@ def _memory_efficiency(points: list[Point], bytes_per_s: float) -> float:
             largest = max(of_kernel, key=lambda point: point.nbytes)
             shares.append(largest.nbytes / largest.median_s / bytes_per_s)
     return min(statistics.mean(shares), 1.0) if shares else 1.0
+
+
+def power_limit_w(state: str) -> float | None:
+    """Return the enforced power limit that the driver stated; None where it did not."""
+    found = re.fullmatch(r".*, ([0-9.]+) W", state)
+    return float(found[1]) if found else None
 
 
 def _state() -> str:

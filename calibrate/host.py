@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Self
 
-import msgspec
-
 from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
 from calibrate.fit import fitted_spec, together_of, traffic_of
 from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_crowded, time_interference
 from calibrate.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.kernels import time_kernel
-from calibrate.leave_one_out import spreads
+from calibrate.leave_one_out import with_residuals
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
 from runtime.processes.launch import Session
@@ -112,7 +110,7 @@ class HostCalibration:
             traffic=traffic_of(together, spec.hbm.bytes_per_s),
             jitter=jitter_of(self._crowds),
         )
-        return msgspec.structs.replace(profile, residuals=spreads(profile))
+        return with_residuals(profile)
 
     def _conditions(self, case: KernelCase) -> tuple[Condition, ...]:
         """Return in which conditions to time a kernel; quick has few of them with all cores busy."""

@@ -22,7 +22,7 @@ from runtime.execution.streams import open_streams
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.profile import Condition, Point
+from sim.profile import Condition, Point, Sustained
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Gemm, Kernel
 from sim.schedule.ir.program import Program
 
@@ -104,15 +104,15 @@ def _time(context: RankContext, program_json: bytes, active: int, budget_s: floa
     return laps
 
 
-def time_sustained(session: Session, case: KernelCase, seconds: float) -> float:
+def time_sustained(session: Session, case: KernelCase, seconds: float) -> Sustained:
     """Return how many times as long a kernel takes after so many seconds of it as in the short run that points are of,
     on rank 0 alone: a GPU lowers its clock under load.
     """
-    found: list[float] = session.call(_sustained, case.program.to_json(), seconds)
+    found: list[Sustained] = session.call(_sustained, case.program.to_json(), seconds)
     return found[0]
 
 
-def _sustained(context: RankContext, program_json: bytes, seconds: float) -> float:
+def _sustained(context: RankContext, program_json: bytes, seconds: float) -> Sustained:
     repeated = RepeatedKernel(Program.from_json(program_json), context)
     repeated.once_each()
     laps: list[float] = []
@@ -122,7 +122,10 @@ def _sustained(context: RankContext, program_json: bytes, seconds: float) -> flo
         laps += [lap.wall_s for lap in repeated.laps(_BATCH[context.device.type])]
         if time.perf_counter() < begin_s + _SHORT_S:
             short = len(laps)
-    return max(statistics.median(laps[-_MIN_RUNS:]) / statistics.median(laps[:short]), 1.0)
+    settled = laps[-max(len(laps) // 4, _MIN_RUNS) :]
+    in_short_runs = statistics.median(laps[:short])
+    low, median, high = (max(float(x) / in_short_runs, 1.0) for x in np.percentile(settled, [10, 50, 90]))
+    return Sustained(longer=round(median, 4), low=round(low, 4), high=round(high, 4))
 
 
 def time_replayed(session: Session, case: KernelCase) -> float:

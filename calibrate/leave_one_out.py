@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from typing import NamedTuple
@@ -12,10 +13,14 @@ import numpy as np
 from calibrate.points import Predictor, measured_s, size_of
 from calibrate.tiles import tile_models
 from sim.engine.cost import measured_cluster
-from sim.engine.kernel_table import series_row
+from sim.engine.kernel_table import drift, series_row
 from sim.profile import TRANSFERS, Point, Profile, Spread
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from topology.cluster import Cluster
+
+_LEFT_OUT = (1, 2)
+"""Doublings of the length by which the longest points are predicted from the others."""
+_ROUNDING = 1 + 1e-6
 
 
 class Residual(NamedTuple):
@@ -35,6 +40,11 @@ def leave_one_out(profile: Profile) -> list[Residual]:
     ]
 
 
+def with_residuals(profile: Profile) -> Profile:
+    """Return a profile with what its 90 % intervals are made of."""
+    return msgspec.structs.replace(profile, residuals=spreads(profile), beyond=beyond(profile))
+
+
 def spreads(profile: Profile) -> dict[str, Spread]:
     """Return per kernel the 90 % range of measured over predicted time, widened by the disagreement of sources."""
     found = {}
@@ -43,6 +53,61 @@ def spreads(profile: Profile) -> dict[str, Spread]:
         apart = profile.disagreement.get(kernel, 1.0)
         found[kernel] = Spread(low=round(min(low, 1.0) / apart, 4), high=round(max(high, 1.0) * apart, 4))
     return found
+
+
+def beyond(profile: Profile) -> dict[str, float]:
+    """Return the factor by which attention of twice the longest point's length may be off: nine of ten points that are
+    one or two doublings longer than all that are left of their mask and shape lie within what ``drift`` makes of it.
+    """
+    points = [point for point in profile.points if point.kernel in ATTENTION_KERNELS and point.condition == "idle"]
+    measured = Cluster(measured_cluster(profile))
+    found = {}
+    for kernel in ATTENTION_KERNELS:
+        errors = []
+        for longest in _longest(points, kernel):
+            for doublings in _LEFT_OUT:
+                errors += _beyond(profile, points, longest, doublings, measured)
+        if errors:
+            found[kernel] = round(math.exp(float(np.percentile(errors, 90))), 4)
+    return found
+
+
+def _longest(points: list[Point], kernel: str) -> list[Point]:
+    """Return the longest point of each mask and shape of attention."""
+    found: dict[tuple[object, ...], Point] = {}
+    for point in sorted((point for point in points if point.kernel == kernel), key=size_of):
+        found[_alike(point)] = point
+    return list(found.values())
+
+
+def _alike(point: Point) -> tuple[object, ...]:
+    """Return what points of attention have in common that lie along one curve, whatever their heads."""
+    return point.kernel, point.variant, point.dtype, point.shape[-1], point.shape[1] / point.shape[2]
+
+
+def _beyond(profile: Profile, points: list[Point], longest: Point, doublings: int, measured: Cluster) -> list[float]:
+    """Return how far off each doubling beyond the points is where all that are less than so many doublings shorter than
+    the longest one of a curve are left out, as logarithms.
+    """
+    curve = [point for point in points if _alike(point) == _alike(longest)]
+    last = size_of(longest) / 2**doublings
+    left_out = [point for point in curve if size_of(point) > last * _ROUNDING]
+    kept = [point for point in points if point not in left_out]
+    if len(left_out) == len(curve):
+        return []
+    rest = msgspec.structs.replace(profile, points=tuple(kept))
+    if profile.tiles:
+        rest = msgspec.structs.replace(rest, tiles=tile_models(kept, measured.spec.gpu.sms))
+    predictor = Predictor(rest, measured=measured)
+    reached = max(size_of(point) for point in curve if point not in left_out)
+    errors = []
+    for point in left_out:
+        further = math.log2(size_of(point) / reached)
+        if further * _ROUNDING >= 1:
+            predicted = predictor.seconds(point)
+            assert predicted is not None
+            errors.append(abs(math.log(measured_s(point) / predicted)) / drift(further))
+    return errors
 
 
 def _errors(profile: Profile) -> dict[str, list[float]]:

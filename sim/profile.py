@@ -10,12 +10,13 @@ import os
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from sim.errors import unknown
 from sim.files import Kind, decoded_by, make_folder, write_whole
+from sim.kept import kept
 from sim.presets import Name, from_json, preset_names, read_bytes
 from sim.workload import Dtype
 
@@ -151,6 +152,42 @@ class Spread(_Data, frozen=True, kw_only=True):
 
 
 Bound = Literal["low", "high"]
+Rates = Literal["burst", "sustained"]
+"""Of kernels: in short runs, of which points are, or under seconds of load."""
+
+
+class Longer(_Data, frozen=True, kw_only=True):
+    """How many times as long something takes as something else, over shapes or runs."""
+
+    longer: Factor
+    """In the median."""
+    low: Factor
+    """One of ten takes less."""
+    high: Factor
+    """One of ten takes more."""
+
+
+class Sustained(Longer, frozen=True, kw_only=True):
+    """Kernels that FLOPs bound, under seconds of load, over what they take in the short runs that points are of."""
+
+    rises_s: tuple[Seconds, Seconds] = (10e-6, 50e-6)
+    """Kernels shorter than the first do not reach the power limit; all longer than the second do."""
+    falls_s: tuple[Seconds, Seconds] = (1e-3, 10e-3)
+    """Short runs of kernels shorter than the first end before the clock falls; those longer than the second do not."""
+    state: str = ""
+    """What the driver said of clocks and power under that load."""
+
+
+class PowerLaw(_Data, frozen=True, kw_only=True):
+    """Rates of kernels at the power limit are as that limit to the power of ``exponent``."""
+
+    exponent: Annotated[float, msgspec.Meta(ge=0, le=3)]
+    low: Annotated[float, msgspec.Meta(ge=0, le=3)]
+    high: Annotated[float, msgspec.Meta(ge=0, le=3)]
+    from_w: Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+    """The least limit that sources speak of."""
+    to_w: Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+    """The highest."""
 
 
 class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,14 +240,35 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     """By kernel, the factor by which sources lie above and below the mean that its points are."""
     residuals: dict[str, Spread] = {}
     """How far points are from what the others predict, and sources from their mean, by kernel."""
-    sustained: dict[str, Factor] = {}
-    """By kernel, how many times as long it takes after seconds of load as in the short runs that points are of, in the
-    upper end of intervals."""
+    beyond: dict[str, Annotated[float, msgspec.Meta(ge=1, lt=1e9)]] = {}
+    """By kernel, the factor by which the 90 % interval of its time is wider at twice the longest length measured; each
+    doubling more adds half as much."""
+    bound: Bound | None = None
+    """At which end of the 90 % interval its times lie; None: they are what is expected."""
+    sustained: dict[str, Sustained] = {}
+    """By kernel, what load makes of it."""
+    power: PowerLaw | None = None
+    """How rates under load follow the power limit (``gpu.power_w``)."""
+    rates: Rates | None = None
+    """Which rates predictions take; None: sustained ones for whole layers, burst for attention alone."""
+    forms: dict[str, Longer] = {}
+    """By kernel and variant that has no points of its own, how many times as long it takes as the kernel without
+    variant: weight gradients over forward passes."""
     beside_communication: Annotated[float, msgspec.Meta(ge=1, lt=1e9)] = 1.0
     """How much longer kernels may take beside communication, in the upper end of intervals."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None
+
+
+def at_rates(profile: Profile, rates: Rates) -> Profile:
+    """Return a profile that says which rates it predicts: always the same object, beside which its tables are kept."""
+    return profile if profile.rates == rates else _rated(profile)[rates]
+
+
+@kept
+def _rated(profile: Profile) -> dict[Rates, Profile]:
+    return {rates: msgspec.structs.replace(profile, rates=rates) for rates in get_args(Rates)}
 
 
 def profile_folder() -> Path:

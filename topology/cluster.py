@@ -180,7 +180,8 @@ class Cluster:
 
     def _find_host_way(self, place: int, to_host: bool) -> _Way:
         climb = next(climb for climb in self._climbs(place) if is_socket(climb.hubs[-1]))
-        return self._along(climb.up if to_host else climb.down, [], [self._dram(place)], 0)
+        written, read = self._dram(place)
+        return self._along(climb.up if to_host else climb.down, [], written if to_host else read, 0)
 
     def _along(self, up: list[Edge], down: list[Edge], memory: list[str], node: int) -> _Way:
         """Return the way along edges of the first node and of another one, where it also passes some memory."""
@@ -192,11 +193,15 @@ class Cluster:
     def _staging(self, target: int) -> list[str]:
         """Return the memory that data between GPUs passes on its way through the host."""
         # NCCL's shared-memory transport keeps its buffers on the receiving side: written there once, read there once
-        return [self._dram(target)] * 2 if self.spec.pcie and self.spec.pcie.peers == "switch" else []
+        if self.spec.pcie is None or self.spec.pcie.peers != "switch":
+            return []
+        written, read = self._dram(target)
+        return written + read
 
-    def _dram(self, gpu: int) -> str:
-        """Return the name of the memory of a GPU's socket."""
-        return host_dram(self.spec, socket_of(self.spec, gpu)).name
+    def _dram(self, gpu: int) -> tuple[list[str], list[str]]:
+        """Return what data passes that is written to the memory of a GPU's socket, and that is read from it."""
+        memory, *writes = (one.name for one in host_dram(self.spec, socket_of(self.spec, gpu)))
+        return [memory, *writes], [memory]
 
     def _slowest(self, passed: list[int]) -> float:
         """Return the rate of data that passes resources, some of them several times."""

@@ -21,7 +21,8 @@ def resources(spec: ClusterSpec) -> list[Resource]:
     """Return every resource once; its place is its index."""
     devices = [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
     links, to_nics, before = _of_links(spec)
-    drams = [host_dram(spec, number) for number in range(spec.socket.per_node)] if spec.socket else []
+    sockets = range(spec.socket.per_node) if spec.socket else ()
+    drams = [one for number in sockets for one in host_dram(spec, number)]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
     named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *_in_all_nodes(spec, drams))}
@@ -38,10 +39,12 @@ def device_resources(spec: ClusterSpec, gpu: int) -> tuple[Resource, Resource]:
     return Resource(f"{host}.cores", "compute", float(spec.host.cores)), Resource(f"{host}.dram", "hbm", memory)
 
 
-def host_dram(spec: ClusterSpec, socket: int) -> Resource:
-    """Return the memory of a socket."""
+def host_dram(spec: ClusterSpec, socket: int) -> tuple[Resource, ...]:
+    """Return the memory of a socket, and where writes get less of it than reads what limits these."""
     assert spec.socket is not None
-    return Resource(f"socket[{socket}].dram", "dram", float(spec.socket.dram.bytes_per_s))
+    dram, name = spec.socket.dram, f"socket[{socket}].dram"
+    writes = (Resource(f"{name}.writes", "dram", float(dram.write_bytes_per_s)),) if dram.write_bytes_per_s else ()
+    return Resource(name, "dram", float(dram.bytes_per_s)), *writes
 
 
 def equals(spec: ClusterSpec, name: str) -> Iterator[str]:

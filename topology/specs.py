@@ -39,6 +39,8 @@ class GpuSpec(_Spec, frozen=True, kw_only=True):
     """Time that the host thread needs to issue one op."""
     communication_sms: Annotated[int, Meta(ge=0, le=2**16)] = 0
     """SMs that a running communication kernel holds, also while it waits for its peer."""
+    power_w: Annotated[float, Meta(gt=0, lt=1e5)] | None = None
+    """Enforced power limit, which rates under load follow; it belongs to the machine, not to the GPU's name."""
 
 
 class HbmSpec(_Spec, frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class DramSpec(_Spec, frozen=True, kw_only=True):
 
     capacity_bytes: Bytes
     bytes_per_s: Positive
+    write_bytes_per_s: Positive | None = None
+    """What writes get at most of that."""
 
 
 class SocketSpec(_Spec, frozen=True, kw_only=True):

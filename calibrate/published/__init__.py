@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
-
-from calibrate.leave_one_out import spreads
+from calibrate.leave_one_out import with_residuals
 from calibrate.published import gpus, ultraattn
 from sim.errors import unknown
 from sim.profile import Profile
@@ -29,5 +27,4 @@ def published(name: str) -> Profile:
     """Return a profile with the residuals of its points; raises InputError for a name that is none of ``PUBLISHED``."""
     if name not in PUBLISHED:
         raise unknown("published profile", name, PUBLISHED, "`published`")
-    profile = PUBLISHED[name](name)
-    return msgspec.structs.replace(profile, residuals=spreads(profile))
+    return with_residuals(PUBLISHED[name](name))

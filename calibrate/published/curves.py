@@ -46,9 +46,28 @@ def on_b200() -> list[Timed]:
     return list(_charts("B200", ("fa4", "cudnn")))
 
 
+def of_cudnn(gpu: str) -> list[Timed]:
+    """Return what cuDNN takes on a GPU: all passes and masks without a window, of one head dimension, with as much
+    overlap of its atomic sums as it gets (not deterministic).
+    """
+    found = []
+    for row in rows("attention_cudnn"):
+        head_dim = int(row["head_dim_qk"])
+        if (
+            (row["gpu"], row["dtype"], row["sliding_window"]) == (gpu, "bfloat16", "")
+            and row["deterministic"] != "True"
+            and head_dim in _HEAD_DIMS
+            and row["head_dim_v"] == row["head_dim_qk"]
+        ):
+            q_shape = (int(row["batch"]), int(row["seq_len"]), int(row["q_heads"]), head_dim)
+            passes, band = row["pass"], CAUSAL if row["mask"] == "causal" else FULL
+            found.append((square_attention(passes == "bwd", q_shape, band), float(row["time_ms"]) / 1e3))
+    return found
+
+
 def without_causal_forward(timed: Iterable[Timed]) -> Averaged:
     """Return points of full forward and backward passes, of which aiconfigurator has no table."""
-    return _averaged(one for one in timed if not _causal_forward(one[0]))
+    return averaged(one for one in timed if not _causal_forward(one[0]))
 
 
 def apart(timed: Iterable[Timed], points: Iterable[Point]) -> float:
@@ -63,7 +82,7 @@ def _causal_forward(use: KernelUse) -> bool:
     return (use.kernel, use.variant) == ("attention_forward", "causal")
 
 
-def _averaged(timed: Iterable[Timed]) -> Averaged:
+def averaged(timed: Iterable[Timed]) -> Averaged:
     """Return the points of kernels and their seconds, of which the same work is there twice at most."""
     found: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
     for use, seconds in timed:

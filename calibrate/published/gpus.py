@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from calibrate.published import between_nodes, curves, ultraattn
-from calibrate.published.curves import Timed, apart, without_causal_forward
+from calibrate.published.curves import Timed, apart, averaged, without_causal_forward
 from calibrate.published.host import (
     EAGER_LAYER_TRAFFIC,
     EAGER_SOURCES,
@@ -23,6 +24,7 @@ from calibrate.published.host import (
     eager_host,
     eager_issue,
 )
+from calibrate.published.losses import BACKWARD_SOURCE, LOSS_SOURCE, backwards, losses
 from calibrate.published.reading import (
     Row,
     geometric_mean,
@@ -31,7 +33,8 @@ from calibrate.published.reading import (
     square_attention,
     transfer_point,
 )
-from calibrate.published.streaming import streaming
+from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
+from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
 from sim.engine.collectives import wire_bytes
 from sim.profile import Machine, Point, Profile
@@ -70,7 +73,7 @@ class Gpu(NamedTuple):
     system: str
     """In the tables of aiconfigurator."""
     attention: tuple[str, ...]
-    """Kernels of the same algorithm in its table of attention."""
+    """Kernels of the same algorithm in its table of attention; none where others have all."""
     others: Callable[[], list[Timed]]
     """What other sources say of its attention: full forward and backward passes, which become points, and causal
     forward ones, which say how far sources are apart."""
@@ -83,8 +86,13 @@ class Gpu(NamedTuple):
     """In Vidur's table of the kernels around attention."""
     liger: str = ""
     """In Liger's benchmarks of them."""
+    losses: str = ""
+    """In Liger's benchmarks of embeddings and losses."""
+    norms: str = ""
+    """In cuDNN's benchmarks of norms."""
     eager: bool = False
     """Whether the kernels around attention are eager PyTorch's, not fused."""
+    load: UnderLoad | None = None
     fabric: str = ""
     """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
     between_nodes: Callable[[ClusterSpec], Iterable[Point]] = lambda _: ()
@@ -99,11 +107,11 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     """Return the profile of a GPU."""
     spec = msgspec.structs.replace(load_cluster(gpu.cluster), nodes=2)
     others = gpu.others()
-    more, forward = without_causal_forward(others), list(_forward(gpu))
-    around = streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s, eager=gpu.eager)
+    more, forward = without_causal_forward(others) if gpu.attention else averaged(others), list(_forward(gpu))
+    around = norms(gpu.norms) if gpu.norms else streaming(gpu.vidur, gpu.liger, spec.hbm.bytes_per_s, eager=gpu.eager)
     points = [
         *_gemms(gpu.system), *forward, *more.points,
-        *around.points,
+        *around.points, *backwards(gpu.losses), *losses(gpu.losses),
         *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *gpu.between_nodes(spec),
         *gpu.hops(_pairs(gpu.send_recv)),
     ]  # fmt: skip
@@ -121,15 +129,23 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
         tiles=tile_models(points, spec.gpu.sms),
+        sustained=gpu.load.sustained if gpu.load else {},
+        power=gpu.load.power if gpu.load else None,
+        forms=FORMS,
         disagreement=_widest(more.disagreement, around.disagreement, {"attention_forward": apart(others, forward)}),
         sources={
-            "attention": f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}; {gpu.others_source}",
+            "attention": "; ".join([*_forward_sources(gpu), gpu.others_source]),
             "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
             + "".join(f"; across nodes: {source}" for source in (*_fabric_sources(gpu.fabric), *gpu.nodes_sources)),
             **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
+            **({"norms": NORMS_SOURCE} if gpu.norms else {}),
+            **({"embedding, cross_entropy": LOSS_SOURCE} if gpu.losses else {}),
+            **({"norms' and swiglu's backward": BACKWARD_SOURCE} if gpu.losses and not gpu.liger else {}),
             "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
+            "forms": FORMS_SOURCE,
+            **(gpu.load.sources if gpu.load else {}),
             **EAGER_SOURCES,
         },
     )
@@ -167,6 +183,10 @@ def _forward(gpu: Gpu) -> Iterator[Point]:
         yield kernel_point(
             square_attention(False, (1, tokens, heads, head_dim), CAUSAL), geometric_mean(times), len(times)
         )
+
+
+def _forward_sources(gpu: Gpu) -> list[str]:
+    return [f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}"] if gpu.attention else []
 
 
 def _in_a_node(system: str, cluster: Cluster) -> Iterator[Point]:
@@ -272,6 +292,24 @@ _EAGER_LAYER_SOURCES = {
 } | {f"traffic.{kernel}": "counted: every eager kernel passes over memory by itself" for kernel in EAGER_LAYER_TRAFFIC}
 
 
+def _cudnn_source(version: str) -> str:
+    return (
+        f"both passes, causal and full: cuDNN {version}, NVIDIA/cudnn-frontend@3929da2 "
+        "benchmark/sdpa_benchmark_training, not deterministic"
+    )
+
+
+_H200 = Gpu(
+    cluster="hgx-h200",
+    system="h200_sxm",
+    attention=("fa3", "vllm_flash_attn_fa3"),
+    others=curves.on_h100,
+    others_source=_FA3_SOURCE,
+    memory_efficiency=0.81,
+    memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
+    norms="NVIDIA H200",
+    load=H200,
+)
 _A100 = Gpu(
     cluster="dgx-a100",
     system="a100_sxm",
@@ -283,6 +321,8 @@ _A100 = Gpu(
     send_recv="A100 DGX",
     vidur="a100",
     liger="NVIDIA A100-SXM4-80GB",
+    losses="NVIDIA A100-SXM4-80GB",
+    load=A100,
     fabric="Azure ND A100 v4 (A100-SXM4-40GB, 8x200Gb IB per node)",
     between_nodes=between_nodes.all_to_all_of_a100,
     nodes_sources=(between_nodes.A100_SOURCE,),
@@ -303,6 +343,8 @@ GPUS = {
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
         vidur="h100",
+        losses="NVIDIA H100 80GB HBM3",
+        load=H100,
         fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
         between_nodes=between_nodes.collectives,
         nodes_sources=(between_nodes.MEASURED_SOURCE, between_nodes.MODEL_SOURCE),
@@ -310,14 +352,9 @@ GPUS = {
         hops_source="two ranks microsoft/vidur@7d47513, H100 DGX; rings of more, short ones as between two: "
         f"{between_nodes.MEASURED_SOURCE}, inside a node 4 and 8 ranks",
     ),
-    "h200-sxm": Gpu(
-        cluster="hgx-h200",
-        system="h200_sxm",
-        attention=("fa3", "vllm_flash_attn_fa3"),
-        others=curves.on_h100,
-        others_source=_FA3_SOURCE,
-        memory_efficiency=0.81,
-        memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
+    "h200-sxm": _H200,
+    "h200-sxm-cudnn": _H200._replace(
+        attention=(), others=partial(curves.of_cudnn, "H200"), others_source=_cudnn_source("9.19.1")
     ),
     "b200-sxm": Gpu(
         cluster="hgx-b200",
@@ -327,6 +364,18 @@ GPUS = {
         others_source=_FA4_SOURCE,
         memory_efficiency=0.72,
         memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
+        load=B200,
+    ),
+    "gb200-nvl72": Gpu(
+        cluster="gb200-nvl72",
+        system="gb200",
+        attention=(),
+        others=partial(curves.of_cudnn, "GB200"),
+        others_source=_cudnn_source("9.22.0"),
+        memory_efficiency=0.72,
+        memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
+        norms="NVIDIA GB200",
+        load=GB200,
     ),
 }
 """By name of the profile."""

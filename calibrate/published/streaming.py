@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -72,6 +73,34 @@ def streaming(vidur: str, liger: str, bytes_per_s: float, *, eager: bool = False
     return Averaged(points, disagreement)
 
 
+NORMS_SOURCE = "geometric mean of cuDNN and torch.compile, NVIDIA/cudnn-frontend@3929da2 benchmark/norms"
+_NORM_BACKENDS = ("cudnn", "torch_compile")
+_NARROWEST = 1024
+"""Dimensions of models; norms of single heads are narrower."""
+
+
+def norms(gpu: str) -> Averaged:
+    """Return the RMS norms of a GPU, forward and backward, at the geometric mean of two fused kernels over widths."""
+    found: dict[tuple[str, int], dict[str, list[_Timed]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows("norm_kernels"):
+        width, backend = int(row["C"]), row["backend"]
+        if row["gpu_name"] != gpu or row["norm_type"] != "rms_norm" or backend not in _NORM_BACKENDS:
+            continue
+        if _NARROWEST <= width <= _WIDEST:
+            uses = uses_of(int(row["N"]), embed_dim=width)
+            for kernel, column in (("rms_norm", "fwd_time_ms"), ("rms_norm_backward", "bwd_time_ms")):
+                timed = _Timed(uses[kernel], float(row[column]) / 1e3)
+                found[kernel, timed.use.shape[0]][backend].append(timed)
+    points, ratios = [], defaultdict(list)
+    for (kernel, _), by_backend in sorted(found.items()):
+        times = [timed.seconds for of_backend in by_backend.values() for timed in of_backend]
+        first, second = (geometric_mean([timed.seconds for timed in by_backend[name]]) for name in _NORM_BACKENDS)
+        ratios[kernel].append(first / second)
+        points.append(kernel_point(by_backend[_NORM_BACKENDS[0]][0].use, geometric_mean(times), len(times)))
+    halves = {kernel: math.sqrt(geometric_mean(of_kernel)) for kernel, of_kernel in ratios.items()}
+    return Averaged(points, {kernel: round(max(half, 1 / half), 4) for kernel, half in halves.items()})
+
+
 def _nearest(candidates: list[_Timed], to: _Timed) -> _Timed:
     """Return the one of most nearly the same size."""
     return min(candidates, key=lambda timed: abs(math.log(timed.use.hbm_bytes / to.use.hbm_bytes)))
@@ -81,7 +110,7 @@ def _vllm(gpu: str) -> Iterator[_Timed]:
     """Yield what Vidur has timed, medians over ranks."""
     for row in rows("elementwise_rates"):
         if row["gpu"] == gpu and row["op"] in _VLLM:
-            yield _Timed(_uses(int(row["tokens"]))[_VLLM[row["op"]]], float(row["time_us"]) / 1e6)
+            yield _Timed(uses_of(int(row["tokens"]))[_VLLM[row["op"]]], float(row["time_us"]) / 1e6)
 
 
 def _liger(gpu: str, provider: str) -> Iterator[_Timed]:
@@ -98,13 +127,13 @@ def _liger(gpu: str, provider: str) -> Iterator[_Timed]:
         if kernel == "rope":
             heads, width = sizes["num_q_heads"], sizes.get("H") or sizes["hidden_size"]
             tokens, kv_heads = sizes.get("T") or sizes["seq_len"], sizes["num_kv_heads"]
-            uses = _uses(tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads)
+            uses = uses_of(tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads)
         else:
-            uses = _uses(sizes["M"], embed_dim=sizes["H"])
+            uses = uses_of(sizes["M"], embed_dim=sizes["H"])
         yield _Timed(uses[kernel], seconds)
 
 
-def _uses(tokens: int, **model: int) -> dict[str, KernelUse]:
+def uses_of(tokens: int, **model: int) -> dict[str, KernelUse]:
     """Return the kernels of a layer by name, the first of each; of rotary embedding the one of queries and keys."""
     spec = msgspec.structs.replace(load_model("llama3-70b"), **model)
     workload = Workload(model=spec, seq=tokens, dtype="bf16", scope="layer")

@@ -15,7 +15,10 @@ def evidence_lines(evidence: Evidence) -> list[str]:
     if evidence.profile == "datasheet":
         return [f"evidence: {note}" for note in evidence.notes]
     state = "" if evidence.complete else ", not complete"
-    head = f"evidence: profile {evidence.profile!r} of {evidence.measured_on}, measured {evidence.created}{state}"
+    rates = f", {evidence.rates} rates" if evidence.rates else ""
+    head = (
+        f"evidence: profile {evidence.profile!r} of {evidence.measured_on}, measured {evidence.created}{state}{rates}"
+    )
     return [head, *(f"evidence: {note}" for note in _grouped(evidence.notes))]
 
 

@@ -274,8 +274,12 @@ def _gpu_figures(profile: Profile, console: Console) -> None:
             f"--set cluster.gpu.launch_s={profile.replayed_s:.3g} asks what graphs would buy",
             markup=False,
         )
-    for kernel, longer in profile.sustained.items():
-        console.print(f"  {kernel} under sustained load takes {longer:.3g} times as long", markup=False)
+    for kernel, load in profile.sustained.items():
+        console.print(
+            f"  {kernel} under load takes {load.longer:.3g} times as long ({load.low:.3g} to {load.high:.3g})"
+            f"{load.state and f': {load.state}'}",
+            markup=False,
+        )
     for when, state in profile.machine.state.items():
         console.print(f"  {when}: {state}", markup=False)
 

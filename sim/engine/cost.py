@@ -82,6 +82,8 @@ class CostModel:
                     f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
             self._kernels, self._transfers = _tables(profile)
+            note = self._kernels.load.note(cluster.spec.gpu.power_w)
+            self.notes |= {note} if note else set()
 
     @property
     def cuda(self) -> bool:
@@ -108,7 +110,7 @@ class CostModel:
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
-        found = self._kernels.seconds(use, now) if self._kernels else None
+        found = self._kernels.seconds(use, now, self._cluster.spec.gpu.power_w) if self._kernels else None
         if found:
             return found
         efficiency = self._profile.memory_efficiency if self._profile else 1.0
@@ -334,7 +336,7 @@ def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
         return Figures(peaks[dtype], spec.hbm.bytes_per_s, sms=spec.gpu.sms)
 
     transfers = any(point.kernel in TRANSFERS for point in profile.points)
-    kernels = KernelTable(profile, figures, spec.gpu.sms)
+    kernels = KernelTable(profile, figures, spec.gpu.sms, spec.gpu.power_w)
     if not transfers:
         return kernels, None
     return kernels, TransferTable(profile, link_figures(Cluster(spec)), spec.gpus_per_node)

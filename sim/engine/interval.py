@@ -42,8 +42,10 @@ def bounds(simulation: Simulation) -> tuple[Trace, Trace] | None:
     """Return the step, simulated with all points at their lower and at their upper bounds; None as ``interval``.
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: to
-    where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree; at the upper bound under
-    sustained load, too. The host takes as much less or more for each call and kernel as the profile says.
+    where one of twenty leave-one-out predictions lies beyond, and as far as sources disagree. At the lower bound
+    kernels have the rates of short runs, at the upper one those under load. Attention longer than any that was measured
+    moves by ``profile.beyond`` as well. The host takes as much less or more for each call and kernel as the profile
+    says.
     """
     checked, cluster, profile, noise = simulation.checked, simulation.cluster, simulation.profile, simulation.noise
     if profile is None or not profile.residuals:
@@ -63,10 +65,10 @@ def _bounded(profile: Profile) -> tuple[Profile, Profile]:
 
 def _scaled(profile: Profile, bound: Bound) -> Profile:
     """Return a profile with points and host times at one of their bounds; kernels without points are not scaled."""
-    loaded = profile.sustained if bound == "high" else {}
-    factors = {kernel: getattr(spread, bound) * loaded.get(kernel, 1.0) for kernel, spread in profile.residuals.items()}
+    factors = {kernel: getattr(spread, bound) for kernel, spread in profile.residuals.items()}
     return msgspec.structs.replace(
         profile,
+        bound=bound,
         points=tuple(
             msgspec.structs.replace(point, median_s=point.median_s * factor, mean_s=point.mean_s * factor)
             for point in profile.points

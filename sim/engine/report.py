@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from sim.engine.lowered import lowered
 from sim.engine.simulate import Simulation
 from sim.kept import kept
 from sim.memory import MemoryWalk, walks
+from sim.profile import Rates
 from sim.schedule.ir.ops import OFFLOAD, CollectiveName
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
@@ -34,6 +35,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: str
     created: str
     complete: bool
+    rates: Rates | Literal[""]
+    """Of kernels: those of short runs or those under load; empty at the rates of datasheets, and on CPUs."""
     notes: list[str]
     """What was extrapolated or came from elsewhere."""
 
@@ -277,11 +280,12 @@ def evidence(simulation: Simulation, more: list[str]) -> Evidence:
             f"no profile: every kernel and link runs at the datasheet rates of {name!r}, real kernels are 1.4 to 2 "
             f"times slower"
         )
-        return Evidence(profile="datasheet", measured_on="", created="", complete=True, notes=[rates, *notes])
+        return Evidence(profile="datasheet", measured_on="", created="", complete=True, rates="", notes=[rates, *notes])
     return Evidence(
         profile=profile.name,
         measured_on=profile.machine.gpu,
         created=profile.created,
         complete=profile.complete,
+        rates=(profile.rates or "burst") if simulation.cluster.spec.gpu.kind == "cuda" else "",
         notes=notes,
     )

@@ -18,6 +18,9 @@ import numpy as np
 from sim.profile import Point, TileModel
 from sim.schedule.derive.kernels import TILE, KernelUse
 
+_ROUNDING = 1e-9
+"""Of a logarithm."""
+
 
 class Load(NamedTuple):
     """What the busiest SM does."""
@@ -56,6 +59,16 @@ def use_of(point: Point) -> KernelUse:
     return KernelUse(point.kernel, point.variant, point.dtype, point.shape, point.flops, point.nbytes)
 
 
+class Tiled(NamedTuple):
+    """The time of a kernel by a tile model."""
+
+    seconds: float
+    note: str
+    """Where another head dimension or mask had to serve, or the kernel lies beyond the points; else empty."""
+    doublings: float
+    """How many doublings it is longer than the longest point."""
+
+
 class TiledAttention:
     """The attention kernels of one profile that have a tile model."""
 
@@ -72,11 +85,11 @@ class TiledAttention:
                 use = use_of(point)
                 of_shape = self._shares[model].setdefault(point.variant, {}).setdefault(_aspect(use), {})
                 shares = of_shape.setdefault(point.shape[0] * point.shape[3], {})
-                shares[_position(use)] = point.median_s / tiled_s(model, use, sms)
+                shares[math.log(_length(use))] = point.median_s / tiled_s(model, use, sms)
 
-    def seconds(self, use: KernelUse, sms: float, faster: float) -> tuple[float, str] | None:
-        """Return the time of a kernel on a machine of so many SMs, each ``faster`` times as fast as those measured, and
-        a note where another head dimension had to serve; None if no model fits.
+    def seconds(self, use: KernelUse, sms: float, faster: float) -> Tiled | None:
+        """Return the time of a kernel on a machine of so many SMs, each ``faster`` times as fast as those measured;
+        None if no model fits.
         """
         near = [key for key in self._models if key[:2] == (use.kernel, use.dtype)]
         if not near:
@@ -90,24 +103,30 @@ class TiledAttention:
         seconds = tiled_s(model, work, sms, use.shape[-1] / key[2] / faster)
         if not self._shares[model].get(use.variant) and self._shares[model]:
             note = note or f"{use.kernel} {use.variant}: over its tiles as {next(iter(self._shares[model]))}"
-        return seconds * self._share(model, work), note
+        share, doublings = self._share(model, work)
+        if abs(doublings) > 1 + _ROUNDING:
+            note = note or beyond_range(use, _length(use))
+        return Tiled(seconds * share, note, max(doublings, 0.0))
 
-    def _share(self, model: TileModel, use: KernelUse) -> float:
-        """Return measured over modelled time, between the points of this kernel that are nearest.
+    def _share(self, model: TileModel, use: KernelUse) -> tuple[float, float]:
+        """Return measured over modelled time, between the points of this kernel that are nearest, and how many
+        doublings of the length the kernel lies outside them, negative where it is shorter.
 
         Beyond the longest sequence measured that is the share of as many tiles at that length: the same waves. Numbers
         of heads that were only measured with shorter sequences say nothing of it.
         """
         variants = self._shares[model]
         if not variants:
-            return 1.0
+            return 1.0, 0.0
         by_aspect = variants.get(use.variant) or next(iter(variants.values()))
         by_heads = by_aspect[min(by_aspect, key=lambda aspect: (abs(math.log(aspect / _aspect(use))), aspect))]
         longest = max(max(found) for found in by_heads.values())
-        position, heads = _position(use), math.log(use.shape[0] * use.shape[3])
+        shortest = min(min(found) for found in by_heads.values())
+        position, heads = math.log(_length(use)), math.log(use.shape[0] * use.shape[3])
         at = min(position, longest)
+        outside = (max(position - longest, 0.0) + min(position - shortest, 0.0)) / math.log(2)
         shares = {math.log(heads): _between(found, at) for heads, found in by_heads.items() if max(found) >= at}
-        return _between(shares, heads + position - at)
+        return _between(shares, heads + position - at), outside
 
 
 def _aspect(use: KernelUse) -> float:
@@ -115,9 +134,14 @@ def _aspect(use: KernelUse) -> float:
     return use.shape[1] / use.shape[2]
 
 
-def _position(use: KernelUse) -> float:
-    """Return where a kernel lies among those of as many heads."""
-    return math.log(use.shape[1] * use.shape[2]) / 2
+def _length(use: KernelUse) -> float:
+    """Return the mean length of queries and keys, by which kernels of as many heads are sorted."""
+    return math.sqrt(use.shape[1] * use.shape[2])
+
+
+def beyond_range(use: KernelUse, size: float) -> str:
+    """Return the note for a size that lies more than a factor of two outside the measured ones."""
+    return f"{' '.join(filter(None, (use.kernel, use.variant)))} of size {size:.0f}: beyond the measured range"
 
 
 def _between(values: dict[float, float], position: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -10,10 +11,11 @@ import msgspec
 from sim.engine.cost import measured_cluster
 from sim.engine.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.simulate import Engine
-from sim.errors import InputError
-from sim.profile import HOST_COPIES, Profile, profile_names
+from sim.errors import InputError, unknown
+from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
+from sim.workload import Scope
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -64,8 +66,8 @@ def require_same_host(profile: Profile) -> None:
 
 
 def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
-    """Return a cluster of GPUs that were calibrated here with what issuing took, and what copies to the host and back
-    got together.
+    """Return a cluster of GPUs that were calibrated here with what issuing took, their power limit, and what copies
+    to the host and back got together.
     """
     if _CALIBRATED not in profile.machine.software:
         return spec
@@ -75,8 +77,27 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     pcie = spec.pcie
     if pcie and measured.pcie and any(point.kernel in HOST_COPIES for point in profile.points):
         pcie = msgspec.structs.replace(pcie, both_ways_bytes_per_s=measured.pcie.both_ways_bytes_per_s)
-    gpu = msgspec.structs.replace(spec.gpu, launch_s=measured.gpu.launch_s)
+    gpu = msgspec.structs.replace(
+        spec.gpu, launch_s=measured.gpu.launch_s, power_w=measured.gpu.power_w or spec.gpu.power_w
+    )
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
+
+
+def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:
+    """Return a profile at the rates that were given (``rates``), or those that it names, or those of the scope: whole
+    layers load a GPU for seconds, attention alone is timed in short runs. Raises InputError for rates that it has not.
+    """
+    wanted = None
+    for key, value in given:
+        if key != "rates":
+            raise unknown("key", f"profile.{key}", ["profile.rates"], "`set`")
+        wanted = one_of("set profile.rates", value, get_args(Rates))
+    if profile is None or not profile.sustained:
+        if wanted == "sustained":
+            whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
+            raise InputError(f"`set` profile.rates=sustained: {whose} has rates of short runs only; leave it out")
+        return profile
+    return at_rates(profile, wanted or profile.rates or ("sustained" if scope == "layer" else "burst"))
 
 
 def jitter_of(

@@ -26,7 +26,7 @@ from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
-from sim.setup.machine import engine_of, equipped, jitter_of
+from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
 from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
@@ -232,6 +232,7 @@ def simulate(
     """
     checked = proved(checked)
     spec, measured = equipped(cluster, profile)
+    measured = rated(measured, checked.schedule.header.workload.scope)
     noise, plays = jitter_of(jitter, seed, seeds, spec, measured, per_rank=jitter_per_rank), engine_of(engine)
     found = simulated(checked, Cluster(spec), measured, noise, placement, plays)
     given: dict[str, Any] = {"cluster": cluster, "profile": profile, "placement": placement}

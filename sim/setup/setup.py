@@ -28,7 +28,7 @@ from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
-from sim.setup.machine import engine_of, equipped, jitter_of
+from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.workload import ModelSpec, Workload
@@ -103,7 +103,7 @@ class Setup:
     the same times, to the last bit."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
-    "zigzag"}``, or a list of texts KEY=VALUE."""
+    "zigzag", "profile.rates": "sustained"}``, or a list of texts KEY=VALUE."""
 
     def __post_init__(self) -> None:
         """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a
@@ -158,7 +158,7 @@ class Setup:
             options=options,
             entry=entry,
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
-            profile=profile,
+            profile=rated(profile, workload.scope, overrides["profile"]),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
@@ -345,7 +345,7 @@ def _predicted(setup: Setup, before: _Proved | None = None) -> Prediction:
 
 def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
     """Return the overrides of each root: their paths and values."""
-    found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": []}
+    found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": [], "profile": []}
     for key, value in names.pairs(changes):
         root, dot, path = key.partition(".")
         if root in found and not path:

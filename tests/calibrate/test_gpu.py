@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
-from calibrate.gpu import GpuCalibration
+from calibrate.gpu import GpuCalibration, power_limit_w
 from calibrate.host_copies import HostCopyTimes, time_host_copies
 from calibrate.kernels import Timed
 from calibrate.plan import Plan
@@ -79,7 +79,13 @@ def test_load_is_timed_on_the_heaviest_kernels_that_end_soon(ranks: Callable[[in
     calibration._time_sustained(case)
     sustained = calibration.profile(complete=False).sustained
     assert sustained.keys() == {"gemm"}
-    assert 1 <= sustained["gemm"] < 100
+    assert 1 <= sustained["gemm"].low <= sustained["gemm"].longer <= sustained["gemm"].high < 100
+
+
+def test_the_power_limit_is_the_drivers() -> None:
+    state = "NVIDIA H200, 570.86.15, 1980 MHz, 3201 MHz, 1980 MHz, 38, 119.95 W, 650.00 W"
+    assert power_limit_w(state) == 650
+    assert power_limit_w("") is None
 
 
 @pytest.mark.gloo

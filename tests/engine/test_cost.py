@@ -300,9 +300,9 @@ def test_a_kernel_is_looked_up_once_for_all_gpus_of_one_speed(monkeypatch: pytes
     looked_up = []
     lookup = KernelTable.seconds
 
-    def counted(self: KernelTable, use: KernelUse, now: Figures) -> tuple[float, str] | None:
+    def counted(self: KernelTable, use: KernelUse, now: Figures, power_w: float | None) -> tuple[float, str] | None:
         looked_up.append((use, now))
-        return lookup(self, use, now)
+        return lookup(self, use, now, power_w)
 
     monkeypatch.setattr(KernelTable, "seconds", counted)
     spec = msgspec.structs.replace(SPEC, per_gpu={2: PerGpu(speed=0.5)})

@@ -9,7 +9,7 @@ from sim.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import interval
 from sim.engine.report import report
 from sim.engine.simulate import Engine, Jitter, Simulation, simulate
-from sim.profile import Issue, Machine, Point, Profile, Spread
+from sim.profile import Issue, Machine, Point, Profile, Spread, Sustained
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
@@ -48,10 +48,15 @@ def test_one_kernel_moves_by_its_own_spread() -> None:
     assert found == pytest.approx((0.9, 1.2))  # nothing communicates beside it
 
 
-def test_load_counts_at_the_upper_end_only() -> None:
+def test_it_reaches_from_the_rates_of_short_runs_to_those_under_load() -> None:
+    """Under load it takes 1.1 s in the median, one shape of ten 1.25 s."""
     checked = make_checked("single", WORK, 1)
-    profile = make_profile(checked, sustained={"attention_forward": 1.25, "gemm": 9.0})
-    assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((0.9, 1.5))
+    load = Sustained(longer=1.1, low=1.05, high=1.25, falls_s=(2.0, 3.0))
+    for rates, step_s in (("burst", 1.0), ("sustained", 1.1)):
+        profile = make_profile(checked, sustained={"attention_forward": load}, rates=rates)
+        simulation = simulate(checked, CLUSTER, profile)
+        assert simulation.trace.step_time_s == pytest.approx(step_s)
+        assert interval(simulation) == pytest.approx((0.9, 1.5))
 
 
 def test_a_busy_host_takes_longer() -> None:
@@ -60,6 +65,20 @@ def test_a_busy_host_takes_longer() -> None:
     issue = {"attention_forward": Issue(host_s=3.0, launches=0)}
     profile = make_profile(checked, issue=issue, host=Spread(low=0.5, high=2.0))
     assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((1.5 + 0.9, 6 + 1.2))
+
+
+def test_it_widens_with_the_distance_from_the_longest_kernel_measured() -> None:
+    """Attention of 256 tokens was measured; of twice as many it may be off by a factor of 1.1 more, and each doubling
+    adds half as much as the one before.
+    """
+    profile = make_profile(make_checked("single", WORK, 1), beyond={"attention_forward": 1.1})
+    for doublings, more in ((0, 0.0), (1, 1.0), (2, 1.5), (3, 1.75)):
+        work = msgspec.structs.replace(WORK, seq=256 * 2**doublings)
+        simulation = simulate(make_checked("single", work, 1), CLUSTER, profile)
+        found, step_s = interval(simulation), simulation.trace.step_time_s
+        assert found is not None
+        assert found.low_s == pytest.approx(0.9 * step_s / 1.1**more)
+        assert found.high_s == pytest.approx(1.2 * step_s * 1.1**more)
 
 
 def test_kernels_beside_communication_may_take_longer_still() -> None:

@@ -27,6 +27,12 @@ def point(use: KernelUse, seconds: float) -> Point:
     return Point(condition="idle", runs=1, nbytes=use.hbm_bytes, **fields)
 
 
+def seconds_of(tiled: TiledAttention, use: KernelUse) -> float:
+    found = tiled.seconds(use, SMS, 1.0)
+    assert found
+    return found.seconds
+
+
 def test_alike_tiles_run_in_whole_waves() -> None:
     """512 queries of 3 heads are 12 tiles, two waves on 10 SMs, each of 8 pairs; backward has a tile per 128 keys."""
     assert busiest(attention(512, 1024, 3), SMS) == (2, 16)
@@ -96,9 +102,9 @@ def test_measured_points_come_back_and_long_sequences_do_not_depend_on_heads() -
     tiled = TiledAttention([MODEL], points, SMS)
     for one in points:
         use = few if one is points[0] else many
-        assert tiled.seconds(use, SMS, 1.0) == (pytest.approx(one.median_s), "")
+        assert tiled.seconds(use, SMS, 1.0) == (pytest.approx(one.median_s), "", 0)
     long = attention(65536, 65536, 1, CAUSAL)
-    assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(1.1 * tiled_s(MODEL, long, SMS)), "")
+    assert seconds_of(tiled, long) == pytest.approx(1.1 * tiled_s(MODEL, long, SMS))
 
 
 def test_heads_that_were_measured_with_short_sequences_only_say_nothing_of_long_ones() -> None:
@@ -106,10 +112,25 @@ def test_heads_that_were_measured_with_short_sequences_only_say_nothing_of_long_
     short = point(attention(1024, 1024, 2), 2 * tiled_s(MODEL, attention(1024, 1024, 2), SMS))
     rest = [point(use, tiled_s(MODEL, use, SMS)) for use in (attention(1024, 1024, 1), attention(4096, 4096, 1))]
     tiled = TiledAttention([MODEL], [short, *rest], SMS)
-    assert tiled.seconds(attention(1024, 1024, 2), SMS, 1.0) == (pytest.approx(short.median_s), "")
+    assert tiled.seconds(attention(1024, 1024, 2), SMS, 1.0) == (pytest.approx(short.median_s), "", 0)
     for tokens in (4096, 32768):
         long = attention(tokens, tokens, 2)
-        assert tiled.seconds(long, SMS, 1.0) == (pytest.approx(tiled_s(MODEL, long, SMS)), "")
+        assert seconds_of(tiled, long) == pytest.approx(tiled_s(MODEL, long, SMS))
+
+
+def test_lengths_beyond_twice_the_measured_ones_are_said() -> None:
+    """Points of 1K and 4K, 8 heads: 512 to 8K are no more than a factor of two away, whatever the number of heads."""
+    points = [point(use, tiled_s(MODEL, use, SMS)) for use in (attention(n, n, 8) for n in (1024, 4096))]
+    tiled = TiledAttention([MODEL], points, SMS)
+    for tokens, doublings in ((512, 0), (4096, 0), (8192, 1)):
+        found = tiled.seconds(attention(tokens, tokens, 32), SMS, 1.0)
+        assert found
+        assert (found.note, found.doublings) == ("", pytest.approx(doublings)), tokens
+    for tokens, doublings in ((256, 0), (16384, 2), (2**20, 8)):
+        found = tiled.seconds(attention(tokens, tokens, 32), SMS, 1.0)
+        assert found
+        assert found.note == f"attention_forward full of size {tokens}: beyond the measured range"
+        assert found.doublings == pytest.approx(doublings)
 
 
 def test_any_length_beyond_the_points_has_a_share() -> None:

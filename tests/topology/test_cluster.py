@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +233,25 @@ def test_a_cluster_file_that_is_wrong(tmp_path: Path, change: tuple[str, str], m
         load_cluster(str(path))
     assert "mine.toml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("directions", "copying", "measured"),
+    [
+        ((True,), 8, 44.83e9),  # from all GPUs at once, as forward passes that offload do
+        ((False,), 8, 55.16e9),
+        ((True, False), 8, (24.13e9 + 32.81e9) / 2),
+        ((True,), 1, 55.13e9),
+        ((True, False), 1, (36.48e9 + 52.79e9) / 2),
+    ],
+)
+def test_host_copies_of_all_gpus_share_their_sockets(
+    directions: tuple[bool, ...], copying: int, measured: float
+) -> None:
+    """As nvbandwidth timed them on 8 H800, in GB/s for each copy: equal copies share the most crowded resource."""
+    cluster = Cluster(load_cluster("h800"))
+    load: Counter[int] = Counter()
+    for gpu, to_host in product(range(copying), directions):
+        load.update(cluster.host_route(gpu, to_host=to_host).load(1.0))
+    each = min(cluster.resources[index].capacity / amount for index, amount in load.items())
+    assert each == pytest.approx(measured, rel=0.01)

@@ -43,7 +43,7 @@ def pcies(draw: st.DrawFn, peers: str) -> PcieSpec:
 
 @st.composite
 def sockets(draw: st.DrawFn) -> SocketSpec:
-    dram = DramSpec(capacity_bytes=10**12, bytes_per_s=draw(RATES))
+    dram = DramSpec(capacity_bytes=10**12, bytes_per_s=draw(RATES), write_bytes_per_s=draw(st.none() | RATES))
     return SocketSpec(per_node=draw(st.integers(1, 4)), dram=dram, link=draw(st.none() | links()))
 
 
@@ -91,7 +91,10 @@ def names_by_graph(cluster: Cluster) -> list[str]:
         own = [f"gpu[{number}].{part}" for number in range(len(cluster.devices)) for part in ("sms", "hbm")]
     passed = [one.name for *_, edge in cluster.graph.edges(data="edge") for one in edge.resources]
     count = spec.nodes * spec.socket.per_node if spec.socket else 0
-    return list(dict.fromkeys([*own, *passed, *(f"socket[{number}].dram" for number in range(count))]))
+    writes = spec.socket is not None and spec.socket.dram.write_bytes_per_s is not None
+    parts = ("dram", "dram.writes") if writes else ("dram",)
+    drams = [f"socket[{number}].{part}" for number in range(count) for part in parts]
+    return list(dict.fromkeys([*own, *passed, *drams]))
 
 
 def host_route_by_graph(cluster: Cluster, device: int, *, to_host: bool) -> Route:
@@ -99,7 +102,9 @@ def host_route_by_graph(cluster: Cluster, device: int, *, to_host: bool) -> Rout
     path = nx.shortest_path(cluster.graph, f"gpu[{device}]", f"socket[{socket}]")
     edges = [cluster.graph.edges[pair]["edge"] for pair in pairwise(path if to_host else path[::-1])]
     index = {one.name: number for number, one in enumerate(cluster.resources)}
-    passed = [*(index[one.name] for edge in edges for one in edge.resources), index[f"socket[{socket}].dram"]]
+    memory = [name for name in (f"socket[{socket}].dram", f"socket[{socket}].dram.writes") if name in index]
+    passed = [*(index[one.name] for edge in edges for one in edge.resources)]
+    passed += [index[name] for name in (memory if to_host else memory[:1])]
     rate = min(cluster.resources[one].capacity for one in passed)
     return Route(tuple(passed), rate, sum(edge.latency_s for edge in edges))
 
@@ -151,4 +156,6 @@ def test_the_largest_cluster() -> None:
     assert len(cluster.devices) == 16_384
     names = [cluster.resources[index].name for index in cluster.route(16_381, 4_000).resources]
     assert names == ["gpu[16381].pcie.out", "nic[16381].nic.out", "nic[4000].nic.in", "gpu[4000].pcie.in"]
-    assert len({one.name for one in cluster.resources}) == len(cluster.resources) == 16_384 * (2 + 2 * 3) + 2_048 * 4
+    assert (
+        len({one.name for one in cluster.resources}) == len(cluster.resources) == 16_384 * (2 + 2 * 3 + 3) + 2_048 * 6
+    )

@@ -103,6 +103,8 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
     shape = (tokens, fan_in, fan_out)
     variant = op.form + (" accumulate" if op.accumulate else "")
+    if program.dtype(op.out) != program.dtype(op.a):
+        variant += f" into {program.dtype(op.out)}"
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
 
 
