@@ -35,7 +35,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: str
     created: str
     complete: bool
-    rates: Rates | Literal[""]
+    rates: Rates | Literal[""] = ""
     """Of kernels: those of short runs or those under load; empty at the rates of datasheets, and on CPUs."""
     notes: list[str]
     """What was extrapolated or came from elsewhere."""
@@ -51,8 +51,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float
     interval_s: Interval | None
     """The 90 % interval; None where it was not asked for, or the profile has no residuals."""
-    step_times_s: tuple[float, ...]
-    """Of each seed of noise that was played, in order; the step time is their median."""
+    step_times_s: tuple[float, ...] = ()
+    """Of each seed of noise that was played, in order; the step time is their median. Records before it have none."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""

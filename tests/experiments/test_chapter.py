@@ -126,8 +126,11 @@ def test_the_committed_chapter_names_all_sources() -> None:
         for line in (*rests_on(file), *measured_on(file)):
             assert f"- {line}" in text
         names = [group.name for group in file.group] + [some.name for some in file.together]
-        assert [row[0] for row in table[1:]] == [*names, *(["all"] if len(names) > 1 else [])]
-        last, row = dict(zip(table[0], table[-1], strict=True)), rows[f"published: {file.title}"]
+        all_of = [*names, *(["all"] if len(names) > 1 else [])]
+        fitted = [f"{name}, host fitted" for name in all_of if file.host_fit]
+        assert [row[0] for row in table[1:]] == [*all_of, *fitted]
+        last = dict(zip(table[0], table[len(all_of)], strict=True))
+        row = rows[f"published: {file.title}"]
         assert (row[1], row[3]) == (last["cases"], last["mean"])
 
 
