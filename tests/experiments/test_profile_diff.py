@@ -31,8 +31,8 @@ def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     printed = " ".join(out.replace("│", " ").split())
     assert "different machines: the efficiencies of 'h100-sxm' are taken on 'A100-SXM-80GB'" in printed
     found = rows(out)
-    assert "gemm bf16 512 0.967 0.612 to 1.135 0.450 256x1024x16384 69.11 us" in found
-    assert "rms_norm_backward bf16 2 0.390 0.372 to 0.409 0.370 16777216 178 us" in found
+    assert "gemm bf16 512 0.996 0.615 to 1.449 0.450 256x1024x16384 69.11 us" in found
+    assert "rms_norm_backward bf16 2 1.567 1.497 to 1.637 1.644 33554432 320.5 us" in found
 
 
 def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
