@@ -88,6 +88,9 @@ def ranks() -> Iterator[Callable[[int], Session]]:
 
     def of(number: int) -> Session:
         if number not in shared or not all(process.is_alive() for process in shared[number].processes):
+            if number in shared:
+                with contextlib.suppress(ValueError, OSError):  # of processes that are closed, or pipes that are broken
+                    shared.pop(number).close()
             shared[number] = Session(number, timeout_s=60)
         return shared[number]
 

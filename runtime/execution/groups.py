@@ -52,9 +52,7 @@ class Groups:
             received = [(storage.write(message.view), message.peer) for message in op.recvs]
             calls = [dist.P2POp(dist.isend, tensor, peer, group) for tensor, peer in sent]
             calls += [dist.P2POp(dist.irecv, tensor, peer, group) for tensor, peer in received]
-            if (
-                op.num_messages == 1
-            ):  # a message by itself is a call by itself, in a group of its two ranks where it has one
+            if op.num_messages == 1:  # a call by itself, in a group of its two ranks where it has one
                 return lambda: [calls[0].op(calls[0].tensor, calls[0].peer, group)]
             return lambda: dist.batch_isend_irecv(calls) if calls else []
         if isinstance(op, AllToAll):

@@ -54,13 +54,13 @@ class Session:
         self._timeout_s = timeout_s
         self._describe: Callable[[int, int], str] = lambda rank, op: f"rank {rank} op {op}"
         fork_server().await_ready()  # here, where Ctrl-C interrupts it
-        self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
-        here = Rendezvous(str(Path(self._folder.name) / "store"))
-        rendezvous = workers.new_rendezvous() if workers else here
-        seat = Seat(0, ranks, device, rendezvous, timeout_s, self.one_host, attention)
-        start = workers.start if workers else partial(_start_here, placement or range(ranks))
         self.processes: list[LocalRank | RemoteRank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="longstep-")
         try:
+            here = Rendezvous(str(Path(self._folder.name) / "store"))
+            rendezvous = workers.new_rendezvous() if workers else here
+            seat = Seat(0, ranks, device, rendezvous, timeout_s, self.one_host, attention)
+            start = workers.start if workers else partial(_start_here, placement or range(ranks))
             for rank in range(ranks):
                 with deaf():
                     self.processes.append(start(seat._replace(rank=rank)))

@@ -84,10 +84,17 @@ def ask(name: str, profile: Profile, point: Point) -> Asked:
 def part_of(op: Collective, ranks: tuple[int, ...], wire: int, cluster: Cluster) -> int:
     """Return how large a part (of an all-reduce the whole) puts so many bytes on the links, by halving."""
     count = 1 if op.name == "all_reduce" else len(ranks)
+
+    def enough(part: int) -> bool:
+        return wire_bytes(op.name, ranks, part * count, cluster)[0] >= wire
+
     low, high = 0, wire * len(ranks)
+    near = round(wire * high / wire_bytes(op.name, ranks, high * count, cluster)[0])  # most are in proportion
+    if near > 1 and enough(near + 1) and not enough(near - 2):
+        low, high = near - 1, near + 1
     while low < high:
         middle = (low + high) // 2
-        if wire_bytes(op.name, ranks, middle * count, cluster)[0] >= wire:
+        if enough(middle):
             high = middle
         else:
             low = middle + 1
