@@ -270,10 +270,8 @@ def _races(simulation: Simulation) -> list[str]:
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
-    profile, notes = (
-        simulation.profile,
-        [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())],
-    )
+    notes = [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())]
+    profile = simulation.profile
     if profile is None:
         name = simulation.cluster.spec.name
         rates = (
