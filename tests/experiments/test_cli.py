@@ -675,6 +675,20 @@ def test_executing_without_torch_says_what_to_install() -> None:
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["execute", "verify", "compare"])
+def test_the_library_without_torch_says_what_to_install(name: str) -> None:
+    code = f"""
+import longstep
+try:
+    longstep.{name}(longstep.predict("ring", model="llama3-8b", seq="1K", gpus=2, cluster="hgx-h100"))
+except longstep.InputError as error:
+    print(error)
+"""
+    ended = without({"torch"}, code)
+    assert ended.stdout == "executing on real hardware needs torch: pip install 'longstep[runtime]'\n", ended.stderr
+
+
 # In the processes that torchrun starts
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
