@@ -330,20 +330,28 @@ _A100 = Gpu(
     hops_source="inside a node microsoft/vidur@7d47513, A100 DGX; between nodes A800 with NICs of the same rate, "
     "oliverYoung2001/UltraAttn@b5aa10e; not Vidur's A100 between nodes, which got 31 % of the NIC",
 )
+_B200 = Gpu(
+    cluster="hgx-b200",
+    system="b200_sxm",
+    attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
+    others=curves.on_b200,
+    others_source=_FA4_SOURCE,
+    memory_efficiency=0.72,
+    memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
+    load=B200,
+)
 GPUS = {
     "a100-sxm": _A100,
     "a100-sxm-eager": _A100._replace(eager=True),
-    "h100-sxm": Gpu(
+    "h100-sxm": _H200._replace(
         cluster="hgx-h100",
         system="h100_sxm",
-        attention=("fa3", "vllm_flash_attn_fa3"),
-        others=curves.on_h100,
-        others_source=_FA3_SOURCE,
         memory_efficiency=0.75,
         memory_source="copies within a GPU, 2494 to 2534 of 3350 GB/s: stas00/ml-engineering@744d01e network/README.md",
         send_recv="H100 DGX",
         vidur="h100",
         losses="NVIDIA H100 80GB HBM3",
+        norms="",
         load=H100,
         fabric="AWS p5 (H100, 32x100Gb EFA = 3200Gb/s per node)",
         between_nodes=between_nodes.collectives,
@@ -356,24 +364,13 @@ GPUS = {
     "h200-sxm-cudnn": _H200._replace(
         attention=(), others=partial(curves.of_cudnn, "H200"), others_source=_cudnn_source("9.19.1")
     ),
-    "b200-sxm": Gpu(
-        cluster="hgx-b200",
-        system="b200_sxm",
-        attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
-        others=curves.on_b200,
-        others_source=_FA4_SOURCE,
-        memory_efficiency=0.72,
-        memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
-        load=B200,
-    ),
-    "gb200-nvl72": Gpu(
+    "b200-sxm": _B200,
+    "gb200-nvl72": _B200._replace(
         cluster="gb200-nvl72",
         system="gb200",
         attention=(),
         others=partial(curves.of_cudnn, "GB200"),
         others_source=_cudnn_source("9.22.0"),
-        memory_efficiency=0.72,
-        memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
         norms="NVIDIA GB200",
         load=GB200,
     ),

@@ -42,19 +42,8 @@ _LEFT_OUT = sorted({kind.meta.kernel for kind in KINDS.values() if kind.meta.act
 """Kernels that code may leave out: those that memory bounds."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
 _KEYS_ALONE = (
-    "model",
-    "cluster",
-    "nodes",
-    "gpus",
-    "batch",
-    "mask",
-    "window",
-    "dtype",
-    "seed",
-    "jitter",
-    "seeds",
-    "set",
-)
+    "model", "cluster", "nodes", "gpus", "batch", "mask", "window", "dtype", "seed", "jitter", "seeds", "set",
+)  # fmt: skip
 """What says anything of an op alone, beside how large it is."""
 
 

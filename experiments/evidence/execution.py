@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from experiments.evidence.machine import require_machine, require_processes
+from experiments.evidence.machine import require_machine, require_processes, require_torch
 from sim.errors import InputError
 from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
@@ -52,10 +52,11 @@ def open_session(
     execution: Execution = Execution(),
     workers: Workers | None = None,
 ) -> Iterator[Session]:
-    """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError if this
-    machine is not what ``spec`` describes or ``profile`` was measured on, or torchrun has not started ``workers``
-    enough.
+    """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError without
+    torch, if this machine is not what ``spec`` describes or ``profile`` was measured on, or if torchrun has not started
+    ``workers`` enough.
     """
+    require_torch()
     from runtime.processes.launch import Session
 
     at_least_one("repeats", execution.repeats)
@@ -113,21 +114,21 @@ def execute(
     """Return the traces of some steps, executed on this machine with one process per rank: those that count, after a
     warm-up. It needs torch; a schedule without a cluster runs on the CPU.
 
-    Raises InputError if this machine is not what the prediction is of, RankError if a rank fails.
+    Raises InputError without torch, or if this machine is not what the prediction is of, RankError if a rank fails.
 
     >>> from longstep import build, workload
     >>> (trace,) = execute(build("ring", workload("tiny", "256"), 2), repeats=1)
     >>> trace.player, trace.num_ranks
     ('executed', 2)
     """
-    from runtime.run import ScheduleRun
-
     checked = proved(played)
     spec, profile = (
         (played.cluster.spec, played.profile) if isinstance(played, Prediction) else (load_cluster("host"), None)
     )
     execution = Execution(repeats=repeats, timeout=timeout, attention=attention)
     with open_session(checked, spec, profile, execution) as session:
+        from runtime.run import ScheduleRun
+
         return [step.trace for step in measured_steps(ScheduleRun(session, checked).step, repeats)]
 
 
@@ -135,12 +136,13 @@ def verify(played: Prediction | Checked, order: int = 0) -> dict[str, float]:
     """Return the largest relative error of each output and gradient against attention (or layers) computed by one
     process in fp64. All ranks run in this process, in a random order that ``order`` draws. It needs torch.
 
-    Raises InputError for a sequence that is too long for the reference.
+    Raises InputError without torch, or for a sequence that is too long for the reference.
 
     >>> from longstep import build, workload
     >>> max(verify(build("zigzag", workload("tiny", "256", dtype="fp64"), 4)).values()) < 1e-12
     True
     """
+    require_torch()
     import torch
 
     from runtime.execution.verify import output_errors, verifiable

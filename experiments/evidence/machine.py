@@ -14,8 +14,19 @@ if TYPE_CHECKING:
     from runtime.processes.worker import World
 
 
+NEEDS_TORCH = "executing on real hardware needs torch: pip install 'longstep[runtime]'"
 _ABOUT = 0.1
 """Share of its memory that a GPU keeps to itself, or datasheets round."""
+
+
+def require_torch() -> None:
+    """Raise InputError where torch is not installed, without which nothing is executed."""
+    try:
+        import torch  # noqa: F401 - not whether it is there, but whether it loads
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise InputError(NEEDS_TORCH) from error
 
 
 def require_processes(spec: ClusterSpec, ranks: int, world: World) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union
 import tyro
 from rich.logging import RichHandler
 
+from experiments.evidence.machine import NEEDS_TORCH
 from experiments.verbs.terminal import Printer, printable
 from sim.errors import InputError, LongstepError, RankError, none_of
 
@@ -112,7 +113,7 @@ def guarded(action: Callable[[], None]) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        _complain("executing on real hardware needs torch: pip install 'longstep[runtime]'")
+        _complain(NEEDS_TORCH)
         sys.exit(2)
     except KeyboardInterrupt:
         _complain("interrupted")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import tyro
 
-OptionalInt = Optional[int]  # noqa: UP045 - see above
-OptionalFloat = Optional[float]  # noqa: UP045
-OptionalText = Optional[str]  # noqa: UP045
+OptionalInt = Annotated[Optional[int], tyro.conf.arg(metavar="INT")]  # noqa: UP045 - see above
+OptionalFloat = Annotated[Optional[float], tyro.conf.arg(metavar="FLOAT")]  # noqa: UP045
+OptionalText = Annotated[Optional[str], tyro.conf.arg(metavar="STR")]  # noqa: UP045
 if TYPE_CHECKING:
     Texts = tuple[str, ...]
 else:

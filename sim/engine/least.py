@@ -39,8 +39,19 @@ def needs(
 ) -> Iterator[Need]:
     """Yield what a collective over ``ranks`` needs; ``nbytes`` is one part (of an all-reduce the whole).
 
-    With ``played`` it is what concerns the first so many ranks, which fill nodes that all others are like.
+    With ``played`` it is what concerns the first so many ranks, which fill nodes that all others are like. Where a rank
+    is alone on its node, the same links may be its own and its node's: they are named once.
     """
+    found: dict[frozenset[int], float] = {}
+    for links, least in _of_ranks_and_nodes(kind, ranks, nbytes, cluster, played):
+        found[links] = max(found.get(links, 0.0), least)
+    yield from found.items()
+
+
+def _of_ranks_and_nodes(
+    kind: CollectiveName, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, played: int | None
+) -> Iterator[Need]:
+    """Yield what each rank needs, then what each node does."""
     n = len(ranks)
     if n == 1 or kind == "barrier":
         return

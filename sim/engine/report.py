@@ -36,7 +36,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     complete: bool
     rates: Rates | Literal[""] = ""
-    """Of kernels: those of short runs or those under load; empty at the rates of datasheets, and on CPUs."""
+    """Of kernels: those of short runs or those under load; empty at the rates of datasheets, and on CPUs. The default
+    is for records that ship and are older than this field.
+    """
     notes: list[str]
     """What was extrapolated or came from elsewhere."""
 
@@ -52,7 +54,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: Interval | None
     """The 90 % interval; None where it was not asked for, or the profile has no residuals."""
     step_times_s: tuple[float, ...] = ()
-    """Of each seed of noise that was played, in order; the step time is their median. Records before it have none."""
+    """Of each seed of noise that was played, in order; the step time is their median. The default is for records that
+    ship and are older than this field.
+    """
     tokens_per_s_per_gpu: float
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
@@ -270,10 +274,8 @@ def _races(simulation: Simulation) -> list[str]:
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
-    profile, notes = (
-        simulation.profile,
-        [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())],
-    )
+    notes = [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())]
+    profile = simulation.profile
     if profile is None:
         name = simulation.cluster.spec.name
         rates = (

@@ -35,14 +35,30 @@ class Work(NamedTuple):
     size: float
 
 
-class Series:
+class _Measured:
+    """The sizes that were measured, and the part of the times that does not grow with them."""
+
+    def __init__(self, sizes: list[float], fixed_s: float, measured_on: Figures) -> None:
+        self._sizes = [math.log(size) for size in sizes]
+        self._on = measured_on
+        self.fixed_s = fixed_s
+
+    def delay_s(self, now: Figures) -> float:
+        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
+        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
+
+    def extrapolates(self, size: float) -> bool:
+        """Return whether a size lies more than a factor of two outside the measured ones."""
+        at, octave = math.log(max(size, 1.0)), math.log(2) + 1e-9
+        return not self._sizes[0] - octave <= at <= self._sizes[-1] + octave
+
+
+class Series(_Measured):
     """Times over size, as efficiencies of the resource that bounds them."""
 
     def __init__(self, points: list[tuple[Work, float]], measured_on: Figures) -> None:
         ordered = sorted(points, key=lambda pair: pair[0].size)
-        self._on = measured_on
-        self._sizes = [math.log(work.size) for work, _ in ordered]
-        self.fixed_s = _intercept(ordered, measured_on)
+        super().__init__([work.size for work, _ in ordered], _intercept(ordered, measured_on), measured_on)
         self._efficiency = [_ideal_s(work, measured_on) / (seconds - self.fixed_s) for work, seconds in ordered]
 
     def seconds(self, work: Work, now: Figures) -> float:
@@ -59,22 +75,9 @@ class Series:
             bound_s = max(compute_s, memory_s / efficiency)
         return max(self.delay_s(now) + bound_s, compute_s)
 
-    def delay_s(self, now: Figures) -> float:
-        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
-        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
-
     def efficiency(self, size: float) -> float:
         """Return the share of what bounds it that work of a size gets, without the part that does not grow."""
         return _linear(self._sizes, self._efficiency, math.log(max(size, 1.0)))
-
-    def extrapolates(self, size: float) -> bool:
-        """Return whether a size lies more than a factor of two outside the measured ones."""
-        return not _covers(self._sizes, math.log(size))
-
-
-def _covers(sizes: list[float], at: float) -> bool:
-    """Return whether log(size) is within a factor of two of the measured ones."""
-    return sizes[0] - math.log(2) - 1e-9 <= at <= sizes[-1] + math.log(2) + 1e-9
 
 
 def _linear(sizes: list[float], values: list[float], at: float) -> float:
@@ -105,7 +108,7 @@ def _intercept(ordered: list[tuple[Work, float]], on: Figures) -> float:
     return max(0.0, min(t0 - (t1 - t0) / (x1 - x0) * x0, most_s))
 
 
-class Curve:
+class Curve(_Measured):
     """Times of transfers over their bytes: latency, and bytes at a share of the link's rate.
 
     The share is interpolated as a power of the bytes, so time grows between points as it does from one to the next.
@@ -114,10 +117,8 @@ class Curve:
 
     def __init__(self, points: list[tuple[int, float]], measured_on: Figures, hop_s: float) -> None:
         """``measured_on`` has the latency that the part without bytes scales with, ``hop_s`` is that of one hop."""
-        self._on = measured_on
         ordered = grown(points)
-        self._sizes = [math.log(nbytes) for nbytes, _ in ordered]
-        self.fixed_s = _latency_s(ordered, hop_s)
+        super().__init__([nbytes for nbytes, _ in ordered], _latency_s(ordered, hop_s), measured_on)
         self._shares = [
             math.log(nbytes / measured_on.bytes_per_s / (seconds - self.fixed_s)) for nbytes, seconds in ordered
         ]
@@ -126,17 +127,9 @@ class Curve:
         """Return the time on a machine with the figures ``now``."""
         return self.delay_s(now) + nbytes / (now.bytes_per_s * self.efficiency(nbytes))
 
-    def delay_s(self, now: Figures) -> float:
-        """Return the part that does not grow with size; it scales with the latency of the machine, if that has one."""
-        return self.fixed_s * (now.latency_s / self._on.latency_s if self._on.latency_s else 1.0)
-
     def efficiency(self, nbytes: float) -> float:
         """Return the share of the link's rate that so many bytes get, without the latency."""
         return math.exp(_linear(self._sizes, self._shares, math.log(max(nbytes, 1.0))))
-
-    def extrapolates(self, nbytes: float) -> bool:
-        """Return whether a size lies more than a factor of two outside the measured ones."""
-        return not _covers(self._sizes, math.log(max(nbytes, 1.0)))
 
 
 def grown(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

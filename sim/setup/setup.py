@@ -86,8 +86,7 @@ class Setup:
     """Standard deviation of kernel times, as a share of each. By default what the profile has measured, on GPUs what
     kernels of A100 have; 0 for none."""
     seeds: int | None = None
-    """How many seeds of that noise are played, from ``seed`` on: the step is the median of them. Odd; by default
-    5."""
+    """How many seeds of that noise are played, from ``seed`` on; the step is their median. Odd, by default 5."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all. It takes longer: all replicas are played."""
     layers: int = 1

@@ -17,8 +17,9 @@ from sim.schedule.ir.ops import OFFLOAD, Collective, CollectiveName, HostCopy
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_model
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
+from topology.specs import LinkSpec
 
 
 def floors_by_the_op(checked: Checked, cluster: Cluster) -> dict[str, float]:
@@ -91,6 +92,22 @@ def test_sums_over_two_nodes_of_eight_need_an_eighth_of_the_whole_from_each_nic(
     found = {nbytes / len(links) for links, nbytes in needs("all_reduce", ranks, 2**30, cluster) if len(links) == 8}
     assert found == {2**30 / 8}
     assert least_seconds(needs("all_reduce", ranks, 2**30, cluster), cluster) == pytest.approx(2**27 / 50e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes"), [("all_gather", 2), ("reduce_scatter", 2), ("all_to_all", 2), ("all_reduce", 4 / 3)]
+)
+def test_a_rank_alone_on_its_node_needs_its_bytes_once(kind: CollectiveName, nbytes: float) -> None:
+    """Three nodes of one GPU, without PCIe: the NIC is the rank's way out and the node's. 1 byte to or from each of two
+    others, or 2 (3 - 1) / 3 of a sum.
+    """
+    nic = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
+    cluster = Cluster(make_cluster_spec(1, nodes=3, nic=nic))
+    found = [(cluster.resources[link].name, least) for (link,), least in needs(kind, (0, 1, 2), 1, cluster)]
+    ways = {"all_gather": ("in",), "reduce_scatter": ("out",)}.get(kind, ("out", "in"))
+    assert sorted(found) == sorted(
+        (f"nic[{number}].nic.{way}", pytest.approx(nbytes)) for number in range(3) for way in ways
+    )
 
 
 @pytest.mark.parametrize(

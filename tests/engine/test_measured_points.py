@@ -126,7 +126,7 @@ def test_measured_transfers_come_back(name: str) -> None:
         print(name, one.name)  # noqa: T201
     counts = Counter((one.point.kernel, one.point.variant) for one in exceptions)
     print(f"{name}: {len(exceptions)} of {len(asked(name))} transfers stand in the way of others: {dict(counts)}")  # noqa: T201
-    assert len(exceptions) <= 0.25 * len(asked(name))
+    assert len(exceptions) <= 0.16 * len(asked(name))  # of H200 15.5 %, of H100 4.7 %
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

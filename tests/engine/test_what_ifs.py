@@ -38,17 +38,19 @@ def configurations(count: int) -> Iterator[tuple[random.Random, Prediction]]:
 
 @pytest.mark.parametrize("count", [pytest.param(8, id="few"), pytest.param(400, id="many", marks=pytest.mark.slow)])
 def test_twice_a_rate_hardly_makes_a_step_slower(count: int) -> None:
-    """At most one in a hundred steps by more than 1 %, none by more than 5 % unless the answer says that a race decides
-    it.
+    """At most one in a hundred steps by more than 1 %, none by more than 5 %. Excused are steps that a race decides, as
+    their evidence says, and those are at most one in a hundred, too. Of 400 none was slower, 5 told of a race.
     """
     slower: list[tuple[float, str]] = []
+    excused: list[tuple[float, str]] = []
     for draw, found in configurations(count):
         rate = draw.choice([one for one in RATES if one != "nic" or found.cluster.spec.nodes > 1])
         key = f"cluster.{rate}" if "." in rate else f"cluster.{rate}.bytes_per_s"
         twice = found.replace(set={key: "*2"})
         ratio = twice.step_time_s / found.step_time_s
         told = any(one.simulation.step_times_s[-1] > RACE * one.simulation.step_times_s[0] for one in (found, twice))
-        if ratio > 1.01 and not told:
-            slower.append((ratio, f"twice {rate} of {found.title}"))
-    assert len(slower) <= max(1, count // 100), slower
+        if ratio > 1.01:
+            (excused if told else slower).append((ratio, f"twice {rate} of {found.title}"))
+    assert len(slower) <= count // 100, slower
     assert all(ratio <= 1.05 for ratio, _ in slower), slower
+    assert len(excused) <= count // 100, excused

@@ -537,6 +537,17 @@ sys.meta_path.insert(0, Interrupting())
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "longstep: interrupted\n")
 
 
+@pytest.mark.parametrize("verb", ["simulate", "run", "show", "compare", "validate", "calibrate"])
+def test_help_names_what_an_option_takes(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    """Not how it is left out: that is its default."""
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "{None}" not in printed
+    assert re.search(r"--[a-z-]+ (INT|STR) ", printed)
+
+
 @pytest.mark.gloo
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     for arguments in (("list",), ("--version",), ("simulate", "--help")):
@@ -673,6 +684,20 @@ def test_executing_without_torch_says_what_to_install() -> None:
     assert ended.returncode == 2
     assert "longstep[runtime]" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["execute", "verify", "compare"])
+def test_the_library_without_torch_says_what_to_install(name: str) -> None:
+    code = f"""
+import longstep
+try:
+    longstep.{name}(longstep.predict("ring", model="llama3-8b", seq="1K", gpus=2, cluster="hgx-h100"))
+except longstep.InputError as error:
+    print(error)
+"""
+    ended = without({"torch"}, code)
+    assert ended.stdout == "executing on real hardware needs torch: pip install 'longstep[runtime]'\n", ended.stderr
 
 
 # In the processes that torchrun starts
