@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from sim.engine import native
 from sim.native.library import UnavailableError, load
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """Compile what every schedule is checked with, before processes are refused."""
+    """Compile what every schedule is checked with and what plays it, before processes are refused."""
     with contextlib.suppress(UnavailableError):
         load("derive")
+        native.library()
 
 
 @pytest.fixture(autouse=True)

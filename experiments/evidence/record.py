@@ -21,7 +21,8 @@ from sim.errors import InputError
 from sim.files import Kind, Output, decoded_by
 from sim.presets import from_json, read_bytes
 from sim.profile import Profile
-from sim.setup.setup import Configuration
+from sim.setup.machine import equipped
+from sim.setup.setup import Configuration, Setup
 
 ENOUGH = 0.8
 """Share of the repeats that has to meet the target."""
@@ -43,13 +44,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     comparisons: list[tuple[Cell, list[Comparison]]]
 
 
-def begun(found: Configuration, select: dict[str, Any]) -> Record:
-    """Return the record of a sweep that has found nothing yet."""
+def begun(setup: Setup, select: dict[str, Any]) -> Record:
+    """Return the record of a sweep that has found nothing yet; ``setup`` is that of one cell.
+
+    Its profile is the one that was calibrated, not at the rates of that cell: others may be of another scope.
+    """
     from calibrate.plan import software
 
+    _, profile = equipped(setup.cluster, setup.profile)
     return Record(
-        profile=calibrated(found.profile),
-        title=_title(found),
+        profile=calibrated(profile),
+        title=_title(setup.resolved()),
         begun=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         software=software(),

@@ -197,7 +197,7 @@ def _progress(console: Console) -> Progress:
 
 def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
-    record = begun(cells[0].setup(command.sweep.setup()).resolved(), common_fields(command.sweep.setup()))
+    record = begun(cells[0].setup(command.sweep.setup()), common_fields(command.sweep.setup()))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
 
     def keep(cell: Cell, result: Comparison) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from sim.engine.collectives import link_name, link_traffic, slowest_link, slowest_of_kind
+from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
@@ -51,6 +51,8 @@ class _Moving(NamedTuple):
     """Bytes that each rank reads and writes in its memory."""
     least_s: float
     """What it takes at the links' rates, whatever its algorithm."""
+    inside: dict[int, float]
+    """Bytes per link of what a node does by itself: those of ``load``, of sums those of its own."""
 
 
 class CostModel:
@@ -206,7 +208,7 @@ class CostModel:
         slowest = slowest_link(load, self._cluster)
         least_s = load[slowest] / self._cluster.resources[slowest].capacity
         group = round(spread.nodes * spread.per_node)
-        return _Moving(kernel, ranks, group, spread, load, route.latency_s, 1, nbytes, least_s)
+        return _Moving(kernel, ranks, group, spread, load, route.latency_s, 1, nbytes, least_s, load)
 
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
@@ -223,8 +225,11 @@ class CostModel:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
                 least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, near), self._cluster)
-                nodes = len({self._cluster.devices[rank].node for rank in ranks})
-                moving = _Moving(op.name, own, len(ranks), Spread(nodes, len(ranks) / nodes), *traffic, least_s)
+                first, *others = by_node(ranks, self._cluster)
+                nodes, inside = 1 + len(others), traffic.nbytes
+                if others and op.name == "all_reduce":
+                    inside = link_traffic(op.name, tuple(first), nbytes, self._cluster).nbytes
+                moving = _Moving(op.name, own, len(ranks), Spread(nodes, len(ranks) / nodes), *traffic, least_s, inside)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -279,6 +284,9 @@ class CostModel:
             else:
                 efficiency, whose = self._transfers.efficiency(link, busiest)
                 flow_s = ideal_s / efficiency
+                inside_s = self._inside_s(what, self._transfers) if link == "nic" else 0.0
+                if inside_s > flow_s:
+                    flow_s, whose = inside_s, "as long as inside a node"
                 note = f"{what.kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
         if what.kernel in PAGEABLE_COPIES and not found:
@@ -294,6 +302,18 @@ class CostModel:
             demands[memory] = min(rate, resources[memory].capacity)
         threads = self._threads(what, demands)
         return (*threads, Latency(delay_s), Flow(flow_s, tuple(sorted((r, x) for r, x in demands.items() if x > 0))))
+
+    def _inside_s(self, what: _Moving, table: TransferTable) -> float:
+        """Return what the links inside nodes take for their bytes of a transfer over nodes, without latency: as long as
+        that kind of transfer inside one node, since each node has to do its part, too; 0 if none was measured there.
+        """
+        near, longest_s = Spread(1, what.spread.per_node), 0.0
+        for kind in {self._cluster.resources[link].group for link in what.inside} - {"nic"}:
+            busiest = what.inside[slowest_of_kind(what.inside, kind, self._cluster)]
+            if found := table.seconds(what.kernel, kind, near, busiest, self._link_figures):
+                delay_s, total_s, _ = found
+                longest_s = max(longest_s, total_s - delay_s)
+        return longest_s
 
     def _threads(self, what: _Moving, demands: dict[int, float]) -> Activity:
         """On a CPU, threads carry the bytes through the TCP stack: add the cores that they take, return their queue.

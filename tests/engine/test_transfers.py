@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from calibrate.published import PUBLISHED
+from calibrate.published import PUBLISHED, between_nodes
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.phases import Activity, Flow, Latency
 from sim.presets import override
@@ -20,6 +20,11 @@ SUM = COLLECTIVES["all_reduce"]
 SIZES = tuple(2**n for n in range(10, 33))
 GROUPS = [(1, 2), (1, 3), (1, 8), (2, 1), (2, 4), (2, 8), (3, 6), (5, 1), (5, 8), (16, 1)]
 """Nodes and ranks a node, measured and not."""
+SLOWER_RINGS = {("gb200-nvl72", 2, 8, 2**26): 1.126}
+"""How many times as long as an all-reduce a reduce-scatter takes, by profile, nodes, ranks a node and bytes, where that
+is more: a ring of 15 steps, 71 us before any byte, of which a NIC gets 7.9 MB, and trees between switches that sum, 35
+us and 8.4 MB. NCCL's own tuning has the same of as many H100 (rows ring and nvls_tree, SIMPLE, 2 nodes of 8: latencies
+70 and 53 us)."""
 
 
 def seconds(activity: Activity) -> float:
@@ -90,9 +95,35 @@ def test_what_collectives_cost_beside_each_other(name: str) -> None:
         machine = Machine(name, nodes, per_node)
         for nbytes in (2**26, 2**28, 2**30):
             times = {kind: machine.seconds(kind, nbytes) for kind in COLLECTIVES}
-            assert times["reduce_scatter"] <= 1.01 * times["all_reduce"], (nodes, per_node, nbytes)
+            slower = SLOWER_RINGS.get((name, nodes, per_node, nbytes))
+            assert times["reduce_scatter"] <= 1.01 * (slower or 1.0) * times["all_reduce"], (nodes, per_node, nbytes)
+            if slower:
+                assert times["reduce_scatter"] == pytest.approx(slower * times["all_reduce"], rel=1e-3)
             if nodes > 1 and per_node == 8:
                 assert times["all_to_all"] > 1.3 * times["all_gather"], (nodes, per_node, nbytes)
+
+
+def test_nccl_takes_longer_for_the_parts_of_sums_than_for_sums() -> None:
+    """Of 64 MiB on 2 nodes of 8 H100, by its tuning: what ``SLOWER_RINGS`` rests on; of 1 GiB it does not."""
+    of = between_nodes._Group(2, 8)
+    parts, whole = (
+        [between_nodes._tuned_s(kind, of, n) for n in (2**26, 2**30)] for kind in ("reduce_scatter", "all_reduce")
+    )
+    assert parts[0] == pytest.approx(310.9e-6, rel=1e-3)
+    assert whole[0] == pytest.approx(304.6e-6, rel=1e-3)
+    assert parts[1] < 0.8 * whole[1]
+
+
+@pytest.mark.parametrize("name", slow_but({"a100-sxm", "b200-sxm", "h100-sxm"}, PUBLISHED))
+def test_sums_over_nodes_take_no_less_than_in_one(name: str) -> None:
+    """Each node has to sum its own, too, though of a ring's hops one of all ranks' passes NICs in place of a port: 64
+    MiB take 278 us in one node of 8 B200, where the NICs of two would take 203.
+    """
+    for nodes, per_node in GROUPS:
+        within, over = Machine(name, 1, per_node), Machine(name, nodes, per_node)
+        for nbytes in (2**20, 2**24, 2**26, 2**28, 2**30):
+            least_s = (1 - 1 / (nodes * per_node)) * within.seconds("all_reduce", nbytes)
+            assert over.seconds("all_reduce", nbytes) >= least_s, (nodes, per_node, nbytes)
 
 
 @pytest.mark.parametrize("name", slow_but({"a100-sxm", "h100-sxm"}, PUBLISHED))

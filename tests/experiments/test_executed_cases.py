@@ -17,7 +17,7 @@ from experiments.evidence.cases import read_cases
 from experiments.evidence.cells import Cell
 from experiments.evidence.executed_cases import CASES_FILE, common_fields, save_cases
 from experiments.evidence.published import predicted, provenance
-from experiments.evidence.record import RECORD_FILE, Record, judged, read_record, save_record
+from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read_record, save_record
 from experiments.verbs.cli import main, with_flags
 from experiments.verbs.sweep import Sweep
 from sim.engine.cost import CostModel
@@ -137,6 +137,20 @@ def test_the_profile_lies_next_to_the_cases(tmp_path: Path) -> None:
     for name, created in (("first", record.profile.created), ("third", "later")):
         file, _ = read_cases(str(tmp_path / f"{name}.toml"))
         assert load_profile(file.profile).created == created
+
+
+def test_cases_of_all_scopes_rest_on_the_profile_as_it_was_calibrated(tmp_path: Path) -> None:
+    """Attention by itself takes the rates of short runs, layers those under load: a file's cases may be of both."""
+    profile, found = load_profile("h100-sxm"), make_found(1.0, [(1.0, 0.0)])
+    assert profile.sustained
+    save_profile(profile, tmp_path / "profile.json")
+    for scope in ("attention", "layer"):
+        cell, base = RING._replace(scope=scope), Setup(cluster="hgx-h100")
+        record = begun(cell.setup(base), common_fields(base))
+        save_cases(
+            msgspec.structs.replace(record, comparisons=[(cell, found)]), CASES_FILE.at(tmp_path / f"{scope}.toml")
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "attention.toml", "layer.toml"}
 
 
 def test_what_is_no_profile_stays(tmp_path: Path) -> None:
