@@ -9,6 +9,7 @@ import pytest
 
 from calibrate.published import PUBLISHED
 from sim.engine.cost import CostModel, measured_cluster
+from sim.engine.least import least_seconds, needs
 from sim.engine.phases import Activity, Flow, Latency
 from sim.presets import override
 from sim.profile import load_profile
@@ -42,9 +43,18 @@ class Machine:
         if kind == "exchange":
             source, target = self._neighbours
             return seconds(self._cost.transfer(source, target, nbytes, self.ranks))
-        whole = kind == "all_reduce"
-        nbytes = nbytes if whole else nbytes // len(self.ranks)
-        return seconds(self._cost.collective(COLLECTIVES[kind], self.ranks, nbytes))
+        return seconds(self._cost.collective(COLLECTIVES[kind], self.ranks, self._part(kind, nbytes)))
+
+    def least_s(self, kind: str, nbytes: int) -> float:
+        """Return what no algorithm beats."""
+        cluster = self._cost._cluster
+        if kind == "exchange":
+            return nbytes / cluster.route(*self._neighbours).bytes_per_s
+        name = COLLECTIVES[kind].name
+        return least_seconds(needs(name, self.ranks, self._part(kind, nbytes), cluster), cluster)
+
+    def _part(self, kind: str, nbytes: int) -> int:
+        return nbytes if kind == "all_reduce" else nbytes // len(self.ranks)
 
 
 @pytest.mark.parametrize("mib", [1, 16, 64])
