@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED
+from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import Activity, Flow, Latency
@@ -53,6 +54,11 @@ class Machine:
         name = COLLECTIVES[kind].name
         return least_seconds(needs(name, self.ranks, self._part(kind, nbytes), cluster), cluster)
 
+    def hops_s(self, kind: str, nbytes: int) -> float:
+        """Return the latency of a collective's hops, as its algorithm has them."""
+        part, cluster = self._part(kind, nbytes), self._cost._cluster
+        return link_traffic(COLLECTIVES[kind].name, self.ranks, part, cluster).latency_s
+
     def _part(self, kind: str, nbytes: int) -> int:
         return nbytes if kind == "all_reduce" else nbytes // len(self.ranks)
 
@@ -83,17 +89,37 @@ def test_times_grow_with_bytes_and_not_faster(name: str) -> None:
                 assert small * (1 - 1e-9) <= large <= 2.4 * small, (nodes, per_node, kind)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", slow_but({"a800-ultraattn", "h100-sxm"}, PUBLISHED))
+def test_no_size_is_a_cliff(name: str) -> None:
+    """A twelfth more bytes take no tenth longer than by that twelfth. Steps of the sources are inside: 4.8 % for short
+    all-reduces on 16 A100 nodes. They take no less, but where all-reduces between measured groups turn from trees to
+    rings, which put fewer bytes on the NICs: no tenth either.
+    """
+    for nodes, per_node in GROUPS:
+        machine = Machine(name, nodes, per_node)
+        for kind in ("exchange", *COLLECTIVES):
+            sizes = [16 * len(machine.ranks) * round(2 ** (n / 8)) for n in range(3 * 8, 23 * 8)]
+            times = [machine.seconds(kind, nbytes) for nbytes in sizes]
+            for (few, short_s), (many, long_s) in pairwise(zip(sizes, times, strict=True)):
+                least = 0.9 if kind == "all_reduce" and nodes > 1 else 1 - 1e-9
+                assert least * short_s <= long_s <= 1.1 * many / few * short_s, (nodes, per_node, kind, many)
+
+
 @pytest.mark.parametrize("name", slow_but({"a100-sxm", "h100-sxm"}, PUBLISHED))
 def test_what_collectives_cost_beside_each_other(name: str) -> None:
     """Sums that every rank gets take no less than those of which it gets a part; of an all-to-all half leaves a node of
     two, of an all-gather a sixteenth of that from each NIC. Smaller reduce-scatters are rings of many steps, where an
-    all-reduce is a tree.
+    all-reduce is a tree; where no NICs were measured, the hops that it has more are counted.
     """
+    measured = any(point.variant == "nic" for point in load_profile(name).points)
     for nodes, per_node in GROUPS:
         machine = Machine(name, nodes, per_node)
         for nbytes in (2**26, 2**28, 2**30):
             times = {kind: machine.seconds(kind, nbytes) for kind in COLLECTIVES}
-            assert times["reduce_scatter"] <= 1.01 * times["all_reduce"], (nodes, per_node, nbytes)
+            hops_s = machine.hops_s("reduce_scatter", nbytes) - machine.hops_s("all_reduce", nbytes)
+            more_s = 0 if measured or nodes == 1 else max(hops_s, 0)
+            assert times["reduce_scatter"] <= 1.01 * times["all_reduce"] + more_s, (nodes, per_node, nbytes)
             if nodes > 1 and per_node == 8:
                 assert times["all_to_all"] > 1.3 * times["all_gather"], (nodes, per_node, nbytes)
 
