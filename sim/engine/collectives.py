@@ -76,8 +76,8 @@ def slowest_of_kind(nbytes: dict[int, float], link: str, cluster: Cluster) -> in
 
 
 def width_of(link: str, cluster: Cluster) -> int:
-    """Return of how many links measured over one at a time a link of some kind consists: of so many times what a GPU
-    has for itself a stripe of NICs, whose times by bytes are those of its parts.
+    """Return how many times as wide a link of some kind is as those that measured times are told for: a stripe of NICs
+    as what a GPU has for itself. Its time is that of one of these parts, for a part of the bytes.
     """
     return cluster.spec.stripe_width if link == "nic" else 1
 
