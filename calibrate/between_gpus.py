@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 from calibrate.kernels import sample
 from calibrate.links import LinkCase, LinkKernel, Played, play
 from runtime.processes.launch import Session
-from sim.engine.collectives import link_name, wire_bytes
+from sim.engine.collectives import link_name, width_of, wire_bytes
 from sim.profile import Point
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
@@ -57,9 +57,12 @@ def time_between(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtyp
     for rank in ranks:
         by_link[exchanged_over(rank, session.ranks, cluster)].append(rank)
     return [
-        _point(case.kernel, link, dtype, played.nbytes, _placed(ranks, link, cluster), _times(played, some))
+        _point(
+            case.kernel, link, dtype, played.nbytes // width_of(link, cluster), _placed(ranks, link, cluster),
+            _times(played, some),
+        )
         for link, some in sorted(by_link.items())
-    ]
+    ]  # fmt: skip
 
 
 def _times(played: Played, ranks: Sequence[int]) -> list[float]:

@@ -3,7 +3,7 @@
     gpu ── nvswitch ── gpu                          inside a node, non-blocking: only the ports of the GPUs limit
     gpu ── pcie ── switch ── uplink ── socket       PCIe: GPUs behind one switch share its way to the CPU
     socket ── socket                                between the CPUs of a node, each with its host memory
-    gpu ── pcie ── nic ── fabric                    one NIC per GPU on a non-blocking fabric between nodes
+    gpu ── pcie ── nic ── fabric                    the nearest NIC, or stripe of NICs, and a non-blocking fabric
     gpu ── loopback ── gpu                          ranks that are processes of one host
 
 Every direction of a link is a resource of its own. A switch itself is not simulated: it limits nothing, and a blocking
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from itertools import combinations
 from typing import NamedTuple
+
+import msgspec
 
 from topology.specs import ClusterSpec, LinkSpec
 
@@ -93,8 +95,8 @@ def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
     if spec.loopback:
         found.append([Link(device, f"loopback[{node}]", f"{device}.loopback", "loopback", spec.loopback)])
     if spec.nic and spec.nodes > 1:
-        nic = f"nic[{gpu}]"
-        found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", spec.nic)])
+        nic = f"nic[{nic_of(spec, gpu)}]"
+        found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", _stripe(spec))])
     return found
 
 
@@ -155,6 +157,29 @@ def switch_of(spec: ClusterSpec, gpu: int) -> int:
     assert spec.pcie is not None
     node, local = divmod(gpu, spec.gpus_per_node)
     return node * -(-spec.gpus_per_node // spec.pcie.gpus_per_switch) + local // spec.pcie.gpus_per_switch
+
+
+def nic_of(spec: ClusterSpec, gpu: int) -> int:
+    """Return the number, in the whole cluster, of the first of the NICs that a GPU's flows pass.
+
+    Neighbours share the nearest one. NICs of one stripe carry equal parts of the same flows, so they are one resource,
+    as ports that NCCL merges into one (NCCL_IB_MERGE_NICS); a GPU with several of its own spreads the channels of every
+    peer over all of them (ncclTopoGetLocalNet and ncclTopoGetNchannels of NVIDIA/nccl, from memory).
+    """
+    node, local = divmod(gpu, spec.gpus_per_node)
+    nearest = local * spec.nics_per_node // spec.gpus_per_node
+    return node * spec.nics_per_node + nearest - nearest % spec.nics_per_flow
+
+
+def _stripe(spec: ClusterSpec) -> LinkSpec | None:
+    """Return what the NICs of one flow are together."""
+    nic, count = spec.nic, spec.nics_per_flow
+    if nic is None or count == 1:
+        return nic
+    both = nic.both_ways_bytes_per_s
+    return msgspec.structs.replace(
+        nic, bytes_per_s=nic.bytes_per_s * count, both_ways_bytes_per_s=both and both * count
+    )
 
 
 def _between_sockets(spec: ClusterSpec, gpus: range) -> list[Link]:

@@ -15,7 +15,9 @@ def wire(spec: ClusterSpec) -> nx.DiGraph:
 
 
 def shortest_paths(graph: nx.DiGraph, start: str, *, inside: bool) -> dict[str, list[str]]:
-    """Return a shortest path from a device to each device and hub; ``inside`` its node, however short it is outside."""
-    hidden = [FABRIC] if inside and FABRIC in graph else []
+    """Return a shortest path from a device to each device and hub; ``inside`` its node, however short it is outside or
+    through a NIC that both share.
+    """
+    hidden = [FABRIC, *graph[FABRIC]] if inside and FABRIC in graph else []
     found: dict[str, list[str]] = nx.single_source_shortest_path(nx.restricted_view(graph, hidden, []), start)
     return found

@@ -71,6 +71,15 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
             )
 
 
+class NicSpec(LinkSpec, frozen=True, kw_only=True):
+    """The NICs of a node; rate and latency are those of one NIC and the fabric behind it."""
+
+    per_node: Count | None = None
+    """How many a node has; None: one per GPU. Fewer are shared by neighbours, more are shared out evenly."""
+    stripe: Count | None = None
+    """How many carry one flow together, each an equal part of it; None: as many as a GPU has of its own, or one."""
+
+
 class PcieSpec(LinkSpec, frozen=True, kw_only=True):
     """The link of every GPU to its PCIe switch, and the links behind that switch."""
 
@@ -132,7 +141,7 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     nvlink: LinkSpec | None = None
     pcie: PcieSpec | None = None
     socket: SocketSpec | None = None
-    nic: LinkSpec | None = None
+    nic: NicSpec | None = None
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
     per_gpu: dict[int, PerGpu] = {}
@@ -165,12 +174,44 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
             )
         if self.nodes > 1 and self.nic is None:
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
+        self._check_nics()
         if self.socket and self.pcie is None:
             raise InputError(f"cluster {self.name!r}: [socket] is reached by PCIe, and there is no table [pcie]")
         if self.pcie and self.pcie.peers == "switch" and self.socket is None:
             raise InputError(
                 f'cluster {self.name!r}: pcie.peers = "switch" sends data through host memory, and there is no table '
                 f"[socket]"
+            )
+
+    @property
+    def nics_per_node(self) -> int:
+        """How many NICs a node has."""
+        return (self.nic and self.nic.per_node) or self.gpus_per_node
+
+    @property
+    def nics_per_flow(self) -> int:
+        """How many of them carry one flow together."""
+        return (self.nic and self.nic.stripe) or max(1, self.nics_per_node // self.gpus_per_node)
+
+    @property
+    def stripe_width(self) -> int:
+        """How many times as many that is as a GPU has for itself, or shares."""
+        return self.nics_per_flow // max(1, self.nics_per_node // self.gpus_per_node)
+
+    def _check_nics(self) -> None:
+        """Raise InputError where GPUs cannot share the NICs of their node evenly."""
+        gpus, nics, stripe = self.gpus_per_node, self.nics_per_node, self.nics_per_flow
+        if gpus % nics and nics % gpus:
+            raise InputError(
+                f"nic.per_node {nics} of cluster {self.name!r}: expected a divisor or a multiple of its {gpus} GPUs a "
+                f"node, so that all get as much; set it to such, or leave it out for one NIC per GPU"
+            )
+        own = max(1, nics // gpus)
+        if nics % stripe or stripe % own:
+            allowed = ", ".join(str(count) for count in range(own, nics + 1, own) if nics % count == 0)
+            raise InputError(
+                f"nic.stripe {stripe} of cluster {self.name!r}: of {nics} NICs for {gpus} GPUs a flow takes all that "
+                f"its GPU has to itself, and stripes are equal; set it to one of {allowed}"
             )
 
     def figures(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published import between_nodes, curves, ultraattn
+from calibrate.published import between_nodes, blackwell, curves, ultraattn
 from calibrate.published.curves import Timed, apart, averaged, without_causal_forward
 from calibrate.published.host import (
     EAGER_LAYER_TRAFFIC,
@@ -34,7 +34,7 @@ from calibrate.published.reading import (
     transfer_point,
 )
 from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
-from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, H100, H200, UnderLoad
+from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
 from sim.engine.collectives import wire_bytes
 from sim.profile import Machine, Point, Profile
@@ -92,6 +92,8 @@ class Gpu(NamedTuple):
     """In cuDNN's benchmarks of norms."""
     eager: bool = False
     """Whether the kernels around attention are eager PyTorch's, not fused."""
+    alone: str = ""
+    """In the tables of single sizes, where those of matrix products and collectives are of another GPU."""
     load: UnderLoad | None = None
     fabric: str = ""
     """How the system is called that nccl-tests ran on, on several nodes with as fast a NIC per GPU."""
@@ -112,9 +114,11 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
     points = [
         *_gemms(gpu.system), *forward, *more.points,
         *around.points, *backwards(gpu.losses), *losses(gpu.losses),
-        *_in_a_node(gpu.system, Cluster(spec)), *_across_nodes(gpu.fabric, spec), *gpu.between_nodes(spec),
+        *_in_a_node(gpu.system, Cluster(spec)), *blackwell.large(gpu.alone, Cluster(spec)),
+        *_across_nodes(gpu.fabric, spec), *gpu.between_nodes(spec),
         *gpu.hops(_pairs(gpu.send_recv)),
     ]  # fmt: skip
+    widths = {"attention_forward": apart(others, forward), "gemm": blackwell.gemm_apart(gpu.alone, points)}
     return Profile(
         name=name,
         created="aiconfigurator@095f58a",
@@ -132,11 +136,13 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         sustained=gpu.load.sustained if gpu.load else {},
         power=gpu.load.power if gpu.load else None,
         forms=FORMS,
-        disagreement=_widest(more.disagreement, around.disagreement, {"attention_forward": apart(others, forward)}),
+        disagreement=_widest(more.disagreement, around.disagreement, widths),
         sources={
             "attention": "; ".join([*_forward_sources(gpu), gpu.others_source]),
-            "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}",
+            "gemm": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}"
+            + (f"; {blackwell.GEMM_SOURCE}" if gpu.alone else ""),
             "collectives": f"ai-dynamo/aiconfigurator@095f58a, {gpu.system}, NCCL inside a node"
+            + (f"; {blackwell.LARGE_SOURCE}" if gpu.alone else "")
             + "".join(f"; across nodes: {source}" for source in (*_fabric_sources(gpu.fabric), *gpu.nodes_sources)),
             **(_EAGER_LAYER_SOURCES if gpu.eager else _STREAMING_SOURCES if gpu.vidur else {}),
             **({"norms": NORMS_SOURCE} if gpu.norms else {}),
@@ -340,6 +346,15 @@ _B200 = Gpu(
     memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     load=B200,
 )
+_GB200 = _B200._replace(
+    cluster="gb200-nvl72",
+    system="gb200",
+    attention=(),
+    others=partial(curves.of_cudnn, "GB200"),
+    others_source=_cudnn_source("9.22.0"),
+    norms="NVIDIA GB200",
+    load=GB200,
+)
 GPUS = {
     "a100-sxm": _A100,
     "a100-sxm-eager": _A100._replace(eager=True),
@@ -365,14 +380,13 @@ GPUS = {
         attention=(), others=partial(curves.of_cudnn, "H200"), others_source=_cudnn_source("9.19.1")
     ),
     "b200-sxm": _B200,
-    "gb200-nvl72": _B200._replace(
-        cluster="gb200-nvl72",
-        system="gb200",
-        attention=(),
-        others=partial(curves.of_cudnn, "GB200"),
-        others_source=_cudnn_source("9.22.0"),
-        norms="NVIDIA GB200",
-        load=GB200,
+    "gb200-nvl72": _GB200,
+    "gb300-nvl72": _GB200._replace(
+        cluster="gb300-nvl72",
+        others=partial(curves.of_cudnn, "GB300"),
+        norms="NVIDIA GB300",
+        alone="GB300",
+        load=GB300,
     ),
 }
 """By name of the profile."""

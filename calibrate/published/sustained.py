@@ -106,6 +106,14 @@ GB200 = UnderLoad(
         "power": _NO_LAW_SOURCE,
     },
 )
+GB300 = GB200._replace(
+    power=PowerLaw(exponent=1.09, low=0.93, high=1.22, from_w=500, to_w=1400),
+    sources={
+        "sustained": f"as GB200, of this GPU there is no table; {GB200.sources['sustained']}",
+        "power": "gemm: 617 TFLOP/s at 500 W, 1600 to 2174 and on average 1887 at 1400 W, facebookexperimental/triton "
+        "PR 2023: over the whole range; B200 follows its limit less between 750 and 1000 W",
+    },
+)
 A100 = UnderLoad(
     sustained={"gemm": _sustained(0.98, 0.91, 1.0)},
     power=PowerLaw(exponent=0.18, low=0.07, high=0.33, from_w=300, to_w=400),

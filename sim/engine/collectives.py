@@ -75,6 +75,13 @@ def slowest_of_kind(nbytes: dict[int, float], link: str, cluster: Cluster) -> in
     return slowest_link({one: n for one, n in nbytes.items() if cluster.resources[one].group == link}, cluster)
 
 
+def width_of(link: str, cluster: Cluster) -> int:
+    """Return how many times as wide a link of some kind is as those that measured times are told for: a stripe of NICs
+    as what a GPU has for itself. Its time is that of one of these parts, for a part of the bytes.
+    """
+    return cluster.spec.stripe_width if link == "nic" else 1
+
+
 def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster: Cluster) -> tuple[int, str]:
     """Return the bytes that a collective puts on the busiest link of the kind that its way is called by, and that kind;
     ``whole`` is the tensor that a rank ends with, or begins with, in bytes.
@@ -82,7 +89,7 @@ def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster
     part = whole if kind == "all_reduce" else whole // len(ranks)
     nbytes = link_traffic(kind, ranks, part, cluster).nbytes
     link = link_name(nbytes, cluster)
-    return round(nbytes[slowest_of_kind(nbytes, link, cluster)]), link
+    return round(nbytes[slowest_of_kind(nbytes, link, cluster)] / width_of(link, cluster)), link
 
 
 def link_traffic(

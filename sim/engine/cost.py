@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind
+from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
@@ -276,7 +276,7 @@ class CostModel:
         if self._transfers:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
-            busiest = what.load[slowest_of_kind(what.load, link, self._cluster)]
+            busiest = what.load[slowest_of_kind(what.load, link, self._cluster)] / width_of(link, self._cluster)
             found = self._transfers.seconds(what.kernel, link, what.spread, busiest, self._link_figures)
             if found:
                 delay_s, total_s, note = found
@@ -375,7 +375,8 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
                 return Figures(1.0, route.bytes_per_s, route.latency_s)
             if link in {cluster.resources[index].group for index in load}:
                 slowest = slowest_of_kind(load, link, cluster)
-                rate = min(cluster.resources[slowest].capacity / load[slowest], route.bytes_per_s)
+                rate = cluster.resources[slowest].capacity / load[slowest] / width_of(link, cluster)
+                rate = min(rate, route.bytes_per_s)
                 return Figures(1.0, rate, route.latency_s)
         raise InputError(
             f"a profile has transfers over {link!r}, but its cluster {cluster.spec.name!r} has no such link"

@@ -64,7 +64,7 @@ def test_points_predict_each_other(name: str) -> None:
         many = kernel in {*TRANSFERS, *ATTENTION_KERNELS, "gemm"}
         few = (profile.name, kernel) in FEW_POINTS
         assert points > (5 if few else 10 if many else 0), kernel
-        blackwell = profile.name in {"b200-sxm", "gb200-nvl72"}
+        blackwell = profile.name in {"b200-sxm", "gb200-nvl72", "gb300-nvl72"}
         most = 0.06 if kernel == "gemm" and blackwell else 0.05 if many else 0.15
         assert median <= most, kernel
     for spread in profile.residuals.values():

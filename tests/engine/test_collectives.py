@@ -11,7 +11,7 @@ from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster
-from topology.specs import LinkSpec
+from topology.specs import LinkSpec, NicSpec
 
 
 def machine(nodes: int, gpus: int = 2) -> Cluster:
@@ -19,7 +19,7 @@ def machine(nodes: int, gpus: int = 2) -> Cluster:
         gpus,
         nodes=nodes,
         nvlink=LinkSpec(bytes_per_s=1e9, latency_s=1e-6),
-        nic=LinkSpec(bytes_per_s=1e8, latency_s=1e-5),
+        nic=NicSpec(bytes_per_s=1e8, latency_s=1e-5),
     )
     return Cluster(spec)
 

@@ -47,10 +47,16 @@ class Machine(NamedTuple):
 
 
 def machines() -> list[Machine]:
-    """Kinds of links, of hosts, of speeds; with profiles and at the datasheet's rates."""
+    """Kinds of links, of hosts, of speeds, shares of NICs; with profiles and at the datasheet's rates."""
 
     def spec(name: str, **changes: object) -> ClusterSpec:
         return msgspec.structs.replace(load_cluster(name), **changes)
+
+    def nics(name: str, per_node: int, stripe: int | None) -> ClusterSpec:
+        found = load_cluster(name)
+        assert found.nic is not None
+        shared = msgspec.structs.replace(found.nic, per_node=per_node, stripe=stripe)
+        return msgspec.structs.replace(found, nodes=4, gpus_per_node=4, nic=shared)
 
     uneven = {gpu: PerGpu(speed=1 - gpu % 5 / 50) for gpu in range(16)}
     return [
@@ -58,6 +64,8 @@ def machines() -> list[Machine]:
         Machine(spec("hgx-b200"), load_profile("b200-sxm"), "bf16"),
         Machine(spec("dgx-a100", nodes=4, gpus_per_node=4), load_profile("a100-sxm"), "bf16"),
         Machine(spec("hgx-h100", nodes=4, gpus_per_node=4, per_gpu=uneven), None, "bf16"),
+        Machine(nics("hgx-h100", per_node=2, stripe=None), load_profile("h100-sxm"), "bf16"),
+        Machine(nics("dgx-a100", per_node=4, stripe=2), load_profile("a100-sxm"), "bf16"),
         Machine(spec("a100-pcie"), None, "bf16"),
         Machine(spec("l20-pcie"), None, "bf16"),
         Machine(spec("host"), None, "fp32"),

@@ -13,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 
 from sim.engine.collectives import link_traffic
+from sim.presets import override
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
@@ -98,8 +98,8 @@ NBYTES = 2**36
 """What every rank has: so much that all-reduce runs as rings."""
 
 
-def a100(nodes: int) -> Cluster:
-    return Cluster(msgspec.structs.replace(load_cluster("dgx-a100"), nodes=nodes))
+def a100(nodes: int, *changes: tuple[str, str]) -> Cluster:
+    return Cluster(override(load_cluster("dgx-a100"), [("nodes", str(nodes)), *changes], "--set"))
 
 
 def messages(kind: CollectiveName, cluster: Cluster) -> list[Flow]:
@@ -130,6 +130,16 @@ def test_collectives_take_what_their_messages_take(nodes: int) -> None:
     shared = 1 if nodes == 1 else 8  # a node sends what it has to through all of its NICs at once
     assert found_s >= 2 * (nodes - 1 or 7) / (nodes if nodes > 1 else 8) * NBYTES / (port * shared) * (1 - 1e-9)
     assert found_s == pytest.approx(ends_s(messages("all_reduce", cluster), cluster).max(), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "all_reduce"])
+@pytest.mark.parametrize(("nics", "stripe", "slower"), [("4", "1", 2), ("2", "1", 4), ("4", "2", 2), ("8", "4", 1)])
+def test_messages_share_nics_as_collectives_do(kind: CollectiveName, nics: str, stripe: str, slower: int) -> None:
+    """4 nodes of 8 A100: half of the NICs take twice as long, in stripes or not."""
+    cluster = a100(4, ("nic.per_node", nics), ("nic.stripe", stripe))
+    found_s = on_links_s(kind, cluster)
+    assert found_s == pytest.approx(slower * on_links_s(kind, a100(4)))
+    assert found_s == pytest.approx(ends_s(messages(kind, cluster), cluster).max(), rel=0.1)
 
 
 def test_the_oracle_itself() -> None:

@@ -23,7 +23,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload, load_model
 from tests.helpers import OFFLOADED, VARIANTS, make_model
 from topology.cluster import Cluster, load_cluster
-from topology.specs import ClusterSpec, LinkSpec, PerGpu
+from topology.specs import ClusterSpec, NicSpec, PerGpu
 
 
 def machine(name: str, nodes: int, gpus_per_node: int, slow: tuple[int, ...] = ()) -> ClusterSpec:
@@ -32,7 +32,7 @@ def machine(name: str, nodes: int, gpus_per_node: int, slow: tuple[int, ...] = (
         found,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        nic=found.nic or LinkSpec(bytes_per_s=2.5e10, latency_s=1e-5),
+        nic=found.nic or NicSpec(bytes_per_s=2.5e10, latency_s=1e-5),
         per_gpu={gpu: PerGpu(speed=0.7 + gpu / 100) for gpu in slow},
     )
 

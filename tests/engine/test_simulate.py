@@ -24,7 +24,7 @@ from sim.trace import Trace
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
-from topology.specs import ClusterSpec, DramSpec, LinkSpec, PcieSpec, PerGpu, SocketSpec
+from topology.specs import ClusterSpec, DramSpec, LinkSpec, NicSpec, PcieSpec, PerGpu, SocketSpec
 
 # A block of full attention forward: 4 * 16 * 16 * 16 tokens^2 * heads. With 1000 tokens a rank and 4 heads of 16:
 TOKENS, HEADS, DIM = 1000, 4, 16
@@ -63,7 +63,7 @@ def test_ranks_run_where_they_are_placed() -> None:
     """Inside a node the hop takes half a block and hides; to the other node it takes three: 3 + 1.
     A device of half the speed takes its time with it.
     """
-    nic = LinkSpec(bytes_per_s=KV_BYTES / (3 * BLOCK_S), latency_s=0.0)
+    nic = NicSpec(bytes_per_s=KV_BYTES / (3 * BLOCK_S), latency_s=0.0)
     spec = with_link(KV_BYTES / (BLOCK_S / 2), nodes=2, nic=nic, per_gpu={3: PerGpu(speed=0.5)})
     two, cluster = ring(), Cluster(spec)
     inside, across = simulate(two, cluster, None), simulate(two, cluster, None, placement=(0, 2))
@@ -186,7 +186,7 @@ def test_two_nodes_are_held_by_the_nic() -> None:
     checked = make_checked("ulysses", Workload(model=model, seq=4 * TOKENS, mask="full", passes="forward"), 4)
     fast = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
     one = make_cluster_spec(4, nvlink=fast)
-    two = make_cluster_spec(2, nodes=2, nvlink=fast, nic=LinkSpec(bytes_per_s=1e8, latency_s=0.0))
+    two = make_cluster_spec(2, nodes=2, nvlink=fast, nic=NicSpec(bytes_per_s=1e8, latency_s=0.0))
     part = TOKENS * 1 * DIM * 4  # what one rank sends another of one tensor
     for spec, per_call in ((one, 3 * part / 1e9), (two, 2 * part / 1e8)):
         found = simulate(checked, Cluster(spec), None).trace
@@ -209,7 +209,7 @@ def test_ring_collectives_use_every_nic() -> None:
         return b.build()
 
     header = Header(name="g", workload=workload, mesh=Mesh(ring=4), communicators=(everyone,))
-    nic = LinkSpec(bytes_per_s=1e3, latency_s=0.0)
+    nic = NicSpec(bytes_per_s=1e3, latency_s=0.0)
     spec = make_cluster_spec(2, nodes=2, nvlink=LinkSpec(bytes_per_s=1e9, latency_s=0.0), nic=nic)
     part = 4 * DIM * 4
     assert step_s(check(Schedule(header, build)), spec) == pytest.approx(3 * part / 2 / 1e3, rel=1e-3)
@@ -319,14 +319,18 @@ def machines(draw: st.DrawFn, latencies: st.SearchStrategy[float] = st.floats(0,
         peak_flops_per_s=dict.fromkeys(base.gpu.peak_flops_per_s, draw(RATES)),
     )
     slow = draw(st.dictionaries(st.integers(0, ranks - 1), st.floats(0.5, 1.5).map(lambda x: PerGpu(speed=x))))
-    links = {name: LinkSpec(bytes_per_s=draw(RATES), latency_s=draw(latencies)) for name in ("nvlink", "nic")}
+    gpus = ranks // nodes
+    nics = draw(st.sampled_from([None, *(n for n in (1, 2, 4, 8, 16) if gpus % n == 0 or n % gpus == 0)]))
+    nvlink = LinkSpec(bytes_per_s=draw(RATES), latency_s=draw(latencies))
+    nic = NicSpec(bytes_per_s=draw(RATES), latency_s=draw(latencies), per_node=nics)
     spec = make_cluster_spec(
-        ranks // nodes,
+        gpus,
         nodes=nodes,
         gpu=gpu,
         per_gpu=slow,
         hbm=msgspec.structs.replace(base.hbm, bytes_per_s=draw(RATES)),
-        **links,
+        nvlink=nvlink,
+        nic=nic,
     )
     return make_checked(name, workload, ranks), spec
 
@@ -382,7 +386,7 @@ def test_all_rates_doubled_at_zero_latency_halves_the_time(machine: tuple[Checke
             spec.gpu, peak_flops_per_s={name: 2 * peak for name, peak in spec.gpu.peak_flops_per_s.items()}
         ),
         hbm=msgspec.structs.replace(spec.hbm, bytes_per_s=2 * spec.hbm.bytes_per_s),
-        nvlink=LinkSpec(bytes_per_s=2 * spec.nvlink.bytes_per_s, latency_s=0.0) if spec.nvlink else None,
-        nic=LinkSpec(bytes_per_s=2 * spec.nic.bytes_per_s, latency_s=0.0) if spec.nic else None,
+        nvlink=spec.nvlink and msgspec.structs.replace(spec.nvlink, bytes_per_s=2 * spec.nvlink.bytes_per_s),
+        nic=spec.nic and msgspec.structs.replace(spec.nic, bytes_per_s=2 * spec.nic.bytes_per_s),
     )
     assert step_s(checked, doubled) == pytest.approx(step_s(checked, spec) / 2, rel=1e-6)

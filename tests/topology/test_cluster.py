@@ -14,7 +14,7 @@ from sim.errors import InputError
 from sim.presets import preset_names
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster
-from topology.specs import LinkSpec, PerGpu
+from topology.specs import LinkSpec, NicSpec, PerGpu
 
 PRESETS = preset_names("topology/hardware")
 
@@ -114,7 +114,7 @@ def test_data_that_is_staged_passes_a_slow_host_memory_twice() -> None:
 
 
 def test_a_route_inside_a_node_does_not_leave_it_though_the_nics_are_fewer_hops_away() -> None:
-    spec = msgspec.structs.replace(load_cluster("a100-pcie"), nodes=2, nic=LinkSpec(bytes_per_s=25e9, latency_s=0.0))
+    spec = msgspec.structs.replace(load_cluster("a100-pcie"), nodes=2, nic=NicSpec(bytes_per_s=25e9, latency_s=0.0))
     cluster = Cluster(spec)
     assert "socket[0].to[1].out" in names(cluster, cluster.route(0, 7).resources)
     assert names(cluster, cluster.route(0, 8).resources) == [

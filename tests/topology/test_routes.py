@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.presets import preset_names
 from topology.cluster import Cluster, Route, load_cluster
 from topology.fabrics import socket_of
-from topology.specs import ClusterSpec, DramSpec, HostSpec, LinkSpec, PcieSpec, SocketSpec
+from topology.specs import ClusterSpec, DramSpec, HostSpec, LinkSpec, NicSpec, PcieSpec, SocketSpec
 
 RATES = st.sampled_from([1e9, 3e9, 25e9, 7.3e10])
 
@@ -29,6 +29,16 @@ def links(draw: st.DrawFn) -> LinkSpec:
         payload=draw(st.sampled_from([1.0, 0.9, 0.83])),
         both_ways_bytes_per_s=draw(st.sampled_from([None, 1.5 * rate])),
     )
+
+
+@st.composite
+def nics(draw: st.DrawFn, gpus: int) -> NicSpec:
+    """Shared, one each, or several each; in stripes or not."""
+    given = draw(st.sampled_from([None, *(n for n in range(1, gpus + 1) if gpus % n == 0), 2 * gpus, 6 * gpus]))
+    count = given or gpus
+    own = max(1, count // gpus)
+    stripe = draw(st.sampled_from([None, *(n for n in range(own, count + 1, own) if count % n == 0)]))
+    return NicSpec(**msgspec.structs.asdict(draw(links())), per_node=given, stripe=stripe)
 
 
 @st.composite
@@ -55,16 +65,17 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
     socket = draw(st.none() | sockets())
     pcie = draw(pcies(draw(st.sampled_from(["node", "switch"])))) if socket else draw(st.none() | pcies("node"))
     nvlink, loopback = draw(st.none() | links()), draw(links() if on_cpu else st.none() | links())
+    gpus = draw(st.integers(1, 9)) if nvlink or pcie or loopback else 1
     return ClusterSpec(
         name="any",
         nodes=nodes,
-        gpus_per_node=draw(st.integers(1, 9)) if nvlink or pcie or loopback else 1,
+        gpus_per_node=gpus,
         gpu=msgspec.structs.replace(gpu, kind="cpu" if on_cpu else "cuda"),
         hbm=load_cluster("hgx-h100").hbm,
         nvlink=nvlink,
         pcie=pcie,
         socket=socket,
-        nic=draw(links() if nodes > 1 else st.none() | links()),
+        nic=draw(nics(gpus) if nodes > 1 else st.none() | nics(gpus)),
         loopback=loopback,
         host=HostSpec(cores=4.0) if on_cpu else None,
     )
@@ -137,6 +148,15 @@ def test_where_no_link_joins_two_sockets_there_is_no_route() -> None:
         cluster.route(0, 7)
     with pytest.raises(InputError, match=r"no link leads from gpu\[5\] to gpu\[5\]"):
         cluster.route(5, 5)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 16])
+def test_a_nic_that_gpus_share_is_no_way_between_them(per_node: int) -> None:
+    """Though it is fewer hops away than the socket, or the switch."""
+    nic = NicSpec(bytes_per_s=25e9, latency_s=0.0, per_node=per_node)
+    cluster = Cluster(msgspec.structs.replace(load_cluster("a100-pcie"), nodes=2, nic=nic))
+    require_what_the_graph_says(cluster)
+    assert not any("nic" in cluster.resources[index].name for index in cluster.route(0, 7).resources)
 
 
 def test_routes_of_a_placement_are_those_of_its_devices() -> None:
