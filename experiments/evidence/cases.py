@@ -108,7 +108,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: float | None = None
     """Largest mean error over all cases that counts as met."""
     together: list[Together] = []
-    """Where there are some, they are the file's rows in the first table of the evidence."""
+    """Where there are some, the first table of the evidence has a row for each, and for each group in none."""
     select: dict[str, Any] = {}
     """What all cases have in common."""
     alike: list[Alike] = []

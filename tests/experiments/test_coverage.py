@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from experiments.evidence.cases import Case
 from experiments.evidence.coverage import REGIME_HEADS, StepSet, learned_from, regime_rows
+from experiments.evidence.executed_cases import executed_cases
 from experiments.evidence.published import CasePrediction, Reaches
+from experiments.verbs.sweep import Sweep
 from sim.engine.learned import LEAST, NOTHING, Learned, Reach, StepErrors
 from sim.engine.regime import Regime
 from sim.setup.setup import Setup
+from tests.experiments.test_executed_cases import on_h100
+from tests.experiments.test_sweep_page import RING
 
 SOURCES, POINTS = Reach(0.0, 0.05), Reach(0.1, 0.1)
 
@@ -61,3 +66,13 @@ def test_an_interval_reaches_as_far_as_sources_and_steps() -> None:
     found = step(0.0).within(learned)
     assert (found.low_s, found.high_s) == pytest.approx((math.exp(-0.2), math.exp(0.05)))
     assert step(0.0)._replace(reaches=None).within(learned).bounded is False
+
+
+def test_cells_of_a_record_are_cases_of_its_own_profile() -> None:
+    sweep = Sweep(cluster="hgx-h100", set=("schedule.activations=host", "model.num_kv_heads=4"), model="llama3-8b")
+    record = on_h100(sweep, cells := [RING._replace(scope="layer", layers=3), RING._replace(schedule="zigzag")])
+    found = executed_cases(record)
+    assert [case.setup for case in found] == [
+        cell.setup(dataclasses.replace(sweep.setup(), profile=record.profile)) for cell in cells
+    ]
+    assert [case.measured_s for case in found] == [1.0, 2.0]
