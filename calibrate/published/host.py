@@ -29,7 +29,7 @@ EAGER_SOURCES = {
     "torch takes longer than nccl-tests on 8 H200 and 8 B200: stas00/ml-engineering@744d01e network/README.md; of "
     "waits zhuzilin/ring-flash-attention PR 9; of eager kernels also NVIDIA/dgxc-benchmarking@841f546 cpu_overhead",
     "host": "the two sources of an eager kernel lie so far below and above their mean; a host with several busy ranks "
-    "takes up to twice as long as an idle one",
+    "takes up to twice as long as an idle one, by either source",
     "beside_communication": "arXiv:2507.03114, abstract: mean slowdown of kernels on A100, H100, MI210 and MI250",
 }
 _KERNEL_S = 14.5e-6
@@ -72,9 +72,11 @@ def eager_issue(spec: ClusterSpec) -> dict[str, Issue]:
 
 
 def eager_host(spec: ClusterSpec) -> Spread:
-    """Return how far below and above the host's time may lie."""
+    """Return how far below and above the host's time may lie: from an idle host by the source that says less, to a busy
+    one by the source that says more.
+    """
     one_s, other_s = sorted(_eager_kernel_s(spec))
-    return Spread(low=math.sqrt(one_s / other_s), high=_BUSY)
+    return Spread(low=math.sqrt(one_s / other_s), high=_BUSY * math.sqrt(other_s / one_s))
 
 
 def _eager_kernel_s(spec: ClusterSpec) -> list[float]:

@@ -105,7 +105,10 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile_sha256: str = ""
     """Of the profile's file when the cases were written, or the beginning of it; where the file is another one since,
     the evidence says so."""
+    target: float | None = None
+    """Largest mean error over all cases that counts as met."""
     together: list[Together] = []
+    """Where there are some, the first table of the evidence has a row for each, and for each group in none."""
     select: dict[str, Any] = {}
     """What all cases have in common."""
     alike: list[Alike] = []
@@ -211,6 +214,12 @@ def case_fields(setup: Setup) -> dict[str, Any]:
     return found
 
 
+def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
+    """Return the setup of which ``case_fields`` says these."""
+    named: dict[str, Any] = {_KEYS[key]: tuple(value) if key == "set" else value for key, value in fields.items()}
+    return Setup(**named, profile=profile)
+
+
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
@@ -308,7 +317,7 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     for key in fields:
         if key not in allowed:
             raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
-    setup = Setup(**{_KEYS[key]: value for key, value in fields.items()} | {"set": overrides, "profile": file.profile})
+    setup = setup_of(fields | {"set": overrides}, file.profile)
     alone = _alone(measure, sizes, where) if sizes else None
     left_out = tuple([kernel for one in alike for kernel in one.left_out])
     if left_out and (alone or file.profile == DATASHEET):

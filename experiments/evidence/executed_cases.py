@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence.cases import case_fields
+from experiments.evidence.cases import Case, case_fields, setup_of
 from experiments.evidence.cells import Cell
 from experiments.evidence.published import profile_sha256
 from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
@@ -20,6 +20,14 @@ _OF_CASES = ("schedule", "seq")
 """What every case says for itself, also where it is the same in all."""
 
 Fields = dict[str, Any]
+
+
+def executed_cases(record: Record) -> list[Case]:
+    """Return the cells of a record as cases, for this version to predict."""
+    return [
+        Case("executed", setup_of(_fields(record, one.cell), record.profile), one.times.median_s)
+        for one in judged(record)
+    ]
 
 
 def common_fields(base: Setup) -> Fields:

@@ -1,70 +1,109 @@
-"""The evidence in a few rows: one per machine that executed, one per case file."""
+"""The evidence in a few rows: one per machine that executed, one or a few per case file."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from experiments.evidence import published
-from experiments.evidence.published import Evidence
+from experiments.evidence.published import CasePrediction, Evidence, explained
 from experiments.evidence.record import Judged, Record, judged, order
+from experiments.evidence.units import percent
 
 
 class Headline(NamedTuple):
     """How good the predictions of one source are."""
 
     what: str
-    cells: int
-    median: float
+    cases: int
+    mean: float
     """Of the errors' sizes, as a share of the measured time; of executed cells the error is that of the median repeat.
     """
-    mean: float
+    worst: float
+    r_squared: float
+    """Of logarithms."""
     right: int
     """Pairs of schedules of which the faster one was predicted to be."""
     pairs: int
     """Pairs whose measured times are apart."""
     covered: float | None
     """Share of the measured times in the predicted 90 % interval; None where there are no intervals."""
+    target: str
+    met: str
 
     @property
     def row(self) -> list[str]:
         """Return it as the table of ``HEADLINE_HEADS`` shows it."""
-        right = f"{self.right} of {self.pairs}" if self.pairs else ""
-        covered = "" if self.covered is None else f"{100 * self.covered:.0f} %"
-        return [self.what, str(self.cells), f"{100 * self.median:.1f} %", f"{100 * self.mean:.1f} %", right, covered]
+        return [
+            self.what,
+            str(self.cases),
+            f"{100 * self.mean:.1f} %",
+            percent(self.worst),
+            f"{self.r_squared:.3f}" if self.cases > 1 else "",
+            f"{self.right} of {self.pairs}" if self.pairs else "",
+            "" if self.covered is None else f"{100 * self.covered:.0f} %",
+            self.target,
+            self.met,
+        ]
 
 
-HEADLINE_HEADS = ("measured", "cells", "median error", "mean error", "faster schedule right", "in the 90 % interval")
+HEADLINE_HEADS = (
+    "measured", "cases", "mean error", "worst", "R² of log", "faster schedule right", "in the 90 % interval", "target",
+    "met",
+)  # fmt: skip
+MOST_ROWS = 8
+"""Of the table of headlines, so that it stays one that is read."""
 
 
-def headline_rows(evidence: Sequence[Evidence], records: Sequence[Record]) -> list[list[str]]:
+def steps_on(record: Record) -> str:
+    """Return what the steps of a record are called, as a set of cases."""
+    return f"steps on {record.profile.machine.gpu}"
+
+
+def headline_rows(
+    evidence: Sequence[Evidence], records: Sequence[Record], anew: Sequence[Sequence[CasePrediction]] = ()
+) -> list[list[str]]:
     """Return the rows of a table of ``HEADLINE_HEADS``; where nothing was executed on a GPU yet, one says so."""
-    rows = [one.row for one in headlines(evidence, records)]
+    rows = [one.row for one in headlines(evidence, records, anew)]
     if all(record.profile.machine.cores for record in records):  # which a GPU's profile has none of
         rows.append(["executed: steps on a GPU", "not yet", *[""] * (len(HEADLINE_HEADS) - 2)])
     return rows
 
 
-def headlines(evidence: Sequence[Evidence], records: Sequence[Record]) -> list[Headline]:
-    """Return a row for every machine that executed records, then one for every case file."""
-    by_machine: dict[str, list[Record]] = {}
-    for record in records:
-        by_machine.setdefault(record.profile.machine.gpu, []).append(record)
-    executed = [_executed(machine, some) for machine, some in by_machine.items()]
-    return [*executed, *(_published(one) for one in evidence)]
+def headlines(
+    evidence: Sequence[Evidence], records: Sequence[Record], anew: Sequence[Sequence[CasePrediction]] = ()
+) -> list[Headline]:
+    """Return a row for every machine that executed records, then those of every case file.
+
+    ``anew`` is what this version predicts of each record; intervals are from there where the records have none.
+    """
+    by_machine: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        by_machine.setdefault(steps_on(record), []).append(number)
+    executed = [
+        _executed(what, [records[n] for n in some], [one for n in some for one in (anew[n] if anew else [])])
+        for what, some in by_machine.items()
+    ]
+    return [*executed, *(row for one in evidence for row in _published(one))]
 
 
-def _executed(machine: str, records: Sequence[Record]) -> Headline:
+def _executed(what: str, records: Sequence[Record], anew: Sequence[CasePrediction]) -> Headline:
     cells = [cell for record in records for cell in judged(record)]
     orders = [order(record) for record in records]
+    errors = [cell.times.error for cell in cells]
+    covered = _coverage(cells)
     return Headline(
-        f"executed: steps on {machine}",
+        f"executed: {what}",
         len(cells),
-        *_sizes([cell.times.error for cell in cells]),
+        statistics.mean(map(abs, errors)),
+        max(errors, key=abs),
+        explained([cell.times.median_s for cell in cells], errors),
         sum(right for right, _ in orders),
         sum(pairs for _, pairs in orders),
-        _coverage(cells),
+        published.coverage(anew) if covered is None else covered,
+        "of each cell",
+        f"{sum(not cell.met.missed for cell in cells)} of {len(cells)}",
     )
 
 
@@ -74,17 +113,30 @@ def _coverage(cells: Sequence[Judged]) -> float | None:
     return statistics.mean(low_s <= step_s <= high_s for step_s, (low_s, high_s) in bounded) if bounded else None
 
 
-def _published(evidence: Evidence) -> Headline:
+def _published(evidence: Evidence) -> Iterator[Headline]:
+    """Yield the row of a case file; where some of its groups are judged together, one of these, and of each other."""
     file, found = evidence.file, evidence.found
+    if not file.together:
+        yield _headline(file.title, found, file.target)
+        return
+    joined = {name for together in file.together for name in together.of}
+    rows = [(together.name, together.of, together.target) for together in file.together]
+    rows += [(group.name, [group.name], group.target) for group in file.group if group.name not in joined]
+    for name, of, target in rows:
+        yield _headline(f"{file.title}: {name}", [one for one in found if one.case.group in of], target)
+
+
+def _headline(what: str, found: Sequence[CasePrediction], target: float | None) -> Headline:
+    errors = [one.error for one in found]
+    mean = statistics.mean(map(abs, errors))
     return Headline(
-        f"published: {file.title}",
+        f"published: {what}",
         len(found),
-        *_sizes([one.error for one in found]),
+        mean,
+        max(errors, key=abs),
+        published.r_squared(found),
         *published.order(found),
         published.coverage(found),
+        "" if target is None else f"{100 * target:g} %",
+        "" if target is None else "missed" if mean > target else "met",
     )
-
-
-def _sizes(errors: Sequence[float]) -> tuple[float, float]:
-    sizes = list(map(abs, errors))
-    return statistics.median(sizes), statistics.mean(sizes)

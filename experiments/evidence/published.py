@@ -11,18 +11,38 @@ import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.units import percent
-from sim.engine.interval import bounds
+from sim.engine.interval import reach
+from sim.engine.learned import Learned, Reach, shipped
+from sim.engine.regime import Regime, regime
+from sim.engine.report import report
+from sim.engine.simulate import Simulation, simulate
 from sim.presets import preset_names
 from sim.profile import load_profile, profile_bytes
+from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
 
 _APART = 0.02
 """Measured times that differ by no more are in no order."""
+
+
+class Reaches(NamedTuple):
+    """How far off a prediction may be, whatever steps have taught."""
+
+    regime: Regime
+    sources: Reach
+    points: Reach | None
+    """Of profiles whose points were predicted from each other."""
+
+    def within(self, learned: Learned) -> Reach | None:
+        """Return how far it may be off, as ``interval`` has it."""
+        steps = learned.reach(self.regime)
+        return self.points if steps is None else self.sources.at_least(steps)
 
 
 class CasePrediction(NamedTuple):
@@ -36,6 +56,8 @@ class CasePrediction(NamedTuple):
     bound_by: str
     """What most of the step goes to; empty for a part of one."""
     ranks: int
+    reaches: Reaches | None = None
+    """None at the rates of datasheets, and where the host was fitted."""
 
     @property
     def error(self) -> float:
@@ -51,6 +73,17 @@ class CasePrediction(NamedTuple):
     def covered(self) -> bool:
         """Whether the measured time lies in the interval."""
         return self.low_s <= self.case.measured_s <= self.high_s
+
+    @property
+    def half_width(self) -> float:
+        """Half of the span of errors that a measured time within the interval can show."""
+        return (self.predicted_s / self.low_s - self.predicted_s / self.high_s) / 2
+
+    def within(self, learned: Learned) -> CasePrediction:
+        """Return it with the interval that some sets of steps give it."""
+        found = self.reaches.within(learned) if self.reaches else None
+        low_s, high_s = found.around(self.predicted_s) if found else (self.predicted_s, self.predicted_s)
+        return self._replace(low_s=low_s, high_s=high_s)
 
     @property
     def what(self) -> str:
@@ -72,10 +105,21 @@ class Evidence(NamedTuple):
     """What is then predicted, without intervals."""
 
 
-def predicted(cases: Sequence[Case]) -> Iterator[CasePrediction]:
-    """Yield what is predicted of each case, on all cores."""
+def predicted(cases: Sequence[Case], title: str = "") -> Iterator[CasePrediction]:
+    """Yield what is predicted of each case, on all cores; none of the set called ``title`` says how wide intervals
+    are.
+    """
+    return (found for found, _ in predicted_twice(cases, title, None))
+
+
+def predicted_twice(
+    cases: Sequence[Case], title: str, host: HostFigures | None
+) -> Iterator[tuple[CasePrediction, CasePrediction | None]]:
+    """Yield what ``predicted`` does and, where there are other figures of the host, what is predicted with these."""
+    learned = shipped().without(title)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
-        yield from pool.map(_predicted, cases)
+        for found, fitted in pool.map(partial(_predicted, host=host), cases):
+            yield found.within(learned), fitted
 
 
 def _end_with_parent() -> None:
@@ -90,14 +134,32 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _predicted(case: Case) -> CasePrediction:
+def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, CasePrediction | None]:
     found = case.played.predicted()
-    step_s, trace, ranks = found.step_time_s, found.trace, found.checked.schedule.num_ranks
-    if not case.measure:
-        interval = None if case.host else found.interval
-        return CasePrediction(case, step_s, *(interval or (step_s, step_s)), found.bound_by, ranks)
-    op_s, low_s, high_s = map(case.seconds, (trace, *(bounds(found.simulation) or (trace, trace))))
-    return CasePrediction(case, op_s, low_s, high_s, "", ranks)
+    reaches = None if case.host or found.profile is None else _reaches(case, found.simulation)
+    if host is None:
+        return _read_off(case, found.simulation, reaches), None
+    fitted, simulation = case._replace(host=host), found.simulation
+    profile = fitted.played.resolved().profile
+    again = simulate(found.checked, found.cluster, profile, simulation.jitter, engine=simulation.engine)
+    return _read_off(case, simulation, reaches), _read_off(fitted, again, None)
+
+
+def _read_off(case: Case, simulation: Simulation, reaches: Reaches | None) -> CasePrediction:
+    """Return what a simulation says of a case, without an interval."""
+    taken_s = case.seconds(simulation.trace)
+    bound_by = "" if case.measure else report(simulation).bound_by
+    return CasePrediction(case, taken_s, taken_s, taken_s, bound_by, simulation.checked.schedule.num_ranks, reaches)
+
+
+def _reaches(case: Case, simulation: Simulation) -> Reaches:
+    """Return how far off the step may be, or the op that was timed."""
+    seconds = case.seconds if case.measure else None
+    computes = case.measure and KINDS[case.measure].meta.activity == "compute"
+    bounds = regime(simulation) if not case.measure else "kernels" if computes else "links"
+    known = simulation.profile is not None and simulation.profile.residuals
+    points = reach(simulation, "points", seconds) if known else None
+    return Reaches(bounds, reach(simulation, "sources", seconds), points)
 
 
 def profile_sha256(name: str) -> str:
@@ -211,8 +273,13 @@ def order(found: Sequence[CasePrediction]) -> tuple[int, int]:
 
 def r_squared(found: Sequence[CasePrediction]) -> float:
     """Return the share of the variance of log time that predictions explain."""
-    logs = [math.log(one.case.measured_s) for one in found]
-    missed = sum(math.log1p(one.error) ** 2 for one in found)
+    return explained([one.case.measured_s for one in found], [one.error for one in found])
+
+
+def explained(measured_s: Sequence[float], errors: Sequence[float]) -> float:
+    """Return the share of the variance of log time that predictions with such errors explain."""
+    logs = list(map(math.log, measured_s))
+    missed = math.fsum(math.log1p(error) ** 2 for error in errors)
     mean = statistics.mean(logs)
-    total = sum((value - mean) ** 2 for value in logs)
+    total = math.fsum((value - mean) ** 2 for value in logs)
     return 1 - missed / total if total else math.nan

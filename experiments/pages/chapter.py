@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from experiments.evidence.headlines import HEADLINE_HEADS, headline_rows
+from experiments.evidence.coverage import REGIME_HEADS
+from experiments.evidence.headlines import HEADLINE_HEADS
 from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Kept, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
+from sim.errors import InputError
 from sim.files import Kind, marked
 from sim.profile import Profile, encode_profile
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _MARK = "<!-- generator: longstep -->"
 CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))
+_HEADLINES = re.compile(rf"(?m)^\| {HEADLINE_HEADS[0]} \|.*\n(?:\|.*\n)*")
+FRONT_PAGE = Kind("a page with the headlines of the evidence", lambda file: bool(_HEADLINES.search(_text(file))))
 
 _ABOUT = (
     "How far predicted times are from measured ones, executed on machines that we had, or published by others. This "
@@ -31,6 +35,15 @@ _TERMS = (
     "the faster one is predicted to be. Where the 90 % interval is empty, nothing is known of how far predictions may "
     "be off. A blind error is the mean of the first prediction, before anyone had seen how far off it was."
 )
+_REGIMES = (
+    "Steps by what is busiest in them: kernels, links, or the host, at the upper end of what sources say of it. "
+    "Errors and half-widths are medians; a half-width is half of the span of errors that measured times within the "
+    "interval can show. Intervals reach as far as sources allow, and at least as far as measured steps were off, with "
+    "a twentieth beyond each end: split conformal prediction (arXiv:1604.04173) with every set as heavy as any other "
+    "(arXiv:1809.07441). The set of a row is not among those that gave its intervals. Where no other set has 20 steps "
+    "of a regime, the profile's points stand in, each predicted from the others. Predictions that ship rest on all "
+    "sets. At the rates of datasheets there are no intervals."
+)
 _POINTS = (
     "Each point of a profile is predicted from the others, but for the ends of series that have no tile model. Per "
     "kernel: median error (points), worst error. `longstep calibrate --published NAME` makes a profile anew from the "
@@ -39,14 +52,17 @@ _POINTS = (
 
 
 def chapter(
+    rows: Sequence[Sequence[str]],
+    regimes: Sequence[Sequence[str]],
     evidence: Sequence[Evidence],
     records: Sequence[Kept],
     profiles: Mapping[str, Sequence[Residual]],
     command: str,
     folder: Path,
 ) -> str:
-    """Return the chapter of case files, records and profiles, written by ``command``, to lie in a folder."""
-    rows = headline_rows(evidence, [kept.record for kept in records])
+    """Return the chapter of headlines, regimes, case files, records and profiles, written by ``command``, to lie in a
+    folder.
+    """
     parts = [
         _MARK,
         "# Evidence",
@@ -55,6 +71,8 @@ def chapter(
         _TERMS,
         markdown_table(HEADLINE_HEADS, rows),
     ]
+    if regimes:
+        parts += ["## Intervals", _REGIMES, markdown_table(REGIME_HEADS, regimes)]
     if records:
         parts += ["## Executed", *(part for kept in records for part in executed_section(kept, folder))]
     if evidence:
@@ -68,6 +86,14 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+
+
+def on_front_page(text: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a page with the headlines in place of those that it shows; raises InputError where it shows none."""
+    found = _HEADLINES.search(text)
+    if not found:
+        raise InputError(f"`front_page`: it has no table that begins with | {HEADLINE_HEADS[0]} |, to be replaced")
+    return text[: found.start()] + markdown_table(HEADLINE_HEADS, rows) + "\n" + text[found.end() :]
 
 
 def executed_section(kept: Kept, folder: Path) -> list[str]:
@@ -149,6 +175,10 @@ def _relative(path: Path, folder: Path) -> str:
 
 def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _text(file: BinaryIO) -> str:
+    return file.read().decode(errors="replace")
 
 
 def _escaped(text: str) -> str:

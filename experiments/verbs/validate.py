@@ -8,24 +8,24 @@ simulated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import tyro
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from experiments.evidence.cases import fit_cases
 from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison
-from experiments.evidence.executed_cases import CASES_FILE, common_fields, own_profile, require_portable, save_cases
+from experiments.evidence.coverage import STEP_ERRORS_FILE
+from experiments.evidence.executed_cases import (
+    CASES_FILE,
+    common_fields,
+    own_profile,
+    require_portable,
+    save_cases,
+)
 from experiments.evidence.execution import Execution
-from experiments.evidence.host_fit import host_figures
-from experiments.evidence.provenance import command_line
-from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, predicted, provenance, read_all
 from experiments.evidence.record import (
     RECORD_FILE,
     Judged,
@@ -39,19 +39,20 @@ from experiments.evidence.record import (
     summary,
 )
 from experiments.evidence.units import percent, seconds
-from experiments.pages.chapter import CHAPTER_FILE, chapter
+from experiments.pages.chapter import CHAPTER_FILE, FRONT_PAGE, on_front_page
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.cli import with_flags
+from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
 from experiments.verbs.kinds import OptionalText, Texts
 from experiments.verbs.sweep import Sweep, cells_of, playable
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
-from sim.presets import preset_names
-from sim.profile import load_profile, profile_names
+from sim.presets import read_bytes
+from sim.profile import profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
@@ -79,6 +80,11 @@ class Validate(Writes):
     """Write both plots to this SVG file."""
     markdown: OptionalText = None
     """Write all that --cases and --record say, each by itself, as a chapter of Markdown to this FILE.md."""
+    front_page: OptionalText = None
+    """With --markdown: write the first table of that chapter into this FILE.md too, in place of the one there."""
+    step_errors: OptionalText = None
+    """With --markdown: write how far off these steps are to this FILE.json, and take the intervals of the chapter from
+    there, not from what ships (sim/step_errors.json)."""
     cases_out: OptionalText = None
     """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
 
@@ -91,13 +97,15 @@ class _Outputs(NamedTuple):
     figure: Output | None
     cases_out: Output | None
     markdown: Output | None
+    front_page: Output | None
+    step_errors: Output | None
 
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
     outputs = _outputs(command)
     if outputs.markdown:
-        _write_chapter(command, outputs.markdown, console)
+        _write_chapter(command, outputs, outputs.markdown, console)
         return
     if command.cases:
         found = show_cases(command.cases, console)
@@ -137,12 +145,18 @@ def _outputs(command: Validate) -> _Outputs:
         command.output(command.figure, FIGURE_FILE),
         command.output(command.cases_out, CASES_FILE),
         command.output(command.markdown, CHAPTER_FILE),
+        command.output(command.front_page, FRONT_PAGE),
+        command.output(command.step_errors, STEP_ERRORS_FILE),
     )
     require_outputs([*outputs, own_profile(outputs.cases_out) if outputs.cases_out else None])
     if command.markdown and not (command.cases or command.record):
         raise InputError("`markdown` writes what `cases` and `record` say: name some, such as --cases all")
     if command.markdown and any((command.out, command.html, command.figure, command.cases_out, command.sweep.named)):
         raise InputError("`markdown` goes with `cases` and `record` only: write other files by a command of their own")
+    if (command.front_page or command.step_errors) and not command.markdown:
+        raise InputError("`front_page` and `step_errors` are written with a chapter: name its file by `markdown`")
+    if command.front_page:
+        on_front_page(read_bytes("front page", command.front_page, "`front_page`").decode(errors="replace"), [])
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases_out and not command.cases_out.endswith(".toml"):
@@ -159,40 +173,14 @@ def _outputs(command: Validate) -> _Outputs:
     return outputs
 
 
-def _write_chapter(command: Validate, to: Output, console: Console) -> None:
+def _write_chapter(command: Validate, outputs: _Outputs, to: Output, console: Console) -> None:
     """Print what cases and records say, each by itself, and write it as a chapter."""
-    from calibrate.leave_one_out import leave_one_out
-
-    records = [kept for path in command.record for kept in kept_records(path)]
     evidence = show_cases(command.cases, console)
-    for kept in records:
-        show(kept.record, console)
-    shipped = preset_names("sim/profiles", ".json") if "all" in command.cases else []
-    profiles = {name: leave_one_out(load_profile(name)) for name in shipped}
-    to.write(chapter(evidence, records, profiles, command_line(), Path(to.path).parent).encode())
-
-
-def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
-    """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
-    shown = []
-    for file, cases in read_all(names):
-        with _progress(console) as progress:
-            found = list(progress.track(predicted(cases), len(cases), description="predicting"))
-            host = host_figures(fit_cases(file))
-            fitted = [case._replace(host=host) for case in cases if host]
-            with_fit = list(progress.track(predicted(fitted), len(fitted), description="with the fit"))
-        shown.append(Evidence(file, found, host, with_fit))
-        for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
-            console.print(line, markup=False)
-        table = Table(*HEADS)
-        for row in judged_groups(shown[-1]):
-            table.add_row(*row)
-        console.print(table)
-    return shown
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(console=type(console)(stderr=True), transient=True)
+    kept = [one for path in command.record for one in kept_records(path)]
+    for one in kept:
+        show(one.record, console)
+    files = ChapterFiles(to, outputs.front_page, outputs.step_errors)
+    write_chapter(evidence, kept, files, console, profiles="all" in command.cases)
 
 
 def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:
@@ -210,7 +198,7 @@ def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Con
     stopped: BaseException | None = None
     sweep = Repeated(cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention))
     try:
-        with _progress(console) as progress:
+        with progress_bar(console) as progress:
             task = progress.add_task("comparing", total=sweep.num_steps)
             compared(sweep, keep, lambda: progress.advance(task), workers)
     except (KeyboardInterrupt, LongstepError) as error:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
-import numpy as np
 
 from sim.breakdown import PartName, breakdown, critical_rank
-from sim.engine.collectives import link_traffic
 from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
-from sim.engine.lowered import lowered
 from sim.engine.simulate import Simulation
-from sim.kept import kept
+from sim.engine.work import Work, links_s, of_routes, played, work_of
 from sim.memory import MemoryWalk, walks
 from sim.profile import Rates
-from sim.schedule.ir.ops import OFFLOAD, CollectiveName
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
-from sim.workload import Dtype
 from topology.cluster import Cluster
 from topology.fabrics import socket_of
 
@@ -144,43 +138,11 @@ def _model_flops(checked: Checked) -> float:
     return flops * (workload.forward + 2 * workload.backward)
 
 
-class _Work(NamedTuple):
-    """What a schedule asks of any machine, in all."""
-
-    flops: list[Counter[Dtype]]
-    """Per rank."""
-    sent_bytes: Counter[tuple[int, int]]
-    """Of messages, by source and target."""
-    collectives: Counter[tuple[CollectiveName, tuple[int, ...], int]]
-    """How many there are over some ranks of some bytes, as ``link_traffic`` takes them."""
-    host_bytes: Counter[tuple[int, bool]]
-    """Of copies, by rank and whether they go to its host."""
-
-
-@kept
-def _work(checked: Checked) -> _Work:
-    arrays = lowered(checked)
-    found = _Work([Counter() for _ in checked.kernels], Counter(), Counter(), Counter())
-    uses = arrays.uses.found
-    of_ranks = np.bincount((arrays.op_rank * len(uses) + arrays.op_use)[arrays.op_use >= 0])
-    for number in np.flatnonzero(of_ranks).tolist():
-        rank, use = divmod(number, len(uses))
-        found.flops[rank][uses[use].dtype] += uses[use].flops * int(of_ranks[number])
-    for message, count in zip(arrays.messages, np.bincount(arrays.transfer_message).tolist(), strict=True):
-        found.sent_bytes[message.source, message.target] += message.nbytes * count
-    for (call, op), count in zip(arrays.calls, np.bincount(arrays.group_call).tolist(), strict=True):
-        found.collectives[op.name, call.ranks, call.nbytes] += count
-    copies = np.bincount(arrays.op_copy[arrays.op_copy >= 0]).tolist()
-    for (program, op), count in zip(arrays.copies.found, copies, strict=True):
-        found.host_bytes[program.rank, op.stream == OFFLOAD] += program.nbytes(op.source) * count
-    return found
-
-
 def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
     """Return lower bounds of the step that no algorithm beats: the most loaded device at its peak, and the link, or the
     links of a rank or node together, with most to carry, by their widest kind.
     """
-    work = _work(checked)
+    work = work_of(checked)
     own: list[float] = []
     shared: dict[int, float] = {}
     for rank, of_rank in enumerate(work.flops):
@@ -199,26 +161,12 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
     return dict(sorted(lower.items()))
 
 
-def links_s(checked: Checked, cluster: Cluster) -> dict[str, float]:
-    """Return how long the most loaded link of each kind is busy, as the algorithms of collectives load it."""
-    load: dict[int, float] = {}
-    work = _work(checked)
-    for more, times in _loads(work, cluster):
-        for link, nbytes in more.items():
-            load[link] = load.get(link, 0.0) + nbytes * times
-    found: dict[str, float] = {}
-    for link, nbytes in load.items():
-        resource = cluster.resources[link]
-        found[resource.group] = max(found.get(resource.group, 0.0), nbytes / resource.capacity)
-    return dict(sorted(found.items()))
-
-
-def _needs(work: _Work, cluster: Cluster) -> Iterator[Need]:
+def _needs(work: Work, cluster: Cluster) -> Iterator[Need]:
     """Yield what links carry at least: of messages and copies the links of their way, of collectives what any needs."""
-    for more, times in _of_routes(work, cluster):
+    for more, times in of_routes(work, cluster):
         yield from ((frozenset([link]), nbytes * times) for link, nbytes in more.items())
     for (name, ranks, nbytes), count in work.collectives.items():
-        for links, least in needs(name, ranks, nbytes, cluster, _played(ranks, work)):
+        for links, least in needs(name, ranks, nbytes, cluster, played(ranks, work)):
             yield links, least * count
 
 
@@ -230,28 +178,6 @@ def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
     for links in found:
         inner = (some for first in links for some in by_first.get(first, ()) if some <= links)
         yield links, math.fsum(found[some] for some in inner)
-
-
-def _loads(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:
-    """Yield bytes per link, and how many times they pass it."""
-    yield from _of_routes(work, cluster)
-    for (name, ranks, nbytes), count in work.collectives.items():
-        yield link_traffic(name, ranks, nbytes, cluster, _played(ranks, work)).nbytes, count
-
-
-def _played(ranks: tuple[int, ...], work: _Work) -> int | None:
-    """Return how many ranks of a group are played, None for all."""
-    own = sum(rank < len(work.flops) for rank in ranks)
-    return own if own < len(ranks) else None
-
-
-def _of_routes(work: _Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:
-    """Yield bytes per link, and how many times they pass it, of what takes a route of its own."""
-    for pair, nbytes in work.sent_bytes.items():
-        yield cluster.route(*pair).load(nbytes), 1
-    if cluster.spec.gpu.kind == "cuda":
-        for (rank, to_host), nbytes in work.host_bytes.items():
-            yield cluster.host_route(rank, to_host=to_host).load(nbytes), 1
 
 
 def bound_by(parts: dict[PartName, float], busy: dict[str, float]) -> str:

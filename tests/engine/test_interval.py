@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
 from sim.breakdown import critical_rank, overlapped_s
-from sim.engine.interval import interval
+from sim.engine.interval import Interval, _by_points
+from sim.engine.interval import interval as learned_interval
+from sim.engine.learned import LEAST, NOTHING, Learned, StepErrors
 from sim.engine.report import report
 from sim.engine.simulate import Engine, Jitter, Simulation, simulate
 from sim.profile import Issue, Machine, Point, Profile, Spread, Sustained
@@ -18,6 +22,11 @@ from topology.cluster import Cluster
 
 CLUSTER = Cluster(make_cluster_spec(2))
 WORK = Workload(model=make_model(8, 8), seq=256, dtype="fp32", mask="full", passes="forward")
+
+
+def interval(simulation: Simulation) -> Interval | None:
+    """Nothing was learned from steps: the points of the profile stand in."""
+    return learned_interval(simulation, NOTHING)
 
 
 def make_profile(checked: Checked, **changes: object) -> Profile:
@@ -65,6 +74,31 @@ def test_a_busy_host_takes_longer() -> None:
     issue = {"attention_forward": Issue(host_s=3.0, launches=0)}
     profile = make_profile(checked, issue=issue, host=Spread(low=0.5, high=2.0))
     assert interval(simulate(checked, CLUSTER, profile)) == pytest.approx((1.5 + 0.9, 6 + 1.2))
+
+
+def test_what_a_busy_host_takes_longer_for_is_its_launches_too() -> None:
+    """3 s and two launches of the toy GPU: twice as long is twice all of it, of which launches stay as they are."""
+    checked = make_checked("single", WORK, 1)
+    issue, launch_s = {"attention_forward": Issue(host_s=3.0, launches=2)}, CLUSTER.spec.gpu.launch_s
+    profile = make_profile(checked, issue=issue, host=Spread(low=0.5, high=2.0))
+    (found,) = {one.issue["attention_forward"].host_s for one in _by_points(profile) if one.bound == "high"}
+    assert found + 2 * launch_s == pytest.approx(2 * (3 + 2 * launch_s))
+
+
+def test_steps_that_were_measured_replace_what_points_say() -> None:
+    """Sources lie 1.1 apart; of twenty steps one took more than 0.3, as logarithms, and all took longer."""
+    checked = make_checked("single", WORK, 1)
+    profile = make_profile(checked, disagreement={"attention_forward": 1.1}, beside_communication=9.0)
+    simulation = simulate(checked, CLUSTER, profile)
+    steps = StepErrors(title="toy", of={"kernels": [0.3] * (LEAST - 1) + [0.7]})
+    learned = Learned(created="", command="", sets=[steps])
+    assert learned_interval(simulation, learned) == pytest.approx((1 / 1.1, math.exp(0.3)))
+    for nothing in (learned.without("toy"), msgspec.structs.replace(learned, sets=[StepErrors(title="", of={})])):
+        assert learned_interval(simulation, nothing) == interval(simulation) == pytest.approx((0.9, 1.2))
+    wider = simulate(checked, CLUSTER, make_profile(checked, disagreement={"attention_forward": 1.5}))
+    assert learned_interval(wider, learned) == pytest.approx((1 / 1.5, 1.5))
+    without = simulate(checked, CLUSTER, make_profile(checked, residuals={}))
+    assert learned_interval(without, learned) == pytest.approx((1.0, math.exp(0.3)))
 
 
 def test_it_widens_with_the_distance_from_the_longest_kernel_measured() -> None:
@@ -119,5 +153,5 @@ def test_only_who_asks_for_the_interval_simulates_more(monkeypatch: pytest.Monke
     assert (plain.interval_s, asked) == (None, [])
     found = report(simulation, with_interval=True)
     assert asked == [(checked, CLUSTER, Jitter(0.1, seed=7))] * 2
-    assert found.interval_s == interval(simulation)
+    assert found.interval_s == learned_interval(simulation)
     assert msgspec.structs.replace(found, interval_s=None) == plain

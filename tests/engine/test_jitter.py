@@ -12,6 +12,7 @@ import longstep
 from sim.engine.cost import CostModel
 from sim.engine.interval import interval
 from sim.engine.jitter import HANDOFFS, STEADY, Jitter
+from sim.engine.learned import NOTHING
 from sim.engine.report import report
 from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError
@@ -78,7 +79,7 @@ def test_the_step_is_the_median_of_its_seeds(zigzag: Checked) -> None:
     same = next(one for one in alone if one.trace.step_time_s == steps[2])
     assert together.trace.rows == same.trace.rows
     assert together.noise == same.noise
-    whole, part = interval(together), interval(same)
+    whole, part = interval(together, NOTHING), interval(same, NOTHING)
     assert whole is not None
     assert part is not None
     assert whole == pytest.approx((part[0] - steps[2] + steps[0], part[1] + steps[4] - steps[2]))

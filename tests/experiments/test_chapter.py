@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from experiments.evidence.cases import FOLDER
-from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.coverage import REGIME_HEADS
+from experiments.evidence.headlines import HEADLINE_HEADS, MOST_ROWS, headlines
 from experiments.evidence.published import measured_on, read_all, rests_on
 from experiments.evidence.record import RECORD_FILE, Kept, kept_records, save_record, summary
-from experiments.pages.chapter import executed_section, markdown_table
+from experiments.pages.chapter import executed_section, markdown_table, on_front_page
 from experiments.verbs.cli import main
 from sim.engine.interval import Interval
+from sim.engine.learned import Learned
 from sim.errors import InputError
 from sim.presets import preset_names
 from tests.experiments.case_files import OPS
@@ -33,6 +35,7 @@ def own_cases(tmp_path: Path) -> str:
     text = OPS.format(f"{ATTEND} }},\n  {{ {GATHER}")
     text = text.replace('quality = "one run"', 'quality = "a*b | c"\nnotes = "Why **so**."')
     path = tmp_path / "own.toml"
+    text = text.replace("\n[select]", "target = 0.2\n\n[select]")
     path.write_text(text.replace('name = "ops"', 'name = "ops"\nblind = 0.4\ntarget = 0.3'))
     return str(path)
 
@@ -59,16 +62,29 @@ def test_a_chapter_of_small_sources(
     out = tmp_path / "README.md"
     command = ["validate", "--cases", own_cases(tmp_path), "--record", str(tmp_path / "some run"), "--markdown"]
     monkeypatch.setattr(sys, "argv", ["longstep", *command])
-    main([*command, str(out)])
+    front, errors = tmp_path / "front.md", tmp_path / "errors.json"
+    front.write_text("# Toy\n\n| measured | old |\n| --- | --- |\n| a | b |\n\nBehind.\n")
+    main([*command, str(out), "--front-page", str(front), "--step-errors", str(errors)])
     printed, text = capsys.readouterr().out, out.read_text()
     assert "Our kernels" in printed
     assert "ulysses" in printed
-    few, cells, groups = tables(text)
+    few, regimes, cells, groups = tables(text)
     assert few == [
         list(HEADLINE_HEADS),
-        ["executed: steps on a CPU", "2", "14.5 %", "14.5 %", "0 of 1", ""],
-        ["published: Our kernels", "2", "37.5 %", "37.5 %", "", "0 %"],
-        ["executed: steps on a GPU", "not yet", "", "", "", ""],
+        ["executed: steps on a CPU", "2", "14.5 %", "-20.0 %", "-14.154", "0 of 1", "", "of each cell", "0 of 2"],
+        ["published: Our kernels", "2", "37.5 %", "-50.0 %", "0.824", "", "0 %", "20 %", "missed"],
+        ["executed: steps on a GPU", "not yet", *[""] * 7],
+    ]
+    assert tables(front.read_text()) == [few]
+    assert front.read_text().startswith("# Toy\n\n| measured |")
+    assert front.read_text().endswith("|  |\n\nBehind.\n")
+    assert msgspec.json.decode(errors.read_bytes(), type=Learned).sets == []  # ops alone, and steps of no machine
+    assert regimes == [
+        list(REGIME_HEADS),
+        ["kernels", "Our kernels", "1", "0 %", "50.0 %", regimes[1][5], regimes[1][6], "points of the profile", "", ""],
+        ["kernels", "all", "1", "0 %", "50.0 %", regimes[1][5], regimes[1][6], "", "too few", "too few"],
+        ["links", "Our kernels", "1", "0 %", "25.0 %", regimes[3][5], regimes[3][6], "points of the profile", "", ""],
+        ["links", "all", "1", "0 %", "25.0 %", regimes[3][5], regimes[3][6], "", "too few", "too few"],
     ]
     assert cells[1:] == [
         ["2", "attention", "2K", "ring", "1 s", "916.7 ms", "+9.1 % [+0.0 %, +20.0 %]", "10 %", "1 of 2"],
@@ -99,12 +115,31 @@ def test_a_machine_is_one_row_with_its_intervals() -> None:
     )
     records = [make_record({RING: inside}), make_record({RING: outside, ULYSSES: found})]
     (row,) = headlines([], records)
-    assert (row.cells, row.median, row.covered) == (3, 0.0, 0.5)
+    assert (row.cases, row.mean, row.covered) == (3, 0.0, 0.5)
+    assert (row.target, row.met) == ("of each cell", "3 of 3")
 
 
 def test_a_folder_without_records(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no record"):
         kept_records(str(tmp_path))
+
+
+def test_where_there_are_no_headlines_none_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"it has no table that begins with \| measured \|"):
+        on_front_page("| other | heads |\n| --- | --- |\n", [])
+    front, chapter = tmp_path / "front.md", ["--markdown", str(tmp_path / "chapter.md")]
+    front.write_text("# No table\n")
+    for more, why in (
+        (["--front-page", str(front), *chapter], "not a page with the headlines of the evidence that Longstep wrote"),
+        (["--front-page", str(front), *chapter, "--force"], "it has no table"),
+        (["--front-page", str(tmp_path / "none.md"), *chapter], "cannot be read"),
+        (["--step-errors", str(tmp_path / "errors.json")], "name its file by"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["validate", "--cases", "all", *more])
+        assert why in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["front.md"]
+    assert front.read_text() == "# No table\n"
 
 
 def committed() -> str:
@@ -116,7 +151,7 @@ def test_the_committed_chapter_names_all_sources() -> None:
     """Each case file with the profile that ships now; what its table says, the rows at the top say, too."""
     text = committed()
     few, *rest = tables(text)
-    assert len(few) - 1 <= 8
+    assert len(few) - 1 <= MOST_ROWS
     rows = {row[0]: row for row in few[1:]}
     groups = [table for table in rest if table[0][0] == "group"]
     files = [file for file, _ in read_all(["all"])]
@@ -130,8 +165,12 @@ def test_the_committed_chapter_names_all_sources() -> None:
         fitted = [f"{name}, host fitted" for name in all_of if file.host_fit]
         assert [row[0] for row in table[1:]] == [*all_of, *fitted]
         last = dict(zip(table[0], table[len(all_of)], strict=True))
-        row = rows[f"published: {file.title}"]
-        assert (row[1], row[3]) == (last["cases"], last["mean"])
+        shown = [name for name in rows if name.startswith(f"published: {file.title}")]
+        alone = {group.name for group in file.group} - {name for some in file.together for name in some.of}
+        assert len(shown) == (len(file.together) + len(alone) if file.together else 1)
+        assert sum(int(rows[name][1]) for name in shown) == int(last["cases"])
+        if not file.together:
+            assert (rows[shown[0]][2], rows[shown[0]][3]) == (last["mean"], last["worst"])
 
 
 def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +180,9 @@ def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.M
     assert len(records) == len({kept.path for kept in records}) > 1
     for kept in records:
         assert "\n\n".join(executed_section(Kept(kept.path, kept.record), Path("experiments/results"))) in text
-    found = headlines([], [kept.record for kept in records])
-    for row in found:
-        assert markdown_table(HEADLINE_HEADS, [row.row]).splitlines()[-1] in text
+    for row in headlines([], [kept.record for kept in records]):
+        (shown,) = [cells for cells in tables(text)[0] if cells[0] == row.what]
+        assert [cell for cell, own in zip(shown, row.row, strict=True) if own] == [own for own in row.row if own]
 
 
 def test_the_front_page_shows_the_first_table_of_the_chapter() -> None:
