@@ -38,10 +38,10 @@ typedef struct {                                              /* what a schedule
 
 typedef struct {                                              /* what a machine makes of it */
     i64 num_resources, num_activities, cuda, handoff;         /* handoff: an activity, or -1 */
-    f64 hold;                                                 /* compute units that communication holds */
     const f64 *capacity; const i32 *activities; const Phase *phases; const Demand *demands; const Device *devices;
     const i32 *op_activity, *transfer_activity, *group_activity;
-    const f64 *issue_s, *stretch;                             /* per kind of issue; NULL or a factor per op */
+    const f64 *hold, *issue_s, *stretch;                      /* hold: per op the compute units that it holds while it
+                                                                 communicates; per kind of issue; NULL or a factor per op */
 } Costs;
 
 /* Where a stream stands in its op; each step ends where the stream may have to wait. */
@@ -196,12 +196,15 @@ static void change_hold(State *s, i32 r, f64 amount) {
     }
 }
 
+/* Return the compute units that the op of stream n holds while it communicates. */
+static f64 held_by(const State *s, i32 n) { return s->costs->hold[s->score->stream_ops[s->streams[n].at]]; }
+
 static void serve(State *s, i32 r) {
     Resource *x = &s->resources[r];
-    while (x->queue >= 0 && grants(s, r, s->costs->hold)) {
+    while (x->queue >= 0 && grants(s, r, held_by(s, x->queue))) {
         i32 n = x->queue;
         x->queue = s->streams[n].next_queued;
-        change_hold(s, r, s->costs->hold);
+        change_hold(s, r, held_by(s, n));
         soon(s, RESUME, n, 0);
     }
 }
@@ -385,10 +388,11 @@ static void wait_for(State *s, i32 op, i32 n) {
     x->last = n;
 }
 
-/* Take the compute units that communication holds; return 0 if stream n has to queue for them. */
+/* Take the compute units that the op of stream n holds; return 0 if it has to queue for them. */
 static int hold(State *s, i32 n, i32 resource) {
     Resource *r = &s->resources[resource];
-    if (r->queue < 0 && grants(s, resource, s->costs->hold)) { change_hold(s, resource, s->costs->hold); return 1; }
+    f64 amount = held_by(s, n);
+    if (r->queue < 0 && grants(s, resource, amount)) { change_hold(s, resource, amount); return 1; }
     s->streams[n].next_queued = -1;
     if (r->queue < 0) r->queue = n; else s->streams[r->queue_end].next_queued = n;
     r->queue_end = n;
@@ -433,7 +437,6 @@ static void resume(State *s, i32 n) {
     for (; x->at < stream->ops_end; x->at++, x->step = ISSUE) {
         i32 number = m->stream_ops[x->at], after = s->ops[number].after;
         const Op *op = &m->ops[number];
-        int communicates = op->kind == EXCHANGE || op->kind == COLLECTIVE;
         switch (x->step) {
         case ISSUE:
             x->asleep_s = now;
@@ -472,7 +475,7 @@ static void resume(State *s, i32 n) {
                 return;
             }
             x->step = GRANTED;
-            if (communicates && c->hold > 0 && !hold(s, n, compute)) return;
+            if (c->hold[number] > 0 && !hold(s, n, compute)) return;
         /* fall through */
         case GRANTED:
             x->step = COMMUNICATING;
@@ -480,7 +483,7 @@ static void resume(State *s, i32 n) {
             if (op->kind == COLLECTIVE) { collective(s, number); return; }
         /* fall through */
         case COMMUNICATING:
-            if (communicates && c->hold > 0) { change_hold(s, compute, -c->hold); serve(s, compute); }
+            if (c->hold[number] > 0) { change_hold(s, compute, -c->hold[number]); serve(s, compute); }
         /* fall through */
         case WORKING:
             end_op(s, number);
