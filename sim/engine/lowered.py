@@ -46,6 +46,8 @@ class Times(NamedTuple):
     posted: NDArray[np.float64]
     begun: NDArray[np.float64]
     ended: NDArray[np.float64]
+    granted: NDArray[np.float64]
+    """When it had the compute units that it holds: as posted, or after others have let go of them."""
 
 
 class MessageKey(NamedTuple):

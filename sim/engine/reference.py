@@ -38,7 +38,7 @@ _NOT_YET = -1.0
 
 
 def play(checked: Checked, cluster: Cluster, cost: CostModel, stretch: Stretch) -> Times:
-    """Return when every op was posted, begun and ended; -1 where it never came to that."""
+    """Return the times of every op; -1 where it never came to that."""
     return _Player(checked, cluster, cost, stretch).play()
 
 
@@ -69,7 +69,7 @@ class _Rank:
             for op, factor in zip(program.ops, stretch, strict=True)
         ]
         self.compute = device.compute
-        self.posted, self.begun, self.ended = ([_NOT_YET] * count for _ in range(3))
+        self.posted, self.begun, self.ended, self.granted = ([_NOT_YET] * count for _ in range(4))
         self.waiting: dict[int, list[Then]] = {}
         """Per op the streams that go on at its end."""
 
@@ -114,17 +114,15 @@ class _Player:
                 next(stream)  # it is given what resumes it where it first yields
                 self._clock.soon(partial(stream.send, partial(next, stream)))
         self._clock.run()
-        posted, begun, ended = (
-            np.array([at for rank in self._ranks for at in getattr(rank, name)], float)
-            for name in ("posted", "begun", "ended")
+        return Times(
+            *(np.array([at for rank in self._ranks for at in getattr(rank, name)], float) for name in Times._fields)
         )
-        return Times(posted, begun, ended)
 
     def _stream(self, rank: _Rank, indices: list[int]) -> Generator[None, Then, None]:
         """Take the ops of one stream in order, each from its issue to its end."""
         clock, network = self._clock, self._network
         number, program, activities, handoffs = rank.number, rank.ops, rank.activities, rank.handoffs
-        posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
+        posted, begun, ended, granted, waiting = rank.posted, rank.begun, rank.ended, rank.granted, rank.waiting
         own = program[indices[0]].stream in {ops.COMPUTE, ops.HOST}
         resume = yield
         wake = partial(clock.soon, resume)
@@ -146,7 +144,7 @@ class _Player:
             if handoffs[index] and self._hands_over(own, asleep_since_s, issued_s):
                 network.run(handoffs[index], wake)
                 yield
-            posted[index] = begun[index] = clock.now
+            posted[index] = begun[index] = granted[index] = clock.now
             activity = activities[index]
             if activity is not None:
                 network.run(activity, wake)
@@ -155,6 +153,7 @@ class _Player:
                 held = self._held((number, index), program[index])
                 if held and not network.hold(rank.compute, held, wake):
                     yield
+                granted[index] = clock.now
                 if self._communicate((number, index), program[index], resume):
                     yield
                 if held:

@@ -59,7 +59,7 @@ typedef struct { i64 serial; i32 call, subject; } Soon;
 
 typedef struct {
     const Score *score; const Costs *costs;
-    f64 now, *posted, *begun, *ended;
+    f64 now, *posted, *begun, *ended, *granted;
     StreamState *streams; OpState *ops; Running *running; Node *nodes; Resource *resources;
     u8 *offered; i32 *absent, *last_member, *width;
     Event *heap; i64 heap_size, heap_room;
@@ -468,7 +468,7 @@ static void resume(State *s, i32 n) {
             }
         /* fall through */
         case POST:
-            s->posted[number] = s->begun[number] = now;
+            s->posted[number] = s->begun[number] = s->granted[number] = now;
             if (op->kind == KERNEL || op->kind == HOST_COPY) {
                 x->step = WORKING;
                 begin(s, n, c->op_activity[number]);
@@ -479,6 +479,7 @@ static void resume(State *s, i32 n) {
         /* fall through */
         case GRANTED:
             x->step = COMMUNICATING;
+            s->granted[number] = now;
             if (op->kind == EXCHANGE && exchange(s, number)) return;
             if (op->kind == COLLECTIVE) { collective(s, number); return; }
         /* fall through */
@@ -556,7 +557,7 @@ static void set_up(State *s) {
     }
     set_issues(s);
     for (i64 i = 0; i < m->num_ops; i++) {
-        s->posted[i] = s->begun[i] = s->ended[i] = -1.0;
+        s->posted[i] = s->begun[i] = s->ended[i] = s->granted[i] = -1.0;
         s->ops[i].first = -1;
         s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
         if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_COPY) s->failed = UNKNOWN;
@@ -604,8 +605,8 @@ static void run(State *s) {
 }
 
 /* Set the times of all ops, and *events to the number of events; return PLAYED or what went wrong. */
-int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, i64 *events) {
-    State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended}, *s = &state;
+int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f64 *granted, i64 *events) {
+    State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended, .granted = granted}, *s = &state;
     i64 users = m->num_streams + m->num_transfers + m->num_groups;
     s->streams = room(s, m->num_streams, sizeof *s->streams);
     s->ops = room(s, m->num_ops, sizeof *s->ops);
