@@ -38,7 +38,7 @@ class GpuSpec(_Spec, frozen=True, kw_only=True):
     launch_s: NotNegative
     """Time that the host thread needs to issue one op."""
     communication_sms: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """SMs that a running communication kernel holds, also while it waits for its peer."""
+    """SMs that the kernel of a collective inside a node holds, also while it waits for others: NCCL's channels."""
     power_w: Annotated[float, Meta(gt=0, lt=1e5)] | None = None
     """Enforced power limit, which rates under load follow; it belongs to the machine, not to the GPU's name."""
 
@@ -61,6 +61,8 @@ class LinkSpec(_Spec, frozen=True, kw_only=True):
     """Whether its switch sums what passes through it (NVLink SHARP)."""
     both_ways_bytes_per_s: Positive | None = None
     """Data rate of both directions together, where that is less than twice the rate of one direction."""
+    peer_sms: Count | None = None
+    """SMs that what two ranks send each other holds at most, see ``sim.engine.channels``; None: as a collective's."""
 
     def __post_init__(self) -> None:
         """Raise InputError where one direction would be limited by what both get."""

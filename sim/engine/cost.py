@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
+from sim.engine.channels import held_by_collective, held_by_messages
 from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
@@ -72,6 +73,8 @@ class CostModel:
         self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
+        self.held_by_messages = cache(partial(held_by_messages, cluster))
+        self.held_by_collective = cache(partial(held_by_collective, cluster))
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
         self._kernels: KernelTable | None = None
@@ -260,11 +263,6 @@ class CostModel:
             return (Latency(spec.gpu.launch_s),)
         assert spec.host is not None
         return (Wait(OWN_COMPUTE, spec.host.wakeup_s), Latency(spec.host.handoff_s))
-
-    @property
-    def held(self) -> float:
-        """Compute units of its device that a communication kernel holds from its launch to its end."""
-        return float(self._cluster.spec.gpu.communication_sms)
 
     def _moving(self, what: _Moving) -> Activity:
         """Return the activity of bytes that move: their time by the profile or the links, and what they occupy."""

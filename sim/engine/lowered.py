@@ -7,6 +7,7 @@ is distinct among them: kernel uses, copies, messages, collectives, kinds of iss
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
@@ -45,6 +46,8 @@ class Times(NamedTuple):
     posted: NDArray[np.float64]
     begun: NDArray[np.float64]
     ended: NDArray[np.float64]
+    granted: NDArray[np.float64]
+    """When it had the compute units that it holds: as posted, or after others have let go of them."""
 
 
 class MessageKey(NamedTuple):
@@ -55,6 +58,16 @@ class MessageKey(NamedTuple):
     nbytes: int
     group: tuple[int, ...]
     """Ranks of its communicator."""
+
+
+class ExchangeKey(NamedTuple):
+    """What the compute units that an Exchange holds depend on."""
+
+    group: tuple[int, ...]
+    """Ranks of its communicator."""
+    peers: int
+    nbytes: int
+    """See ``largest_message``."""
 
 
 class CollectiveKey(NamedTuple):
@@ -103,6 +116,7 @@ class Lowered:
         met = _Met(checked.schedule, self)
         self.transfers, self.transfers_of, self.transfer_message = met.transfers, met.transfers_of, met.transfer_message
         self.messages = met.messages
+        self.op_exchange, self.exchanges = met.op_exchange, met.exchanges
         self.groups, self.members, self.group_call, self.calls = met.groups, met.members, met.group_call, met.calls
 
     @property
@@ -195,6 +209,8 @@ class _Facts(NamedTuple):
     copy: Array
     sides: Array
     """Of messages, a row for all that an Exchange sends to one peer, or takes from it."""
+    exchanges: Array
+    """A row per Exchange."""
     collectives: Array
     """A row per collective."""
     communicators: list[str]
@@ -211,6 +227,7 @@ class _Numbered(NamedTuple):
 
 
 _SIDE = np.dtype([("op", INT), ("communicator", INT), ("receives", INT), ("peer", INT), ("nbytes", np.int64)])
+_EXCHANGE = np.dtype([("op", INT), ("communicator", INT), ("peers", INT), ("nbytes", np.int64)])
 _COLLECTIVE = np.dtype([("op", INT), ("communicator", INT), ("kind", INT), ("nbytes", np.int64)])
 
 
@@ -221,6 +238,7 @@ def _facts(fragment: Fragment) -> _Facts:
     communicators, kinds = Distinct(), Distinct()
     rows: list[tuple[int, ...]] = []
     sides: list[tuple[int, ...]] = []
+    exchanges: list[tuple[int, ...]] = []
     collectives: list[tuple[int, ...]] = []
     for index, (op, kernel) in enumerate(zip(fragment.ops, kernel_uses(alone), strict=True)):
         issued, copied = issues.number(key := issue_key(op, kernel), (key, (op, kernel))), -1
@@ -232,6 +250,7 @@ def _facts(fragment: Fragment) -> _Facts:
             over = communicators.number(op.communicator, op.communicator)
             sides += [(index, over, 0, *sent) for sent in _by_peer(op.sends, alone)]
             sides += [(index, over, 1, *taken) for taken in _by_peer(op.recvs, alone)]
+            exchanges.append((index, over, *largest_message(op, alone)))
         elif isinstance(op, ops.Collective):
             over = communicators.number(op.communicator, op.communicator)
             collectives.append((index, over, kinds.number(type(op), op), _largest_part(op, alone)))
@@ -240,7 +259,8 @@ def _facts(fragment: Fragment) -> _Facts:
     kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5).T
     return _Facts(
         kind, streams.found, stream, issues.found, issue, uses.found, use, copies.found, copy,
-        np.array(sides, _SIDE), np.array(collectives, _COLLECTIVE), communicators.found, kinds.found,
+        np.array(sides, _SIDE), np.array(exchanges, _EXCHANGE), np.array(collectives, _COLLECTIVE), communicators.found,
+        kinds.found,
     )  # fmt: skip
 
 
@@ -261,14 +281,18 @@ class _Met:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._communicators = [schedule.communicator(name) for name in names]
         self._kinds = Distinct()
-        sides, collectives = [], []
+        self._groups = [group for communicator in self._communicators for group in communicator.groups]
+        sides, exchanges, collectives = [], [], []
         for program, first in zip(schedule.programs, into.first, strict=False):
             for call in program.calls:
                 facts = _facts(call.fragment)
                 sides.append(self._placed(facts, facts.sides, first))
+                exchanges.append(self._placed(facts, facts.exchanges, first))
                 collectives.append(self._placed(facts, facts.collectives, first))
                 first += len(facts.kind)  # noqa: PLW2901 - of the rank's next call
+        self._group_of = self._find_group_of(len(into.programs))
         self._set_transfers(_joined(sides, _SIDE), into)
+        self._set_exchanges(_joined(exchanges, _EXCHANGE), into)
         self._set_groups(_joined(collectives, _COLLECTIVE), into)
 
     def _placed(self, facts: _Facts, rows: Array, first: int) -> Array:
@@ -303,19 +327,32 @@ class _Met:
         self.transfers_of = (np.arange(len(of_op)) % max(len(sent), 1))[order].astype(INT)
         ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops))
         into.ops["transfers_end"], into.ops["transfers"][1:] = ends, ends[:-1]
-        groups = [group for communicator in self._communicators for group in communicator.groups]
-        group_of = np.full((len(self._communicators), len(into.programs)), -1, np.int64)
-        for number, (communicator, group) in enumerate(
-            (c, g) for c, one in enumerate(self._communicators) for g in one.groups
-        ):
-            group_of[communicator, list(group)] = number
-        numbers = group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
+        numbers = self._group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
         keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], numbers])
         distinct, self.transfer_message = np.unique(keys, axis=0, return_inverse=True)
         self.transfer_message = self.transfer_message.reshape(-1)
         self.messages = [
-            MessageKey(source, target, nbytes, groups[number]) for source, target, nbytes, number in distinct.tolist()
+            MessageKey(source, target, nbytes, self._groups[number])
+            for source, target, nbytes, number in distinct.tolist()
         ]
+
+    def _find_group_of(self, ranks: int) -> Array:
+        """Return the number of each rank's group, by communicator; -1 where it is in none."""
+        found = np.full((len(self._communicators), ranks), -1, np.int64)
+        numbers = count()
+        for row, communicator in zip(found, self._communicators, strict=True):
+            for group in communicator.groups:
+                row[list(group)] = next(numbers)
+        return found
+
+    def _set_exchanges(self, exchanges: Array, into: Lowered) -> None:
+        """Set which Exchanges hold the same compute units."""
+        numbers = self._group_of[exchanges["communicator"], into.op_rank[exchanges["op"]]] if len(exchanges) else []
+        keys = np.column_stack([numbers, exchanges["peers"], exchanges["nbytes"]])
+        distinct, which = np.unique(keys, axis=0, return_inverse=True)
+        self.op_exchange = np.full(into.num_ops, -1, INT)
+        self.op_exchange[exchanges["op"]] = which.reshape(-1)
+        self.exchanges = [ExchangeKey(self._groups[group], *rest) for group, *rest in distinct.astype(int).tolist()]
 
     def _set_groups(self, collectives: Array, into: Lowered) -> None:
         """Let the n-th collectives of all members of a group be one."""
@@ -373,6 +410,15 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
+
+
+def largest_message(op: ops.Exchange, program: Program) -> tuple[int, int]:
+    """Return how many peers an Exchange has, in the direction with more, and the bytes of its largest message.
+
+    What it sends to one and takes from another is on the same channels.
+    """
+    peers = max(len({peer for peer, _ in messages}) for messages in (op.sends, op.recvs))
+    return peers, max((program.nbytes(view) for _, view in (*op.sends, *op.recvs)), default=0)
 
 
 def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:

@@ -33,7 +33,7 @@ _SCORE_ARRAYS = (
 _COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
 _COST_ARRAYS = (
     "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
-    "issue_s", "stretch",
+    "hold", "issue_s", "stretch",
 )  # fmt: skip
 
 
@@ -47,7 +47,6 @@ class _Score(ctypes.Structure):
 class _Costs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in _COST_COUNTS),
-        ("hold", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _COST_ARRAYS),
     ]
 
@@ -121,12 +120,25 @@ class Priced:
             "op_activity": op_activity,
             "transfer_activity": messages[lowered.transfer_message],
             "group_activity": calls[lowered.group_call],
+            "hold": held(lowered, cost),
             "issue_s": np.array([cost.issue_s(op, use) for op, use in lowered.issues.found], float),
             **activities.arrays(),
         }
         cuda = cluster.spec.gpu.kind == "cuda"
         counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
-        self.struct = _Costs(**dict(zip(_COST_COUNTS, counts, strict=True)), hold=cost.held, **_pointers(self.arrays))
+        self.struct = _Costs(**dict(zip(_COST_COUNTS, counts, strict=True)), **_pointers(self.arrays))
+
+
+def held(lowered: Lowered, cost: CostModel) -> Array:
+    """Return per op the compute units that it holds while it communicates."""
+    found = np.zeros(lowered.num_ops)
+    messages = [cost.held_by_messages(*exchange) for exchange in lowered.exchanges]
+    calls = [cost.held_by_collective(op.name, call.ranks, call.nbytes) for call, op in lowered.calls]
+    meets = lowered.ops["group"] >= 0
+    found[meets] = np.array(calls, float)[lowered.group_call[lowered.ops["group"][meets]]]
+    sends = lowered.op_exchange >= 0
+    found[sends] = np.array(messages, float)[lowered.op_exchange[sends]]
+    return found
 
 
 def _pointers(arrays: dict[str, Array]) -> dict[str, int]:
@@ -135,7 +147,7 @@ def _pointers(arrays: dict[str, Array]) -> dict[str, int]:
 
 
 def plays(lowered: Lowered, cluster: Cluster, cost: CostModel, stretches: Sequence[Stretch]) -> list[Times]:
-    """Return for each noise when every op was posted, begun and ended; -1 where it never came to that.
+    """Return for each noise the times of every op; -1 where it never came to that.
 
     Raises UnavailableError where there is no native library.
     """
@@ -156,7 +168,7 @@ def _require_equal(library: ctypes.CDLL) -> None:
 
 def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced, stretch: Stretch = None) -> tuple[Times, int]:
     """Return the times of all ops with some noise, and the number of events that it took."""
-    times = Times(*np.empty((3, lowered.num_ops)))
+    times = Times(*np.empty((len(Times._fields), lowered.num_ops)))
     arrays: dict[str, Any] = {name: getattr(lowered, name) for name in _SCORE_ARRAYS}
     counts = (len(lowered.programs), lowered.num_ops, len(lowered.streams), len(lowered.transfers), len(lowered.groups))
     score = _Score(**dict(zip(_SCORE_COUNTS, counts, strict=True)), **_pointers(arrays))

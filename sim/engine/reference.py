@@ -23,7 +23,7 @@ import numpy as np
 from sim.engine.clock import Clock, Then
 from sim.engine.cost import CostModel
 from sim.engine.jitter import Stretch
-from sim.engine.lowered import Times, part_bytes
+from sim.engine.lowered import Times, largest_message, part_bytes
 from sim.engine.network import Network
 from sim.engine.phases import Activity, Flow, Latency, located
 from sim.schedule.derive.matching import Key
@@ -38,7 +38,7 @@ _NOT_YET = -1.0
 
 
 def play(checked: Checked, cluster: Cluster, cost: CostModel, stretch: Stretch) -> Times:
-    """Return when every op was posted, begun and ended; -1 where it never came to that."""
+    """Return the times of every op; -1 where it never came to that."""
     return _Player(checked, cluster, cost, stretch).play()
 
 
@@ -68,8 +68,8 @@ class _Rank:
             handoff if isinstance(op, ops.Kernel) else _delayed(handoff, factor)
             for op, factor in zip(program.ops, stretch, strict=True)
         ]
-        self.holds = ((device.compute, cost.held),) if cost.held else ()
-        self.posted, self.begun, self.ended = ([_NOT_YET] * count for _ in range(3))
+        self.compute = device.compute
+        self.posted, self.begun, self.ended, self.granted = ([_NOT_YET] * count for _ in range(4))
         self.waiting: dict[int, list[Then]] = {}
         """Per op the streams that go on at its end."""
 
@@ -100,6 +100,7 @@ class _Player:
         self._absent = [len(group.members) for group in self._matching.groups]
         schedule = self._schedule = checked.schedule
         self._group = cache(lambda name, rank: schedule.communicator(name).group_of(rank))
+        self._calls = cache(self._find_call)
         self._cuda = cluster.spec.gpu.kind == "cuda"
 
     def play(self) -> Times:
@@ -113,17 +114,15 @@ class _Player:
                 next(stream)  # it is given what resumes it where it first yields
                 self._clock.soon(partial(stream.send, partial(next, stream)))
         self._clock.run()
-        posted, begun, ended = (
-            np.array([at for rank in self._ranks for at in getattr(rank, name)], float)
-            for name in ("posted", "begun", "ended")
+        return Times(
+            *(np.array([at for rank in self._ranks for at in getattr(rank, name)], float) for name in Times._fields)
         )
-        return Times(posted, begun, ended)
 
     def _stream(self, rank: _Rank, indices: list[int]) -> Generator[None, Then, None]:
         """Take the ops of one stream in order, each from its issue to its end."""
         clock, network = self._clock, self._network
-        number, program, activities, holds, handoffs = rank.number, rank.ops, rank.activities, rank.holds, rank.handoffs
-        posted, begun, ended, waiting = rank.posted, rank.begun, rank.ended, rank.waiting
+        number, program, activities, handoffs = rank.number, rank.ops, rank.activities, rank.handoffs
+        posted, begun, ended, granted, waiting = rank.posted, rank.begun, rank.ended, rank.granted, rank.waiting
         own = program[indices[0]].stream in {ops.COMPUTE, ops.HOST}
         resume = yield
         wake = partial(clock.soon, resume)
@@ -145,19 +144,20 @@ class _Player:
             if handoffs[index] and self._hands_over(own, asleep_since_s, issued_s):
                 network.run(handoffs[index], wake)
                 yield
-            posted[index] = begun[index] = clock.now
+            posted[index] = begun[index] = granted[index] = clock.now
             activity = activities[index]
             if activity is not None:
                 network.run(activity, wake)
                 yield
             elif not isinstance(program[index], ops.HostSync):  # whose waits are the ends of the streams
-                for resource, amount in holds:
-                    if not network.hold(resource, amount, wake):
-                        yield
+                held = self._held((number, index), program[index])
+                if held and not network.hold(rank.compute, held, wake):
+                    yield
+                granted[index] = clock.now
                 if self._communicate((number, index), program[index], resume):
                     yield
-                for resource, amount in holds:
-                    network.release(resource, amount)
+                if held:
+                    network.release(rank.compute, held)
             rank.end(index, clock)
         yield  # what resumes a stream does not ask whether it is at its end
 
@@ -168,6 +168,15 @@ class _Player:
         if self._cuda:
             return not own
         return self._clock.now > max(asleep_since_s, issued_s if own else 0.0)
+
+    def _held(self, key: Key, op: ops.Op) -> float:
+        """Return the compute units that a communication op holds from its launch to its end."""
+        if isinstance(op, ops.Exchange):
+            return self._cost.held_by_messages(
+                self._group(op.communicator, key[0]), *largest_message(op, self._programs[key[0]])
+            )
+        assert isinstance(op, ops.Collective)
+        return self._cost.held_by_collective(op.name, *self._calls(self._matching.group_of[key]))
 
     def _communicate(self, key: Key, op: ops.Op, resume: Then) -> bool:
         """Post a communication op; return whether it takes time, at the end of which its stream goes on."""
@@ -212,11 +221,18 @@ class _Player:
         if not self._absent[number]:
             for rank, index in members:
                 self._ranks[rank].begun[index] = self._clock.now
-            ranks = whole_group(self._schedule, op.communicator, tuple(rank for rank, _ in members))
-            nbytes = part_bytes(self._programs, members)
-            activity = self._cost.collective(op, ranks, nbytes, len(self._ranks))
+            activity = self._cost.collective(op, *self._calls(number), len(self._ranks))
             self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members)))
         return True
+
+    def _find_call(self, number: int) -> tuple[tuple[int, ...], int]:
+        """Return the ranks of a collective, also those that are not played, and the bytes of one part."""
+        members = self._matching.groups[number].members
+        (first, index), *_ = members
+        op = self._ranks[first].ops[index]
+        assert isinstance(op, ops.Collective)
+        ranks = whole_group(self._schedule, op.communicator, tuple(rank for rank, _ in members))
+        return ranks, part_bytes(self._programs, members)
 
     def _parted(self, last: Key, members: tuple[Key, ...]) -> None:
         """End a collective on all members; the one that began it goes on first."""

@@ -11,6 +11,7 @@ import msgspec
 from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
+from sim.engine.races import races
 from sim.engine.simulate import Simulation
 from sim.engine.work import Work, links_s, of_routes, played, work_of
 from sim.memory import MemoryWalk, walks
@@ -35,10 +36,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """
     notes: list[str]
     """What was extrapolated or came from elsewhere."""
-
-
-RACE = 1.02
-"""How far seeds of noise may be apart, as a factor, before the answer says so: noise alone makes less than 1 %."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,19 +185,10 @@ def bound_by(parts: dict[PartName, float], busy: dict[str, float]) -> str:
     return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 
-def _races(simulation: Simulation) -> list[str]:
-    """Return a note where microseconds decide how long the step takes."""
-    fastest_s, slowest_s = simulation.step_times_s[0], simulation.step_times_s[-1]
-    if slowest_s <= fastest_s * RACE:
-        return []
-    span = f"{fastest_s * 1e3:.4g} to {slowest_s * 1e3:.4g} ms in {len(simulation.step_times_s)} seeds of noise"
-    return [f"which kernel gets its SMs first decides the step: {span}; a machine may be at either end"]
-
-
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
-    notes = [*sorted(simulation.cost.notes), *more, *_races(simulation), *(model.notes or ())]
+    notes = [*sorted(simulation.cost.notes), *more, *races(simulation), *(model.notes or ())]
     profile = simulation.profile
     if profile is None:
         name = simulation.cluster.spec.name

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sim.engine import native
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold, fold
@@ -47,6 +50,8 @@ class Simulation(NamedTuple):
     """Of this play."""
     step_times_s: tuple[float, ...]
     """Of the plays of all seeds, in order."""
+    granted_s: NDArray[np.float64]
+    """When each op of the trace had the SMs that it holds."""
     engine: Engine = "auto"
 
     def of_every_rank(self) -> Simulation:
@@ -103,12 +108,25 @@ class Prepared:
                 f"each other; use fewer communicators at once, or set cluster.gpu.communication_sms below "
                 f"{cluster.spec.gpu.communication_sms}"
             )
-        traces = [Trace("simulated", folded.checked.schedule, *times, numbers=folded.ranks) for times in plays]
+        traces = [
+            Trace("simulated", folded.checked.schedule, found.posted, found.begun, found.ended, numbers=folded.ranks)
+            for found in plays
+        ]
         steps_s = [trace.step_time_s for trace in traces]
         median = sorted(range(len(each)), key=steps_s.__getitem__)[len(each) // 2]
         of_all = tuple(sorted(steps_s))
         return Simulation(
-            self.checked, cluster, profile, jitter, cost, traces[median], folded, each[median], of_all, engine
+            self.checked,
+            cluster,
+            profile,
+            jitter,
+            cost,
+            traces[median],
+            folded,
+            each[median],
+            of_all,
+            plays[median].granted,
+            engine,
         )
 
 

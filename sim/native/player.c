@@ -38,10 +38,10 @@ typedef struct {                                              /* what a schedule
 
 typedef struct {                                              /* what a machine makes of it */
     i64 num_resources, num_activities, cuda, handoff;         /* handoff: an activity, or -1 */
-    f64 hold;                                                 /* compute units that communication holds */
     const f64 *capacity; const i32 *activities; const Phase *phases; const Demand *demands; const Device *devices;
     const i32 *op_activity, *transfer_activity, *group_activity;
-    const f64 *issue_s, *stretch;                             /* per kind of issue; NULL or a factor per op */
+    const f64 *hold, *issue_s, *stretch;                      /* hold: per op the compute units that it holds while it
+                                                                 communicates; per kind of issue; NULL or a factor per op */
 } Costs;
 
 /* Where a stream stands in its op; each step ends where the stream may have to wait. */
@@ -59,7 +59,7 @@ typedef struct { i64 serial; i32 call, subject; } Soon;
 
 typedef struct {
     const Score *score; const Costs *costs;
-    f64 now, *posted, *begun, *ended;
+    f64 now, *posted, *begun, *ended, *granted;
     StreamState *streams; OpState *ops; Running *running; Node *nodes; Resource *resources;
     u8 *offered; i32 *absent, *last_member, *width;
     Event *heap; i64 heap_size, heap_room;
@@ -196,12 +196,15 @@ static void change_hold(State *s, i32 r, f64 amount) {
     }
 }
 
+/* Return the compute units that the op of stream n holds while it communicates. */
+static f64 held_by(const State *s, i32 n) { return s->costs->hold[s->score->stream_ops[s->streams[n].at]]; }
+
 static void serve(State *s, i32 r) {
     Resource *x = &s->resources[r];
-    while (x->queue >= 0 && grants(s, r, s->costs->hold)) {
+    while (x->queue >= 0 && grants(s, r, held_by(s, x->queue))) {
         i32 n = x->queue;
         x->queue = s->streams[n].next_queued;
-        change_hold(s, r, s->costs->hold);
+        change_hold(s, r, held_by(s, n));
         soon(s, RESUME, n, 0);
     }
 }
@@ -385,10 +388,11 @@ static void wait_for(State *s, i32 op, i32 n) {
     x->last = n;
 }
 
-/* Take the compute units that communication holds; return 0 if stream n has to queue for them. */
+/* Take the compute units that the op of stream n holds; return 0 if it has to queue for them. */
 static int hold(State *s, i32 n, i32 resource) {
     Resource *r = &s->resources[resource];
-    if (r->queue < 0 && grants(s, resource, s->costs->hold)) { change_hold(s, resource, s->costs->hold); return 1; }
+    f64 amount = held_by(s, n);
+    if (r->queue < 0 && grants(s, resource, amount)) { change_hold(s, resource, amount); return 1; }
     s->streams[n].next_queued = -1;
     if (r->queue < 0) r->queue = n; else s->streams[r->queue_end].next_queued = n;
     r->queue_end = n;
@@ -433,7 +437,6 @@ static void resume(State *s, i32 n) {
     for (; x->at < stream->ops_end; x->at++, x->step = ISSUE) {
         i32 number = m->stream_ops[x->at], after = s->ops[number].after;
         const Op *op = &m->ops[number];
-        int communicates = op->kind == EXCHANGE || op->kind == COLLECTIVE;
         switch (x->step) {
         case ISSUE:
             x->asleep_s = now;
@@ -465,22 +468,23 @@ static void resume(State *s, i32 n) {
             }
         /* fall through */
         case POST:
-            s->posted[number] = s->begun[number] = now;
+            s->posted[number] = s->begun[number] = s->granted[number] = now;
             if (op->kind == KERNEL || op->kind == HOST_COPY) {
                 x->step = WORKING;
                 begin(s, n, c->op_activity[number]);
                 return;
             }
             x->step = GRANTED;
-            if (communicates && c->hold > 0 && !hold(s, n, compute)) return;
+            if (c->hold[number] > 0 && !hold(s, n, compute)) return;
         /* fall through */
         case GRANTED:
             x->step = COMMUNICATING;
+            s->granted[number] = now;
             if (op->kind == EXCHANGE && exchange(s, number)) return;
             if (op->kind == COLLECTIVE) { collective(s, number); return; }
         /* fall through */
         case COMMUNICATING:
-            if (communicates && c->hold > 0) { change_hold(s, compute, -c->hold); serve(s, compute); }
+            if (c->hold[number] > 0) { change_hold(s, compute, -c->hold[number]); serve(s, compute); }
         /* fall through */
         case WORKING:
             end_op(s, number);
@@ -553,7 +557,7 @@ static void set_up(State *s) {
     }
     set_issues(s);
     for (i64 i = 0; i < m->num_ops; i++) {
-        s->posted[i] = s->begun[i] = s->ended[i] = -1.0;
+        s->posted[i] = s->begun[i] = s->ended[i] = s->granted[i] = -1.0;
         s->ops[i].first = -1;
         s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
         if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_COPY) s->failed = UNKNOWN;
@@ -601,8 +605,8 @@ static void run(State *s) {
 }
 
 /* Set the times of all ops, and *events to the number of events; return PLAYED or what went wrong. */
-int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, i64 *events) {
-    State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended}, *s = &state;
+int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f64 *granted, i64 *events) {
+    State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended, .granted = granted}, *s = &state;
     i64 users = m->num_streams + m->num_transfers + m->num_groups;
     s->streams = room(s, m->num_streams, sizeof *s->streams);
     s->ops = room(s, m->num_ops, sizeof *s->ops);

@@ -186,14 +186,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
     st.sampled_from((0.0, 3e-6)),
     st.lists(st.sampled_from((0.5, 0.9, 1.0)), min_size=4, max_size=4),
     st.sampled_from((0.0, 0.2)),
+    st.sampled_from((None, 2, 30)),
 )
 def test_both_engines_play_random_programs_alike(
-    schedule: Schedule, sms: int, rate: float, delay_s: float, speeds: list[float], share: float
+    schedule: Schedule, sms: int, rate: float, delay_s: float, speeds: list[float], share: float, peer_sms: int | None
 ) -> None:
     """Also where communication that holds the SMs of a GPU comes to a standstill."""
     spec = load_cluster("a100-pcie")
     gpu = msgspec.structs.replace(spec.gpu, communication_sms=sms, launch_s=delay_s)
-    link = LinkSpec(bytes_per_s=rate, latency_s=delay_s)
+    link = LinkSpec(bytes_per_s=rate, latency_s=delay_s, peer_sms=peer_sms)
     per_gpu = {number: PerGpu(speed=speed) for number, speed in enumerate(speeds)}
     spec = msgspec.structs.replace(spec, gpu=gpu, nvlink=link, per_gpu=per_gpu)
     require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
@@ -275,9 +276,9 @@ def test_a_library_that_differs_by_one_bit_is_refused(monkeypatch: pytest.Monkey
     played = reference.play
 
     def later(*args: Any) -> Times:
-        posted, begun, ended = played(*args)
-        ended[-1] = np.nextafter(ended[-1], np.inf)
-        return Times(posted, begun, ended)
+        times = played(*args)
+        times.ended[-1] = np.nextafter(times.ended[-1], np.inf)
+        return times
 
     monkeypatch.setattr(reference, "play", later)
     with pytest.raises(UnavailableError, match="not those of SimPy's engine"):

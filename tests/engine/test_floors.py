@@ -19,7 +19,7 @@ from sim.schedule.proof.check import Checked
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
-from topology.specs import LinkSpec
+from topology.specs import NicSpec
 
 
 def floors_by_the_op(checked: Checked, cluster: Cluster) -> dict[str, float]:

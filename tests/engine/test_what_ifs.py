@@ -10,7 +10,7 @@ import pytest
 
 import longstep
 from longstep import InputError, Prediction
-from sim.engine.report import RACE
+from sim.engine.races import RACE, races
 
 RATES = ("hbm", "nvlink", "nic", "gpu.peak_flops_per_s.bf16")
 SEED = 2211
@@ -36,7 +36,12 @@ def configurations(count: int) -> Iterator[tuple[random.Random, Prediction]]:
         yield draw, found
 
 
-@pytest.mark.parametrize("count", [pytest.param(8, id="few"), pytest.param(400, id="many", marks=pytest.mark.slow)])
+FEW_AND_MANY = pytest.mark.parametrize(
+    "count", [pytest.param(8, id="few"), pytest.param(400, id="many", marks=pytest.mark.slow)]
+)
+
+
+@FEW_AND_MANY
 def test_twice_a_rate_hardly_makes_a_step_slower(count: int) -> None:
     """At most one in a hundred steps by more than 1 %, none by more than 5 %. Excused are steps that a race decides, as
     their evidence says, and those are at most one in a hundred, too. Of 400 none was slower, 5 told of a race.
@@ -54,3 +59,21 @@ def test_twice_a_rate_hardly_makes_a_step_slower(count: int) -> None:
     assert len(slower) <= count // 100, slower
     assert all(ratio <= 1.05 for ratio, _ in slower), slower
     assert len(excused) <= count // 100, excused
+
+
+@FEW_AND_MANY
+def test_one_slow_gpu_hardly_costs_more_than_all_unless_the_answer_says_why(count: int) -> None:
+    """One in thirty steps at most takes more than 1 % longer. All but one in a hundred tell of kernels that hold SMs
+    while those of their peers wait; without that none takes more than 5 % longer.
+    """
+    longer: list[tuple[float, bool, str]] = []
+    for draw, found in configurations(count):
+        ranks, nodes = found.simulation.checked.schedule.num_ranks, {"cluster.nodes": str(found.cluster.spec.nodes)}
+        slow = draw.randrange(ranks)
+        one = found.replace(set=nodes | {f"cluster.gpu[{slow}].speed": "0.7"})
+        every = found.replace(set=nodes | {f"cluster.gpu[{rank}].speed": "0.7" for rank in range(ranks)})
+        if (ratio := one.step_time_s / every.step_time_s) > 1.01:
+            longer.append((ratio, bool(races(one.simulation)), f"GPU {slow} of {found.title}"))
+    assert len(longer) <= count // 30, longer
+    assert sum(not told for _, told, _ in longer) <= count // 100, longer
+    assert all(told or ratio <= 1.05 for ratio, told, _ in longer), longer

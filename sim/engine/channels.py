@@ -1,0 +1,81 @@
+"""How many SMs a communication kernel holds: NCCL runs a block on an SM for each channel that the kernel uses.
+
+A communicator inside a node has the channels of ``gpu.communication_sms``, one over nodes those of its NICs. A
+collective takes all of them. A message takes a few, by the links to its peer, the ranks of the communicator and its
+bytes. So NCCL has it in src/graph/paths.cc (ncclTopoComputeP2pChannels) and src/enqueue.cc (scheduleP2pTasksToPlan,
+addP2pToPlan, getAlgoInfo), read from memory of 2.18 to 2.29. Measured times show the same steps: send/receive in rings
+of 4 and 8 H100 runs at 20 GB/s for each of 8 and 4 channels up to 128 and 64 MiB, of 8 from there to 128 MiB, of 16 at
+256 MiB (xxrjun/nccl-tests-cluster@455de4f, NCCL 2.29.2); between two A800 at 143 GB/s up to 128 MiB and at 155 from 160
+MiB, 8 and 16 channels (oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/cb_8_g01_all.log).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sim.schedule.ir.ops import AllReduce, AllToAll, CollectiveName
+from topology.cluster import Cluster
+from topology.specs import LinkSpec
+
+_BYTES_A_CHANNEL = 512 * 64
+"""Of a collective with fewer bytes for each channel fewer channels run: 64 for each of the 512 threads of a block."""
+_CHUNK = 2**17
+"""Bytes of a step of a message; NVLink has four times as many."""
+
+
+class _Communicator(NamedTuple):
+    channels: int
+    """Of its collectives."""
+    link: LinkSpec | None
+    """The slowest that its ranks need to reach each other."""
+    chunk: int
+    nodes: int
+
+
+def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int, ...], nbytes: int) -> float:
+    """Return the SMs that a collective holds on each of its ranks; ``nbytes`` is one part (of AllReduce the whole).
+
+    An all-to-all is messages to all ranks. One rank alone runs no kernel.
+    """
+    if name == AllToAll.name:
+        return held_by_messages(cluster, ranks, len(ranks), nbytes)
+    if len(ranks) == 1:
+        return 0.0
+    moved = nbytes if name == AllReduce.name else nbytes * len(ranks)
+    return float(min(_communicator(cluster, ranks).channels, max(1, moved // _BYTES_A_CHANNEL)))
+
+
+def held_by_messages(cluster: Cluster, group: tuple[int, ...], peers: int, nbytes: int) -> float:
+    """Return the SMs that an Exchange holds within a communicator: with so many peers, its largest message of so many
+    bytes.
+    """
+    channels, link, chunk, nodes = _communicator(cluster, group)
+    if link is None or link.peer_sms is None or not channels:
+        return float(channels)
+    every = _power_of_2(channels)
+    least = most = min(_power_of_2(link.peer_sms), every)
+    while least * len(group) > every and least > 1:
+        least //= 2
+    while most * len(group) > 4 * every and most > 1:
+        most //= 2
+    smallest, largest = (chunk // 8, chunk * 32) if nodes == 1 else (chunk // 2, chunk)
+    of_peer = max(1, min(least, -(-nbytes // smallest)))
+    while nbytes > of_peer * largest and 2 * of_peer <= most:
+        of_peer *= 2
+    return float(min(of_peer * peers, every, cluster.spec.gpu.sms - 1))
+
+
+def _communicator(cluster: Cluster, ranks: tuple[int, ...]) -> _Communicator:
+    spec = cluster.spec
+    channels, nodes = spec.gpu.communication_sms, len({cluster.devices[rank].node for rank in ranks})
+    if nodes == 1:
+        return _Communicator(channels, spec.nvlink or spec.pcie, _CHUNK * 4 if spec.nvlink else _CHUNK, nodes)
+    if spec.nic and spec.nic.peer_sms is not None:
+        nics = -(-len(ranks) * (spec.nic.per_node or spec.gpus_per_node) // (nodes * spec.gpus_per_node))
+        channels = min(channels, spec.nic.peer_sms * nics)
+    return _Communicator(channels, spec.nic, _CHUNK, nodes)
+
+
+def _power_of_2(count: int) -> int:
+    """Return the least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
