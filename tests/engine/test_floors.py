@@ -101,7 +101,7 @@ def test_a_rank_alone_on_its_node_needs_its_bytes_once(kind: CollectiveName, nby
     """Three nodes of one GPU, without PCIe: the NIC is the rank's way out and the node's. 1 byte to or from each of two
     others, or 2 (3 - 1) / 3 of a sum.
     """
-    nic = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
+    nic = NicSpec(bytes_per_s=1e9, latency_s=0.0)
     cluster = Cluster(make_cluster_spec(1, nodes=3, nic=nic))
     found = [(cluster.resources[link].name, least) for (link,), least in needs(kind, (0, 1, 2), 1, cluster)]
     ways = {"all_gather": ("in",), "reduce_scatter": ("out",)}.get(kind, ("out", "in"))
