@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import torch
 
-from runtime.execution.reference import attention, layers
+from runtime.execution.reference import attention, layers, step
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.masks import Span, mask_of
+from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Port, Program
 from sim.schedule.ir.views import View
-from sim.schedule.model.block import LLAMA, tensor_of
+from sim.schedule.model.scope import tensor_of, units
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -35,6 +37,18 @@ def global_activations(name: str, span: Span, workload: Workload) -> torch.Tenso
     return _tokens(name, span, (workload.model.embed_dim,), workload)
 
 
+def global_ids(span: Span, workload: Workload) -> torch.Tensor:
+    """Return the ids of some tokens: (B, tokens), each as likely; 0 of padding."""
+    draw = partial(torch.randint, workload.model.vocab_size)
+    return _drawn("ids", span, (), workload, draw)
+
+
+def global_labels(span: Span, workload: Workload) -> torch.Tensor:
+    """Return the labels of some tokens: (B, tokens), the id of the next one; none of the last one and of padding."""
+    behind = global_ids(Span(span.start + 1, span.stop + 1, span.step), workload)
+    return behind.masked_fill(torch.arange(*span) >= workload.real_seq - 1, NO_LABEL)
+
+
 def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
     shape = tensor_of(name).shape(workload.model)
@@ -45,16 +59,22 @@ def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
 
 
 def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -> torch.Tensor:
-    """Return (B, tokens, *width), drawn block by block in fp32, which is several times as fast as in fp64."""
+    """Return (B, tokens, *width), drawn in fp32, which is several times as fast as in fp64."""
+    return _drawn(name, span, width, workload, torch.randn).to(TORCH_DTYPE[workload.dtype])
+
+
+def _drawn(
+    name: str, span: Span, width: tuple[int, ...], workload: Workload, draw: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return (B, tokens, *width), drawn block by block; zeros for padding."""
     blocks = []
     for block in range(span.start // _BLOCK, (span.stop - 1) // _BLOCK + 1):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} {block}".encode()))
-        shape = (workload.batch, _BLOCK, *width)
-        drawn = torch.randn(shape, generator=generator)
+        drawn = draw((workload.batch, _BLOCK, *width), generator=generator)
         low, high = block * _BLOCK, (block + 1) * _BLOCK
-        drawn[:, max(workload.real_seq - low, 0) :] = 0.0
+        drawn[:, max(workload.real_seq - low, 0) :] = 0
         begin = max(span.start, low + (span.start - low) % span.step)
-        blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step].to(TORCH_DTYPE[workload.dtype]))
+        blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step])
     return torch.cat(blocks, dim=1)
 
 
@@ -82,6 +102,10 @@ def fill_inputs(
                 storage.write(port.view).copy_(storage.read(first))
             continue
         own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(workload, batch=port.batch.stop)
+        if port.tensor in {"ids", "labels"}:
+            read = global_ids if port.tensor == "ids" else global_labels
+            storage.write(port.view).copy_(torch.cat([read(span, drawn) for span in port.tokens], dim=1)[own])
+            continue
         if port.tensor in {"x", "dx"}:
             tokens = [global_activations(port.tensor, span, drawn) for span in port.tokens]
             storage.write(port.view).copy_(torch.cat(tokens, dim=1)[own])
@@ -108,13 +132,15 @@ def fill_inputs(
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
     whole, model = Span(0, workload.real_seq), workload.model
+    weights = [
+        {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
+        for unit in units(workload)
+    ]
     if workload.scope == "layer":
-        weights = [
-            {weight.name: global_weight(weight.name, layer, workload).double() for weight in LLAMA.weights}
-            for layer in range(workload.layers)
-        ]
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
         return layers(weights, x, dx if workload.backward else None, model, mask_of(workload))
+    if workload.scope == "step":
+        return step(weights, global_ids(whole, workload), global_labels(whole, workload), model, mask_of(workload))
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
     found = attention(q, k, v, dout, mask_of(workload))._asdict()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from sim.schedule.ir.masks import Band
+from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
 Tensor = torch.Tensor
@@ -71,17 +73,44 @@ def layers(
     Gradients are torch's autograd of the textbook formulas: nothing in common with the kernels that are tested.
     """
     first = x.requires_grad_()
-    for weight in (weight for of_layer in weights for weight in of_layer.values()):
-        weight.requires_grad_()
+    _learn(weights)
     for of_layer in weights:
         x = _layer(of_layer, x, model, band)
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
-        found["dx", 0] = _gradient(first)
-        for layer, of_layer in enumerate(weights):
-            found |= {(f"d{name}", layer): _gradient(weight) for name, weight in of_layer.items()}
+        found |= {("dx", 0): _gradient(first), **_gradients(enumerate(weights))}
     return found
+
+
+def step(
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, band: Band
+) -> dict[tuple[str, int], Tensor]:
+    """Return the loss of each token (B, S) of a training step, and the gradients of all weights for their mean.
+
+    By (tensor, layer), as ``layers`` does. The first of ``weights`` are the embedding's, the last ones the head's.
+    """
+    _learn(weights)
+    first, *inner, last = weights
+    x = torch.nn.functional.embedding(ids, first["w_embed"])
+    for of_layer in inner:
+        x = _layer(of_layer, x, model, band)
+    logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
+    (loss.sum() / (labels != NO_LABEL).sum()).backward()
+    numbered = ((0, first), *enumerate(inner), (len(inner), last))
+    return {("loss", len(inner)): loss.detach(), **_gradients(numbered)}
+
+
+def _learn(weights: list[dict[str, Tensor]]) -> None:
+    """Ask for the gradients of all weights."""
+    for weight in (weight for unit in weights for weight in unit.values()):
+        weight.requires_grad_()
+
+
+def _gradients(units: Iterable[tuple[int, dict[str, Tensor]]]) -> dict[tuple[str, int], Tensor]:
+    """Return the gradients of weights, which are given by layer and name."""
+    return {(f"d{name}", layer): _gradient(weight) for layer, unit in units for name, weight in unit.items()}
 
 
 def _gradient(tensor: Tensor) -> Tensor:

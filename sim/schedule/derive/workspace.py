@@ -18,7 +18,10 @@ from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
 QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
 
-_InPlace: TypeAlias = ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Zero
+LOSS_ROWS = 1024
+"""Tokens whose logits are held at once in the data type of sums, with their probabilities."""
+
+_InPlace: TypeAlias = ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Zero
 """Most kernels: they hold nothing beside their operands."""
 
 
@@ -47,6 +50,11 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         return _copied(op, program, _with_sums(op.x, program))
     if isinstance(op, ops.RmsNormBackward):
         return _copied(op, program, [program.dtype(op.x)] * 2)
+    if isinstance(op, ops.EmbedBackward):
+        return _copied(op, program, [program.dtype(op.dout)])
+    if isinstance(op, ops.CrossEntropy):
+        rows = min(LOSS_ROWS, math.prod(op.labels.shape))
+        return 2 * rows * op.logits.shape[2] * DTYPE_BYTES[program.dtype(op.loss)]
     assert_never(op)
 
 

@@ -19,9 +19,9 @@ import msgspec
 from sim.schedule.ir.views import Data, Split, View
 
 AnyOp = TypeVar("AnyOp", bound=Data)
-Numbers = Literal["alike", "wide", "alike or wide", "any"]
+Numbers = Literal["alike", "wide", "alike or wide", "any", "int64"]
 """The data type of a kernel's operand: that of its first one, what sums of such numbers are kept in, one of these two,
-or any that a workload has.
+any that a workload has, or integers.
 """
 
 

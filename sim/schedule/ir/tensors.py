@@ -8,7 +8,7 @@ from sim.schedule.ir.masks import Span
 from sim.workload import Dtype, ModelSpec, accumulation_dtype
 
 Kind = Literal["weight", "weight gradient", "activation", "gradient"]
-Axis = Literal["embed", "ffn", "heads", "kv_heads"]
+Axis = Literal["embed", "ffn", "heads", "kv_heads", "vocab"]
 """What an extent is called; each head counts head dim features."""
 
 
@@ -44,6 +44,7 @@ class Tensor(NamedTuple):
             "ffn": model.ffn_dim,
             "heads": model.num_heads * model.head_dim,
             "kv_heads": model.num_kv_heads * model.head_dim,
+            "vocab": model.vocab_size,
         }
         return tuple(features[axis] for axis in self.axes)
 

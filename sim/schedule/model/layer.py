@@ -1,8 +1,9 @@
-"""Scope "layer": whole transformer layers around any distributed attention, forward and backward.
+"""Scopes "layer" and "step": transformer layers around any distributed attention, forward and backward, alone or
+between embedding and loss.
 
 Every rank computes all of a layer for its own tokens; only attention sees those of other ranks. What a layer computes
-is in ``block``; where its weights and activations are, and how many tokens it takes at a time, is in ``params``,
-``saving`` and ``tiling``.
+is in ``block``, and what its ends do in ``ends``; where weights and activations are, and how many tokens are taken at a
+time, is in ``params``, ``saving`` and ``tiling``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from sim.schedule.ir.program import Claims, Communicator, Header, Program, Sched
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
+from sim.schedule.model.ends import HEAD, HEAD_BACKWARD
 from sim.schedule.model.equations import Block, Equation
+from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Replicated
 from sim.schedule.model.saving import Keep, Offload, Saving
-from sim.schedule.model.tiling import Tiling, whole
+from sim.schedule.model.scope import Unit, units
+from sim.schedule.model.tiling import Tiling, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import DistributedAttention, Shard, attention_flops, attention_program
 from sim.schedule.write.builder import ProgramBuilder
@@ -55,7 +59,7 @@ def build_around(
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
     replica does the same as the first, with a batch of its own.
     """
-    layers = workload.scope == "layer"
+    layers = workload.scope != "attention"
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
@@ -74,19 +78,19 @@ def build_around(
     )
 
     def program(rank: int) -> Program:
-        b = ProgramBuilder(rank, workload)
+        b = ProgramBuilder(rank, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(rank), plan.attention)
         offloaded = options.activations != "hbm" and workload.backward
         saving = Offload(b, options.activations) if offloaded else Keep()
-        params, tokens = Replicated(b, LLAMA, gradients), plan.shard(rank).tokens
+        params, tokens = Replicated(b, gradients), plan.shard(rank).tokens
         return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole).program()
 
     return Schedule(header, program, replicated=True)
 
 
 class LayerWriter(NamedTuple):
-    """Writes the layers of one rank; what may differ between techniques is in three protocols."""
+    """Writes the layers of one rank; what may differ between techniques is in protocols."""
 
     b: ProgramBuilder
     block: Block
@@ -104,24 +108,28 @@ class LayerWriter(NamedTuple):
 
     def program(self) -> Program:
         """Return the program of this rank."""
-        b, x, count = self.b, self.block.x, self.b.workload.layers
-        view = b.input_of(x, self.tokens)
-        for layer in range(count):
-            view = self._forward(layer, view)
-        b.output_of(x.later(count), self.tokens, view)
+        b, layers = self.b, units(self.b.workload)
+        ends: Outside = Ports(b, self.tokens, self.block.x)
+        if b.workload.scope == "step":
+            first, *layers, last = layers
+            ends = Loss(b, self.tokens, first, last, self.params, self.tiling)
+        view = ends.enter()
+        for unit in layers:
+            view = self._forward(unit, view)
+        ends.leave(view)
         if b.workload.backward:
             b.part = "backward"
-            view = b.input_of(d(x).later(count), self.tokens)
-            for layer in reversed(range(count)):
-                view = self._backward(layer, view)
-            b.output_of(d(x), self.tokens, view)
+            view = ends.enter_backward()
+            for unit in reversed(layers):
+                view = self._backward(unit, view)
+            ends.leave_backward(view)
         return b.build()
 
-    def _forward(self, layer: int, x: View) -> View:
+    def _forward(self, unit: Unit, x: View) -> View:
         """Append a layer; return what leaves it."""
-        forward = partial(self._forward_with, layer)
-        following, kept = self.b.call("forward", layer, forward, x, self.params.gather(layer))
-        self.saving.save(layer, kept)
+        forward = partial(self._forward_with, unit.layer)
+        following, kept = self.b.call("forward", unit.layer, forward, x, self.params.gather(unit))
+        self.saving.save(unit.layer, kept)
         return following
 
     def _forward_with(self, layer: int, x: View, weights: Values) -> tuple[View, Kept]:
@@ -144,11 +152,11 @@ class LayerWriter(NamedTuple):
         before, after = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
         return values[block.x.later(1)], Kept(before, kept, after)
 
-    def _backward(self, layer: int, dx: View) -> View:
+    def _backward(self, unit: Unit, dx: View) -> View:
         """Append the backward pass of a layer; return the gradient of what came into it."""
-        weights = self.params.gather(layer)
-        kept = self.saving.restore(layer, weights)
-        return self.b.call("backward", layer, partial(self._backward_with, layer), dx, weights, kept)
+        weights = self.params.gather(unit)
+        kept = self.saving.restore(unit.layer, weights)
+        return self.b.call("backward", unit.layer, partial(self._backward_with, unit.layer), dx, weights, kept)
 
     def _backward_with(self, layer: int, dx: View, weights: Values, kept: Kept) -> View:
         block, around = self.block, self.block.backward
@@ -160,10 +168,8 @@ class LayerWriter(NamedTuple):
         return values[d(block.x)]
 
     def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
-        """Append equations; gradients of weights are summed over the ranks as soon as they are there."""
-        for tensor in self.tiling(equations, TokenWriter(self.b, layer, tokens, values)):
-            if tensor.kind == "weight gradient":
-                self.params.reduce(tensor.later(layer), values[tensor])
+        """Append equations of a layer."""
+        write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
 
 
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh) -> Claims:
@@ -171,11 +177,10 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh) -> Claims:
     flops, wire_bytes = mesh.dp * attention_flops(workload, plan.kernel), mesh.dp * plan.wire_bytes
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
-    reduced = Replicated.reduced_bytes(LLAMA, workload, mesh.size)
     return Claims(
         attention_flops=workload.layers * flops,
         gemm_flops=mesh.dp * gemm_flops(workload),
-        wire_bytes=workload.layers * (wire_bytes + reduced),
+        wire_bytes=workload.layers * wire_bytes + Replicated.reduced_bytes(workload, mesh.size),
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",
     )
 
@@ -185,5 +190,7 @@ def gemm_flops(workload: Workload) -> int:
     if workload.scope == "attention":
         return 0
     passes = [LLAMA.forward, LLAMA.backward] if workload.backward else [LLAMA.forward]
-    per_token: int = sum(one.gemm_flops(workload.model) for around in passes for part in around for one in part)
-    return per_token * workload.batch * workload.seq * workload.layers
+    of_layer: int = sum(one.gemm_flops(workload.model) for around in passes for part in around for one in part)
+    of_ends: int = sum(one.gemm_flops(workload.model) for one in (*HEAD, *HEAD_BACKWARD))
+    per_token = workload.layers * of_layer + (of_ends if workload.scope == "step" else 0)
+    return per_token * workload.batch * workload.seq

@@ -49,6 +49,7 @@ class TokenWriter(NamedTuple):
             "theta": model.rope_theta,
             "tokens": self.tokens,
             "accumulate": equation.adds or adds,
+            "count": self.b.replicas * self.b.workload.num_labels,
         }
         known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
         self.b.add(kind(label=equation.label, **views, **known, **dict(equation.variant)))

@@ -16,7 +16,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split
-from sim.schedule.model.block import TERMS, tensor_of
+from sim.schedule.model.scope import TERMS, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union

@@ -22,7 +22,7 @@ from sim.schedule.derive.replicas import folds, num_alike
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
-from sim.schedule.model.block import ports_of
+from sim.schedule.model.scope import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.proof.wellformed import check_program

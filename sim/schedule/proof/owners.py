@@ -12,7 +12,7 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.block import LLAMA, tensor_of
+from sim.schedule.model.scope import tensor_of, units
 from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
 
@@ -79,9 +79,11 @@ def check_shards(programs: Sequence[Program], workload: Workload) -> None:
     gradient of just the shards that it holds.
     """
     held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
+    weights = {weight.name: weight for unit in units(workload) for weight in unit.weights}
+    gradients = {d(weight).name: weight for weight in weights.values()}
     for program in programs:
-        own = _shards(program.inputs, workload, {weight.name: weight for weight in LLAMA.weights})
-        left = _shards(program.outputs, workload, {d(weight).name: weight for weight in LLAMA.weights})
+        own = _shards(program.inputs, workload, weights)
+        left = _shards(program.outputs, workload, gradients)
         for shard in own:
             held[shard.weight][shard] += own[shard]
         for shard in (own - left) | (left - own) if workload.backward else ():

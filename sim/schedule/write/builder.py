@@ -58,9 +58,11 @@ class ProgramBuilder:
     written many times, as layers are, is written by ``call``.
     """
 
-    def __init__(self, rank: int, workload: Workload) -> None:
+    def __init__(self, rank: int, workload: Workload, replicas: int = 1) -> None:
         self.rank = rank
         self.workload = workload
+        self.replicas = replicas
+        """How many do the same with sequences of their own."""
         self.batch = Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
