@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from sim.optimiser import ADAM
 from sim.schedule.ir.masks import Band
 from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
@@ -79,16 +79,17 @@ def layers(
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
-        found |= {("dx", 0): _gradient(first), **_gradients(enumerate(weights))}
+        found["dx", 0] = _gradient(first)
+        for layer, of_layer in enumerate(weights):
+            found |= {(f"d{name}", layer): _gradient(weight) for name, weight in of_layer.items()}
     return found
 
 
 def step(
     weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, band: Band
-) -> dict[tuple[str, int], Tensor]:
-    """Return the loss of each token (B, S) of a training step, and the gradients of all weights for their mean.
-
-    By (tensor, layer), as ``layers`` does. The first of ``weights`` are the embedding's, the last ones the head's.
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
+    flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's.
     """
     _learn(weights)
     first, *inner, last = weights
@@ -98,19 +99,31 @@ def step(
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
-    numbered = ((0, first), *enumerate(inner), (len(inner), last))
-    return {("loss", len(inner)): loss.detach(), **_gradients(numbered)}
+    flat = [torch.cat([_gradient(weight).flatten() for weight in unit.values()]) for unit in weights]
+    return loss.detach(), flat
+
+
+def adamw(states: list[list[Tensor]], gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Return weights and both moments of each unit after a step of torch's AdamW, behind its clipping by norm."""
+    parameters = [torch.nn.Parameter(weights.clone()) for weights, _, _ in states]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, ADAM.max_norm)
+    optimiser = torch.optim.AdamW(
+        parameters, ADAM.learning_rate, (ADAM.beta1, ADAM.beta2), ADAM.epsilon, ADAM.weight_decay, fused=False
+    )
+    kept = optimiser.state
+    for parameter, (_, first, second) in zip(parameters, states, strict=True):
+        before = torch.tensor(float(ADAM.step - 1))
+        kept[parameter] = {"step": before, "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    optimiser.step()
+    return [[one.detach(), kept[one]["exp_avg"], kept[one]["exp_avg_sq"]] for one in parameters]
 
 
 def _learn(weights: list[dict[str, Tensor]]) -> None:
     """Ask for the gradients of all weights."""
     for weight in (weight for unit in weights for weight in unit.values()):
         weight.requires_grad_()
-
-
-def _gradients(units: Iterable[tuple[int, dict[str, Tensor]]]) -> dict[tuple[str, int], Tensor]:
-    """Return the gradients of weights, which are given by layer and name."""
-    return {(f"d{name}", layer): _gradient(weight) for layer, unit in units for name, weight in unit.items()}
 
 
 def _gradient(tensor: Tensor) -> Tensor:

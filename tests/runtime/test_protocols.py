@@ -42,7 +42,7 @@ RANKS = 2
 EVERYONE = Communicator(name="everyone", groups=(tuple(range(RANKS)),))
 
 
-class Sharded:
+class Sharded(Replicated):
     """Every rank owns some rows of each weight, gathers the others' for each pass, and sums its rows' gradients."""
 
     def __init__(self, b: ProgramBuilder) -> None:

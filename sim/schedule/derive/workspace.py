@@ -21,7 +21,9 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 LOSS_ROWS = 1024
 """Tokens whose logits are held at once in the data type of sums, with their probabilities."""
 
-_InPlace: TypeAlias = ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Zero
+_InPlace: TypeAlias = (
+    ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
+)
 """Most kernels: they hold nothing beside their operands."""
 
 
@@ -29,17 +31,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     """Return the largest workspace of a kernel in bytes."""
     if isinstance(op, _InPlace):
         return 0
-    if isinstance(op, ops.Attend):
-        if op.kernel != "flash":
-            return _unfused(op, program)
-        where_unseen = math.prod(op.lse.shape)  # a byte each
-        return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
-    if isinstance(op, ops.AttendBackward):
-        return _attend_backward(op, program)
-    if isinstance(op, ops.Merge):
-        return 4 * program.nbytes(op.lse)  # the sum, the same without infinities, and two weights
-    if isinstance(op, ops.Delta):
-        return _wide_bytes(op.out, program) + program.nbytes(op.delta)
+    if isinstance(op, ops.AttentionKernel):
+        return _of_attention(op, program)
     if isinstance(op, ops.Rope):
         return _wide_bytes(op.x, program)  # both halves, turned
     if isinstance(op, ops.Copy):
@@ -55,6 +48,25 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.CrossEntropy):
         rows = min(LOSS_ROWS, math.prod(op.labels.shape))
         return 2 * rows * op.logits.shape[2] * DTYPE_BYTES[program.dtype(op.loss)]
+    if isinstance(op, ops.SquareSum):
+        return 2 * program.nbytes(op.square)
+    if isinstance(op, ops.AdamW):
+        return program.nbytes(op.gradient) + 4 * DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
+    assert_never(op)
+
+
+def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
+    if isinstance(op, ops.Attend):
+        if op.kernel != "flash":
+            return _unfused(op, program)
+        where_unseen = math.prod(op.lse.shape)  # a byte each
+        return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
+    if isinstance(op, ops.AttendBackward):
+        return _attend_backward(op, program)
+    if isinstance(op, ops.Merge):
+        return 4 * program.nbytes(op.lse)  # the sum, the same without infinities, and two weights
+    if isinstance(op, ops.Delta):
+        return _wide_bytes(op.out, program) + program.nbytes(op.delta)
     assert_never(op)
 
 

@@ -306,6 +306,43 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     count: int
 
 
+class Unpack(_Kernel, frozen=True, kw_only=True):
+    """Each of ``weights``, one behind the other, = its elements in a flat tensor: FSDP2 copies out what it gathered."""
+
+    meta = Meta("U", "unpack", "copy", "copy")
+    flat: Annotated[View, In("i")]
+    weights: Annotated[tuple[View, ...], Out()]
+
+
+class Pack(_Kernel, frozen=True, kw_only=True):
+    """flat = the elements of all gradients, one behind the other, in its data type or wider."""
+
+    meta = Meta("P", "pack", "copy", "copy")
+    gradients: Annotated[tuple[View, ...], In()]
+    flat: Annotated[View, Out("i", "alike or wide")]
+
+
+class SquareSum(_Kernel, frozen=True, kw_only=True):
+    """square (1) = the sum of the squares of a flat gradient's elements."""
+
+    meta = Meta("Q", "sum of squares", "other", "square_sum", 2)
+    gradient: Annotated[View, In("i")]
+    square: Annotated[View, Out("n")]
+
+
+class AdamW(_Kernel, frozen=True, kw_only=True):
+    """Update flat weights and their moments in place by their gradient (arXiv:1711.05101 algorithm 2), which is scaled
+    down where the norm of all gradients, the root of the sum of all ``squares``, is above a bound (arXiv:1211.5063).
+    """
+
+    meta = Meta("O", "optimiser", "other", "adamw", 14)
+    weights: Annotated[View, InOut("i")]
+    gradient: Annotated[View, In("i")]
+    first: Annotated[View, InOut("i")]
+    second: Annotated[View, InOut("i")]
+    squares: Annotated[View, In("n")]
+
+
 class _Communication(_Op, frozen=True, kw_only=True):
     """What all communication has: its communicator, whose name its stream bears."""
 
@@ -417,12 +454,14 @@ EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
 """What a model does to each token by itself."""
+StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
+"""What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel | Accumulate | Zero | Copy
-    | Fold
+    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
+    | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
+Kernel: TypeAlias = AttentionKernel | TokenKernel | StateKernel | Accumulate | Zero | Copy | Fold
 Op: TypeAlias = Kernel | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}

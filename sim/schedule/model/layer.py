@@ -8,7 +8,7 @@ time, is in ``params``, ``saving`` and ``tiling``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import AttentionName, LayerOptions
+from sim.options import AttentionName, CheckpointName, LayerOptions
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
@@ -25,8 +25,9 @@ from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
 from sim.schedule.model.ends import HEAD, HEAD_BACKWARD
 from sim.schedule.model.equations import Block, Equation
+from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
-from sim.schedule.model.params import Params, Replicated
+from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.saving import Keep, Offload, Saving
 from sim.schedule.model.scope import Unit, units
 from sim.schedule.model.tiling import Tiling, whole, write_all
@@ -47,8 +48,9 @@ class AttentionPlan(NamedTuple):
     shard: Callable[[int], Shard]
     """Which tokens and heads a rank owns."""
     attention: Callable[[ProgramBuilder], DistributedAttention]
-    wire_bytes: int
-    """What attention of one layer sends over all ranks of one replica, by the paper's formula."""
+    wire_bytes: Callable[[Workload], int]
+    """What attention of one layer sends over all ranks of one replica in the passes of a workload, by the paper's
+    formula."""
     source: str
     kernel: AttentionName = "flash"
 
@@ -65,16 +67,18 @@ def build_around(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
             "`scope` layer"
         )
+    step = workload.scope == "step"
     alike = mesh.groups("dp", "ring", "ulysses")
-    reduces = layers and workload.backward and len(alike[0]) > 1
+    reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
+    shards = shards_of(mesh, options.zero_stage) if step else Shards()
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
-        options=msgspec.to_builtins(options),
-        communicators=plan.communicators + gradients,
-        claims=_claims(plan, workload, mesh),
+        options=options.of_scope(workload.scope),
+        communicators=plan.communicators + gradients + shards.declared,
+        claims=_claims(plan, workload, mesh, options),
     )
 
     def program(rank: int) -> Program:
@@ -83,8 +87,10 @@ def build_around(
             return attention_program(b, plan.shard(rank), plan.attention)
         offloaded = options.activations != "hbm" and workload.backward
         saving = Offload(b, options.activations) if offloaded else Keep()
-        params, tokens = Replicated(b, gradients), plan.shard(rank).tokens
-        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole).program()
+        tokens = plan.shard(rank).tokens
+        params = Flat(b, shards, options) if step else Replicated(b, gradients)
+        checkpoint = options.checkpoint if step else "none"
+        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, checkpoint).program()
 
     return Schedule(header, program, replicated=True)
 
@@ -100,6 +106,7 @@ class LayerWriter(NamedTuple):
     params: Params
     saving: Saving
     tiling: Tiling
+    checkpoint: CheckpointName = "none"
 
     @property
     def tokens(self) -> Tokens:
@@ -111,8 +118,7 @@ class LayerWriter(NamedTuple):
         b, layers = self.b, units(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            first, *layers, last = layers
-            ends = Loss(b, self.tokens, first, last, self.params, self.tiling)
+            ends, layers = Loss(b, self.tokens, layers[0], layers[-1], self.params, self.tiling), layers[1:-1]
         view = ends.enter()
         for unit in layers:
             view = self._forward(unit, view)
@@ -123,64 +129,99 @@ class LayerWriter(NamedTuple):
             for unit in reversed(layers):
                 view = self._backward(unit, view)
             ends.leave_backward(view)
+            self.params.update()
         return b.build()
 
     def _forward(self, unit: Unit, x: View) -> View:
         """Append a layer; return what leaves it."""
         forward = partial(self._forward_with, unit.layer)
         following, kept = self.b.call("forward", unit.layer, forward, x, self.params.gather(unit))
-        self.saving.save(unit.layer, kept)
+        self.saving.save(unit.layer, Kept({self.block.x: x}, None, {}) if self.checkpoint == "full" else kept)
         return following
 
     def _forward_with(self, layer: int, x: View, weights: Values) -> tuple[View, Kept]:
-        """Append a layer; return what leaves it and what it saves. What outlives a chunk lies in one buffer for all of
-        them.
+        """Append a layer; return what leaves it and what it saves."""
+        values, kept = self._computed(layer, x, weights, self.block.forward.after)
+        return values[self.block.x.later(1)], kept
+
+    def _again(self, layer: int, x: View, weights: Values) -> Kept:
+        """Append a layer up to the last that it saves, as torch's checkpointing stops; return what it saves."""
+        return self._computed(layer, x, weights, again(self.block))[1]
+
+    def _computed(self, layer: int, x: View, weights: Values, after: tuple[Equation, ...]) -> tuple[Values, Kept]:
+        """Append a layer, of which ``after`` follows attention; return all values, and what it saves. What outlives a
+        chunk lies in one buffer for all of them.
         """
         block, around, stop, lasting = self.block, self.block.forward, 0, {self.block.x: x}
         if len(self.chunks) > 1:
-            made = (tensor for tensor in (*block.saved, block.x.later(1)) if tensor not in {block.x, block.out})
-            lasting |= {tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens)) for tensor in made}
+            made = (tensor for one in (*around.before, *after) for tensor in one.results)
+            kept_whole = {*block.saved, block.x.later(1)} - {block.x, block.out}
+            lasting |= {
+                tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens))
+                for tensor in dict.fromkeys(made)
+                if tensor in kept_whole
+            }
         for tokens in self.chunks:
             start, stop = stop, stop + num_tokens(tokens)
             values = {**weights, **{tensor: view[:, start:stop] for tensor, view in lasting.items()}}
             self._write(around.before, layer, tokens, values)
             lasting[block.out], kept = self.attention.forward(values[block.q], values[block.k], values[block.v])
             values[block.out] = lasting[block.out][:, start:stop]
-            self._write(around.after, layer, tokens, values)
+            self._write(after, layer, tokens, values)
         values |= lasting
         at = block.saved.index(block.out)
-        before, after = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
-        return values[block.x.later(1)], Kept(before, kept, after)
+        before, later = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
+        return values, Kept(before, kept, later)
 
     def _backward(self, unit: Unit, dx: View) -> View:
         """Append the backward pass of a layer; return the gradient of what came into it."""
         weights = self.params.gather(unit)
         kept = self.saving.restore(unit.layer, weights)
-        return self.b.call("backward", unit.layer, partial(self._backward_with, unit.layer), dx, weights, kept)
+        if kept.attention is None:
+            x = kept.before[self.block.x]
+            kept = self.b.call("forward again", unit.layer, partial(self._again, unit.layer), x, weights)
+        backward = partial(self._backward_with, unit)
+        following, reduced = self.b.call("backward", unit.layer, backward, dx, weights, kept, self.params.room(unit))
+        self.params.keep(unit, reduced)
+        return following
 
-    def _backward_with(self, layer: int, dx: View, weights: Values, kept: Kept) -> View:
-        block, around = self.block, self.block.backward
+    def _backward_with(self, unit: Unit, dx: View, weights: Values, kept: Kept, room: Room) -> tuple[View, Reduced]:
+        block, around, layer = self.block, self.block.backward, unit.layer
+        assert kept.attention is not None
         values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
         self._write(around.before, layer, self.tokens, values)
         grads = self.attention.backward(kept.attention, values[d(block.out)])
         values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
         self._write(around.after, layer, self.tokens, values)
-        return values[d(block.x)]
+        return values[d(block.x)], self.params.reduced(unit, room)
 
     def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append equations of a layer."""
         write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
 
 
-def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh) -> Claims:
-    """Attention by its paper, in every replica; the matrix products of the block; what sums the gradients."""
-    flops, wire_bytes = mesh.dp * attention_flops(workload, plan.kernel), mesh.dp * plan.wire_bytes
+def again(block: Block) -> tuple[Equation, ...]:
+    """Return what follows attention up to the last that a block saves."""
+    after = block.forward.after
+    last = max(at for at, one in enumerate(after) if not set(block.saved).isdisjoint(one.results))
+    return after[: last + 1]
+
+
+def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> Claims:
+    """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
+    dp, step = mesh.dp, workload.scope == "step"
+    passes = [workload]
+    if step and options.checkpoint == "full":
+        passes.append(msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward"))
+    flops = dp * sum(attention_flops(one, plan.kernel) for one in passes)
+    wire_bytes = dp * sum(plan.wire_bytes(one) for one in passes)
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
+    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)
     return Claims(
         attention_flops=workload.layers * flops,
-        gemm_flops=mesh.dp * gemm_flops(workload),
-        wire_bytes=workload.layers * wire_bytes + Replicated.reduced_bytes(workload, mesh.size),
+        gemm_flops=dp * (gemm_flops(workload) + (gemm_flops_again(workload) if len(passes) > 1 else 0)),
+        wire_bytes=workload.layers * wire_bytes + of_weights,
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",
     )
 
@@ -190,7 +231,17 @@ def gemm_flops(workload: Workload) -> int:
     if workload.scope == "attention":
         return 0
     passes = [LLAMA.forward, LLAMA.backward] if workload.backward else [LLAMA.forward]
-    of_layer: int = sum(one.gemm_flops(workload.model) for around in passes for part in around for one in part)
-    of_ends: int = sum(one.gemm_flops(workload.model) for one in (*HEAD, *HEAD_BACKWARD))
-    per_token = workload.layers * of_layer + (of_ends if workload.scope == "step" else 0)
+    per_token = workload.layers * _gemm_flops((one for around in passes for part in around for one in part), workload)
+    if workload.scope == "step":
+        per_token += _gemm_flops((*HEAD, *HEAD_BACKWARD), workload)
     return per_token * workload.batch * workload.seq
+
+
+def gemm_flops_again(workload: Workload) -> int:
+    """Return the FLOPs of linear layers that full checkpointing computes again, over all ranks of a replica."""
+    per_token = _gemm_flops((*LLAMA.forward.before, *again(LLAMA)), workload)
+    return workload.layers * per_token * workload.batch * workload.seq
+
+
+def _gemm_flops(equations: Iterable[Equation], workload: Workload) -> int:
+    return sum(one.gemm_flops(workload.model) for one in equations)

@@ -21,7 +21,7 @@ from sim.schedule.model.ends import (
     rstd,
 )  # fmt: skip
 from sim.schedule.model.equations import Equation
-from sim.schedule.model.params import Params
+from sim.schedule.model.params import Params, Reduced, Room
 from sim.schedule.model.scope import Unit
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.write import TokenWriter, Values
@@ -82,6 +82,7 @@ class Loss:
         self._params, self._tiling = params, tiling
         self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
+        self._weights: Values = {}
 
     def enter(self) -> View:
         """See Outside."""
@@ -94,7 +95,8 @@ class Loss:
         """See Outside."""
         layer = self._last.layer
         given = self._b.input_of(labels.later(layer), self._tokens)
-        self._kept = self._b.call("loss", layer, self._score, last, given, self._params.gather(self._last))
+        self._weights = self._params.gather(self._last)
+        self._kept = self._b.call("loss", layer, self._score, last, given, self._weights)
         self._b.output_of(loss.later(layer), self._tokens, self._kept.pop(loss))
 
     def _score(self, last: View, given: View, weights: Values) -> Values:
@@ -103,18 +105,25 @@ class Loss:
 
     def enter_backward(self) -> View:
         """See Outside."""
-        weights, layer = self._params.gather(self._last), self._last.layer
-        return self._b.call("back from the loss", layer, self._back_from_loss, self._kept, weights)
+        layer, back = self._last.layer, self._back_from_loss
+        room = self._params.room(self._last)
+        dx, reduced = self._b.call("back from the loss", layer, back, self._kept, self._weights, room)
+        self._params.keep(self._last, reduced)
+        return dx
 
-    def _back_from_loss(self, kept: Values, weights: Values) -> View:
-        return self._written(HEAD_BACKWARD, self._last.layer, {**kept, **weights})[d(x)]
+    def _back_from_loss(self, kept: Values, weights: Values, room: Room) -> tuple[View, Reduced]:
+        made = self._written(HEAD_BACKWARD, self._last.layer, {**kept, **weights})
+        return made[d(x)], self._params.reduced(self._last, room)
 
     def leave_backward(self, first: View) -> None:
         """See Outside."""
-        self._b.call("back to the embedding", 0, self._back_to_embedding, self._ids, first)
+        room = self._params.room(self._first)
+        reduced = self._b.call("back to the embedding", 0, self._back_to_embedding, self._ids, first, room)
+        self._params.keep(self._first, reduced)
 
-    def _back_to_embedding(self, given: View, first: View) -> None:
+    def _back_to_embedding(self, given: View, first: View, room: Room) -> Reduced:
         self._written(EMBEDDING_BACKWARD, 0, {ids: given, d(x): first})
+        return self._params.reduced(self._first, room)
 
     def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:
         """Append equations; return all values that are there then."""

@@ -21,7 +21,8 @@ class Kept(NamedTuple):
     """What the backward pass of a layer needs of its forward pass: what was there before attention, and after it."""
 
     before: Values
-    attention: Saved
+    attention: Saved | None
+    """None where nothing but the input is kept."""
     after: Values
 
 

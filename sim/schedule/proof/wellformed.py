@@ -12,17 +12,18 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.program import Header, Port, Program
+from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import tensor_of
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
-def check_program(program: Program, header: Header, sound: set[Form]) -> None:
-    """Raise ScheduleError where an op or a port is wrong by itself; forms of ops that are not are added to those that
-    are known to be ``sound``.
+def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> None:
+    """Raise ScheduleError where an op or a port of a program, or of a call, is wrong by itself; forms of ops that
+    are not are added to those that are known to be ``sound``.
     """
+    header = schedule.header
     workload, streams = header.workload, _streams_of(program.rank, header)
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
@@ -31,9 +32,11 @@ def check_program(program: Program, header: Header, sound: set[Form]) -> None:
                 problem = _port_dtype_problem(port, program, workload)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
-    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+    kept = {port.view.buffer: port.tensor for port in program.inputs}
+    updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
+    inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
-        problem = "" if form in sound else _form_problem(op, program, inputs, header)
+        problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
             sound.add(form)
             problem = _rank_problem(op, program.rank, streams)
@@ -49,11 +52,11 @@ def _streams_of(rank: int, header: Header) -> set[str]:
     return {*ops.STREAMS, *own}
 
 
-def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], header: Header) -> str:
+def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], schedule: Schedule) -> str:
     """Return what is wrong with an op of a program, and with all of its form; empty if nothing is. ``inputs``: tensors
     by buffer.
     """
-    reads, writes = op.reads, op.writes
+    reads, writes, workload = op.reads, op.writes, schedule.header.workload
     for view in (*reads, *writes):
         if problem := _view_problem(view, program):
             return problem
@@ -68,7 +71,7 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], header: 
         return problem or _message_problem(op, (*reads, *writes), program)
     problem = problem or _shape_problem(op, program)
     if isinstance(op, ops.Kernel):
-        problem = problem or _dtype_problem(op, program, header.workload) or _rule_problem(op, program, header)
+        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, schedule)
     return problem
 
 
@@ -123,7 +126,7 @@ def _integer_problem(op: ops.Op, program: Program) -> str:
 _TAKE_FLOATS = "take fp64, fp32, bf16 or fp16"
 
 
-_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
+_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei", "n": "i"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
@@ -170,11 +173,10 @@ def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
     """
     first: Dtype | None = None
     for name, mark in operands(type(op)).items():
-        value: View | Split | None = getattr(op, name)
-        if value is None:
+        dtypes = {program.dtype(view): None for view in views_in(getattr(op, name))}
+        first = first or next(iter(dtypes), None)
+        if first is None:
             continue
-        dtype = program.dtype(value.view if isinstance(value, Split) else value)
-        first = first or dtype
         own = workload.dtype if mark.numbers == "any" else first
         wide = accumulation_dtype(own)
         allowed = {
@@ -184,15 +186,17 @@ def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
             "any": (own, wide, "int64"),
             "int64": ("int64",),
         }
-        if dtype not in allowed[mark.numbers]:
-            spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
-            return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
+        for dtype in dtypes:
+            if dtype not in allowed[mark.numbers]:
+                spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
+                return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
     return ""
 
 
-def _rule_problem(op: ops.Kernel, program: Program, header: Header) -> str:
+def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
-    model = header.workload.model
+    workload = schedule.header.workload
+    model = workload.model
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
@@ -208,8 +212,14 @@ def _rule_problem(op: ops.Kernel, program: Program, header: Header) -> str:
     if isinstance(op, ops.RmsNorm):
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
     if isinstance(op, ops.CrossEntropy):
-        labels = header.mesh.dp * header.workload.num_labels
+        labels = schedule.whole.header.mesh.dp * workload.num_labels
         return _number_problem("count", op.count, "the number of labels", labels)
+    if isinstance(op, ops.Pack | ops.Unpack):
+        parts = op.gradients if isinstance(op, ops.Pack) else op.weights
+        elements = sum(math.prod(part.shape) for part in parts)
+        return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
+    if isinstance(op, ops.SquareSum):
+        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
