@@ -19,7 +19,7 @@ from sim.presets import Name, converted, load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
 """What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
-Scope = Literal["attention", "layer"]
+Scope = Literal["attention", "layer", "step"]
 Pass = Literal["forward", "backward", "both"]
 MaskName = Literal["causal", "full"]
 
@@ -87,7 +87,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How many of the last tokens of ``seq`` only fill up the layout: zeros, with gradients of zero."""
     dtype: Dtype = "fp32"
     scope: Scope = "attention"
-    """attention: q, k, v in, out; layer: whole transformer layers, tokens in, tokens out."""
+    """attention: q, k, v in, out; layer: whole transformer layers, tokens in, tokens out; step: a training step, token
+    ids and labels in, loss and gradients out."""
     layers: Count = 1
     passes: Pass = "both"
     seed: int = 0
@@ -110,11 +111,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.scope == "layer" and self.passes == "backward":
             raise InputError("pass backward: layers need their forward pass; set `passes` both, or `scope` attention")
+        if self.scope == "step" and self.passes != "both":
+            raise InputError(f"pass {self.passes}: a training step has both; set `passes` both, or `scope` layer")
+        if self.scope == "step" and self.real_seq < 2:
+            raise InputError("a sequence of 1 token has no next one to predict: set a longer `seq`")
 
     @property
     def real_seq(self) -> int:
         """Tokens of the sequence that are not padding."""
         return self.seq - self.padding
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens of one group that have a next one to predict."""
+        return self.batch * (self.real_seq - 1)
 
     @property
     def forward(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.evidence.comparison import Comparison, comparison
 from experiments.evidence.execution import WARM_UP, Execution, open_session
+from sim.setup.names import scope_title
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 
@@ -27,8 +28,9 @@ class Cell(NamedTuple):
 
     def setup(self, base: Setup) -> Setup:
         """Return it, with everything else as in ``base``."""
-        fields = {name: getattr(self, name) for name in ("gpus", "scope", "layers", "seq", "schedule")}
-        return dataclasses.replace(base, **fields)
+        layers = None if self.scope == "attention" else self.layers
+        fields = {name: getattr(self, name) for name in ("gpus", "scope", "seq", "schedule")}
+        return dataclasses.replace(base, layers=layers, **fields)
 
     @property
     def workload(self) -> tuple[int, str, int, str]:
@@ -37,8 +39,8 @@ class Cell(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is played: attention, 1 layer, 2 layers."""
-        return self.scope if self.scope == "attention" else f"{self.layers} layer" + "s" * (self.layers > 1)
+        """What is played: attention, 1 layer, step of 2 layers."""
+        return scope_title(self.scope, self.layers)
 
     @property
     def name(self) -> str:

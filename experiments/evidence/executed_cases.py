@@ -124,7 +124,7 @@ def _common(described: list[Fields]) -> Fields:
 
 def _fields(record: Record, cell: Cell) -> Fields:
     """Return what a case file says of one cell, without its time."""
-    layers = {"layers": cell.layers} if cell.layers > 1 else {}
+    layers = {} if cell.scope == "attention" else {"layers": cell.layers}
     named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
     return record.select | named
 

@@ -54,10 +54,10 @@ class Selection:
     """Seeds of that noise to play, from --seed on: the step is their median. Odd; by default 5, with --vary 1."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all: then all replicas are played."""
-    layers: int = 1
-    """Layers of the scope layer."""
+    layers: OptionalInt = None
+    """Layers of the scopes layer and step, by default 1 and all of the model's."""
     scope: str = "attention"
-    """What is played: attention of one layer, or whole layers."""
+    """What is played: attention of one layer, whole layers (layer), or a training step up to all gradients (step)."""
     passes: Annotated[str, tyro.conf.arg(name="pass")] = "both"
     """forward, backward or both."""
     profile: OptionalText = None

@@ -35,7 +35,7 @@ class Sweep(Selection):
     schedule: Annotated[str, tyro.conf.arg(name="schedules", aliases=["--schedule"])] = ""
     """NAMEs, such as ring,ulysses, or my_module.py:build for schedules of your own; by default all that share work."""
     scope: str = _BOTH
-    """What is played: attention of one layer, whole layers, or both."""
+    """What is played: attention of one layer, whole layers (layer), both of these, or training steps (step)."""
     target: float = 0.10
     """Largest error that counts as met, as a share."""
 
@@ -48,12 +48,15 @@ class Sweep(Selection):
 def cells_of(sweep: Sweep) -> list[Cell]:
     """Return what a sweep asks for; raises InputError for a value that cannot be read."""
     one_of("scope", sweep.scope, (*SCOPES, _BOTH))
-    scopes = SCOPES if sweep.scope == _BOTH else (sweep.scope,)
+    scopes = ("attention", "layer") if sweep.scope == _BOTH else (sweep.scope,)
+    layers = {"attention": 1, "layer": sweep.layers or 1}
+    if sweep.scope == "step":
+        layers["step"] = sweep.layers or sweep.setup().model_spec.num_layers
     if not 0 < sweep.target < 1:
         raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
     return [
-        Cell(gpus, scope, 1 if scope == "attention" else sweep.layers, seq, schedule, sweep.target)
+        Cell(gpus, scope, layers[scope], seq, schedule, sweep.target)
         for gpus in ranks
         for scope in scopes
         for seq in lengths

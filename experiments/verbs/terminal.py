@@ -17,6 +17,7 @@ from longstep import Prediction
 from longstep import Table as Figures
 from sim.breakdown import PartName
 from sim.engine.report import Report
+from sim.setup.names import scope_title
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
@@ -70,7 +71,7 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
     """Return the main figures of several schedules, the fastest first."""
     first = predictions[0]
     ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
-    scope = "attention" if work.scope == "attention" else f"{work.layers} layers"
+    scope = scope_title(work.scope, work.layers)
     title = f"{scope} of {work.model.name}, S {length(work.seq)}, {ranks} x {first.cluster.spec.gpu.name}"
     heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", "peak HBM", "fits", "bound by")
     table = Table(*heads, title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""Kernels of a layer that look at each token by itself: matrix products, norms, rotary embedding, SwiGLU.
+"""Kernels that look at each token by itself: matrix products, norms, rotary embedding, SwiGLU, embedding, loss.
 
 Each says the name of what ran. What torch has no fused kernel for on this device is written out in a few, in place
 where that can be; the names say so. What they hold beside their operands meanwhile is in
@@ -12,8 +12,22 @@ from typing import NamedTuple, assert_never
 import torch
 
 from runtime.execution.tensors import Rotations, Storage
+from sim.schedule.derive.workspace import LOSS_ROWS
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import Gemm, GemmForm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward, TokenKernel
+from sim.schedule.ir.ops import (
+    NO_LABEL,
+    CrossEntropy,
+    Embed,
+    EmbedBackward,
+    Gemm,
+    GemmForm,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+    TokenKernel,
+)
 
 Tensor = torch.Tensor
 
@@ -36,6 +50,15 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         return swiglu(given[0], given[1], results[0])
     if isinstance(op, SwiGluBackward):
         return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
+    if isinstance(op, CrossEntropy):
+        return cross_entropy(results[0], given[1], results[1], op.count)
+    if isinstance(op, Embed):
+        torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
+        return "aten index_select"
+    if isinstance(op, EmbedBackward):
+        dtable = torch.ops.aten.embedding_dense_backward(given[0], given[1], results[0].shape[0], -1, False)
+        storage.put(op.dtable, dtable)
+        return "aten embedding dense backward"
     assert_never(op)
 
 
@@ -120,6 +143,21 @@ def _tables(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = (positions[:, None] * frequencies).unsqueeze(1)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> str:
+    """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
+    at a time.
+    """
+    rows = (of.split(LOSS_ROWS) for of in (_matrix(logits), labels.view(-1), loss.view(-1)))
+    for row, label, out in zip(*rows, strict=True):
+        has = label != NO_LABEL
+        index = label.clamp(min=0).unsqueeze(-1)
+        found = torch.log_softmax(row, dim=-1, dtype=loss.dtype)
+        torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
+        gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
+        row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
+    return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
 
 
 def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> str:

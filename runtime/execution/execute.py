@@ -81,7 +81,11 @@ class RankPlayer:
         reserve(needed.peak_bytes + needed.host_peak_bytes, self._ranks, device)
         reserve_pinned(self._program, self._ends, device, lambda: progress(-1, False))
         self._storage = Storage(self._program, device)
-        fill_inputs(self._program, workload, self._storage, lambda: progress(-1, False))
+        updated = {port.view.buffer for port in self._program.outputs}
+        self._given = [port for port in self._program.inputs if port.view.buffer not in updated]
+        self._updated = [port for port in self._program.inputs if port.view.buffer in updated]
+        self._fill = partial(fill_inputs, workload=workload, advance=lambda: progress(-1, False))
+        self._fill(self._program.inputs, storage=self._storage)
 
     def play(self, *, ahead: bool = False) -> Executed:
         """Carry out one step and return what happened; its outputs stay until the next one. ``ahead``: a GPU begins
@@ -102,10 +106,12 @@ class RankPlayer:
         return Executed(posted_s, ended_s, ran, start_s, storage.peak_bytes, most_allocated(self._device) - others)
 
     def _fresh(self) -> Storage:
-        """Return a storage that holds the inputs and nothing else."""
+        """Return a storage that holds the inputs and nothing else, as they were where the last step updated them."""
         fresh = Storage(self._program, self._device, rotations=self._storage.rotations)
-        for port in self._program.inputs:
+        for port in self._given:
             fresh.put(port.view, self._storage.read(port.view))
+        self._storage.drop([port.view.buffer for port in self._updated])
+        self._fill(self._updated, storage=fresh)
         return fresh
 
     def outputs(self) -> Outputs:

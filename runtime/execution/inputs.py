@@ -7,18 +7,21 @@ to fp64.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import torch
 
-from runtime.execution.reference import attention, layers
+from runtime.execution.reference import adamw, attention, layers, step
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.masks import Span, mask_of
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.ops import NO_LABEL
+from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
-from sim.schedule.model.block import LLAMA, tensor_of
+from sim.schedule.model.scope import tensor_of, units, updated
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -35,6 +38,18 @@ def global_activations(name: str, span: Span, workload: Workload) -> torch.Tenso
     return _tokens(name, span, (workload.model.embed_dim,), workload)
 
 
+def global_ids(span: Span, workload: Workload) -> torch.Tensor:
+    """Return the ids of some tokens: (B, tokens), each as likely; 0 of padding."""
+    draw = partial(torch.randint, workload.model.vocab_size)
+    return _drawn("ids", span, (), workload, draw)
+
+
+def global_labels(span: Span, workload: Workload) -> torch.Tensor:
+    """Return the labels of some tokens: (B, tokens), the id of the next one; none of the last one and of padding."""
+    behind = global_ids(Span(span.start + 1, span.stop + 1, span.step), workload)
+    return behind.masked_fill(torch.arange(*span) >= workload.real_seq - 1, NO_LABEL)
+
+
 def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
     shape = tensor_of(name).shape(workload.model)
@@ -44,17 +59,37 @@ def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
     return scaled.to(TORCH_DTYPE[workload.dtype])
 
 
+def global_state(name: str, layer: int, workload: Workload) -> torch.Tensor:
+    """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
+    about 1e-3.
+    """
+    tensor = tensor_of(name)
+    if tensor.kind == "moment":
+        (elements,) = tensor.shape(workload.model)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
+        drawn = torch.randn(elements, generator=generator)
+        return drawn.mul_(1e-3) if name.startswith("first") else drawn.abs_().add_(1).mul_(1e-3).square_()
+    parts = [global_weight(part.name, layer, workload) for part in tensor.parts or (tensor,)]
+    return torch.cat([part.flatten() for part in parts]) if tensor.parts else parts[0]
+
+
 def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -> torch.Tensor:
-    """Return (B, tokens, *width), drawn block by block in fp32, which is several times as fast as in fp64."""
+    """Return (B, tokens, *width), drawn in fp32, which is several times as fast as in fp64."""
+    return _drawn(name, span, width, workload, torch.randn).to(TORCH_DTYPE[workload.dtype])
+
+
+def _drawn(
+    name: str, span: Span, width: tuple[int, ...], workload: Workload, draw: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return (B, tokens, *width), drawn block by block; zeros for padding."""
     blocks = []
     for block in range(span.start // _BLOCK, (span.stop - 1) // _BLOCK + 1):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} {block}".encode()))
-        shape = (workload.batch, _BLOCK, *width)
-        drawn = torch.randn(shape, generator=generator)
+        drawn = draw((workload.batch, _BLOCK, *width), generator=generator)
         low, high = block * _BLOCK, (block + 1) * _BLOCK
-        drawn[:, max(workload.real_seq - low, 0) :] = 0.0
+        drawn[:, max(workload.real_seq - low, 0) :] = 0
         begin = max(span.start, low + (span.start - low) % span.step)
-        blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step].to(TORCH_DTYPE[workload.dtype]))
+        blocks.append(drawn[:, begin - low : min(span.stop, high) - low : span.step])
     return torch.cat(blocks, dim=1)
 
 
@@ -65,23 +100,27 @@ def shard_of(weight: torch.Tensor, port: Port) -> torch.Tensor:
 
 
 def fill_inputs(
-    program: Program, workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
+    ports: Iterable[Port], workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
 ) -> None:
     """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64. ``advance``
     is called after every port.
     """
     model, whole = workload.model, Span(0, workload.seq)
     weights: dict[tuple[object, ...], View] = {}
-    for port in program.inputs:
+    for port in ports:
         advance()
-        if tensor_of(port.tensor).kind == "weight":
+        if tensor_of(port.tensor).of_weight:
             first = weights.setdefault((port.name, port.tokens, port.features), port.view)
             if first == port.view:
-                storage.write(first).copy_(shard_of(global_weight(port.tensor, port.layer, workload), port))
+                storage.write(first).copy_(shard_of(global_state(port.tensor, port.layer, workload), port))
             else:  # that of another rank on this device
                 storage.write(port.view).copy_(storage.read(first))
             continue
         own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(workload, batch=port.batch.stop)
+        if port.tensor in {"ids", "labels"}:
+            read = global_ids if port.tensor == "ids" else global_labels
+            storage.write(port.view).copy_(torch.cat([read(span, drawn) for span in port.tokens], dim=1)[own])
+            continue
         if port.tensor in {"x", "dx"}:
             tokens = [global_activations(port.tensor, span, drawn) for span in port.tokens]
             storage.write(port.view).copy_(torch.cat(tokens, dim=1)[own])
@@ -108,14 +147,37 @@ def fill_inputs(
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
     whole, model = Span(0, workload.real_seq), workload.model
+    weights = [
+        {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
+        for unit in units(workload)
+    ]
     if workload.scope == "layer":
-        weights = [
-            {weight.name: global_weight(weight.name, layer, workload).double() for weight in LLAMA.weights}
-            for layer in range(workload.layers)
-        ]
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
         return layers(weights, x, dx if workload.backward else None, model, mask_of(workload))
+    if workload.scope == "step":
+        losses, gradients = step(
+            weights, global_ids(whole, workload), global_labels(whole, workload), model, mask_of(workload)
+        )
+        return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
     found = attention(q, k, v, dout, mask_of(workload))._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}
+
+
+def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
+    """Return what the optimiser makes of each unit's flat weights and moments, and the weights by themselves."""
+    states = [
+        [global_state(state.name, unit.layer, workload).double() for state in unit.states] for unit in units(workload)
+    ]
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    for unit, after in zip(units(workload), adamw(states, gradients), strict=True):
+        names = [updated(state).name for state in unit.states]
+        found |= {(name, unit.layer): tensor for name, tensor in zip(names, after, strict=True)}
+        shapes = [weight.shape(workload.model) for weight in unit.weights]
+        parts = after[0].split([math.prod(shape) for shape in shapes])
+        found |= {
+            (updated(weight).name, unit.layer): part.view(shape)
+            for weight, part, shape in zip(unit.weights, parts, shapes, strict=True)
+        }
+    return found

@@ -10,6 +10,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.dense import run_token_kernel
+from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
 from sim.schedule.ir import ops
@@ -47,6 +48,8 @@ def run_kernel(op: ops.Kernel, storage: Storage, attention: AttentionKernel) -> 
         source = parts(op.source, storage)
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
+    if isinstance(op, ops.StateKernel):
+        return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
 
 

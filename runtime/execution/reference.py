@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from sim.optimiser import ADAM
 from sim.schedule.ir.masks import Band
+from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
 Tensor = torch.Tensor
@@ -71,8 +73,7 @@ def layers(
     Gradients are torch's autograd of the textbook formulas: nothing in common with the kernels that are tested.
     """
     first = x.requires_grad_()
-    for weight in (weight for of_layer in weights for weight in of_layer.values()):
-        weight.requires_grad_()
+    _learn(weights)
     for of_layer in weights:
         x = _layer(of_layer, x, model, band)
     found = {("x", len(weights)): x.detach()}
@@ -82,6 +83,47 @@ def layers(
         for layer, of_layer in enumerate(weights):
             found |= {(f"d{name}", layer): _gradient(weight) for name, weight in of_layer.items()}
     return found
+
+
+def step(
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, band: Band
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
+    flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's.
+    """
+    _learn(weights)
+    first, *inner, last = weights
+    x = torch.nn.functional.embedding(ids, first["w_embed"])
+    for of_layer in inner:
+        x = _layer(of_layer, x, model, band)
+    logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
+    (loss.sum() / (labels != NO_LABEL).sum()).backward()
+    flat = [torch.cat([_gradient(weight).flatten() for weight in unit.values()]) for unit in weights]
+    return loss.detach(), flat
+
+
+def adamw(states: list[list[Tensor]], gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Return weights and both moments of each unit after a step of torch's AdamW, behind its clipping by norm."""
+    parameters = [torch.nn.Parameter(weights.clone()) for weights, _, _ in states]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, ADAM.max_norm)
+    optimiser = torch.optim.AdamW(
+        parameters, ADAM.learning_rate, (ADAM.beta1, ADAM.beta2), ADAM.epsilon, ADAM.weight_decay, fused=False
+    )
+    kept = optimiser.state
+    for parameter, (_, first, second) in zip(parameters, states, strict=True):
+        before = torch.tensor(float(ADAM.step - 1))
+        kept[parameter] = {"step": before, "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    optimiser.step()
+    return [[one.detach(), kept[one]["exp_avg"], kept[one]["exp_avg_sq"]] for one in parameters]
+
+
+def _learn(weights: list[dict[str, Tensor]]) -> None:
+    """Ask for the gradients of all weights."""
+    for weight in (weight for unit in weights for weight in unit.values()):
+        weight.requires_grad_()
 
 
 def _gradient(tensor: Tensor) -> Tensor:

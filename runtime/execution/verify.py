@@ -9,11 +9,11 @@ from runtime.execution.inputs import reference, shard_of
 from runtime.execution.reference import relative_error
 from sim.errors import InputError
 from sim.schedule.ir.program import Port
-from sim.schedule.model.block import tensor_of
+from sim.schedule.model.scope import tensor_of
 from sim.schedule.proof.check import Checked
 from sim.workload import Dtype, Scope, Workload
 
-MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048}
+MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048, "step": 2048}
 """Longest sequence to verify: the reference writes out all scores of a head, or (autograd) of all heads and layers."""
 
 Outputs = list[torch.Tensor]
@@ -55,7 +55,7 @@ def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
     whole = whole[port.batch.start : port.batch.stop]
     tokens = torch.cat([torch.arange(*span) for span in port.tokens])
     tokens, heads = tokens[tokens < workload.real_seq], torch.arange(*port.heads)
-    if port.tensor in {"x", "dx"}:
+    if tensor_of(port.tensor).heads(workload.model) is None:
         return whole[:, tokens]
     return whole[:, heads][:, :, tokens] if port.tensor == "lse" else whole[:, tokens][:, :, heads]
 

@@ -53,7 +53,7 @@ class _VirtualCluster:
         self._begun: set[Key] = set()
         self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
         for program, storage in zip(self._programs, self._storage, strict=True):
-            fill_inputs(program, checked.schedule.header.workload, storage)
+            fill_inputs(program.inputs, checked.schedule.header.workload, storage)
             last: dict[str, int] = {}
             for index, op in enumerate(program.ops):
                 before = set(checked.dependencies[program.rank].data[index])

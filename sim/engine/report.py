@@ -130,9 +130,10 @@ def _model_flops(checked: Checked) -> float:
     kernels do and ``attention_flops`` counts, recomputes the scores.
     """
     workload = checked.schedule.header.workload
-    forward = msgspec.structs.replace(workload, passes="forward", seq=workload.real_seq, padding=0)
-    flops = workload.layers * attention_flops(forward) + gemm_flops(forward)
-    return flops * (workload.forward + 2 * workload.backward)
+    whole = msgspec.structs.replace(workload, passes="both", seq=workload.real_seq, padding=0)
+    alone = msgspec.structs.replace(whole, scope="attention", layers=1, passes="forward")
+    forward = workload.layers * attention_flops(alone) + gemm_flops(whole) / 3
+    return forward * (workload.forward + 2 * workload.backward)
 
 
 def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:

@@ -97,7 +97,7 @@ def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]
             whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
             raise InputError(f"`set` profile.rates=sustained: {whose} has rates of short runs only; leave it out")
         return profile
-    return at_rates(profile, wanted or profile.rates or ("sustained" if scope == "layer" else "burst"))
+    return at_rates(profile, wanted or profile.rates or ("burst" if scope == "attention" else "sustained"))
 
 
 def jitter_of(

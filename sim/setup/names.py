@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -24,7 +24,7 @@ from topology.specs import ClusterSpec
 
 T = TypeVar("T")
 
-SCOPES: tuple[Scope, ...] = ("attention", "layer")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
 MASK_NAMES: tuple[MaskName, ...] = ("causal", "full")
 PLACEMENTS: dict[str, tuple[Axis, ...]] = {"ulysses-inner": AXES, "ring-inner": ("pp", "dp", "ulysses", "ring", "tp")}
@@ -108,12 +108,12 @@ def workload(
     window: int | str | None = None,
     dtype: str | None = None,
     scope: str = "attention",
-    layers: int = 1,
+    layers: int | None = None,
     passes: str = "both",
     seed: int = 0,
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
-    model's.
+    model's, and so are the ``layers`` of a step.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
@@ -127,11 +127,17 @@ def workload(
         "window": None if window is None else tokens("window", window),
         "dtype": one_of("dtype", dtype or spec.dtype, FLOATS),
         "scope": one_of("scope", scope, SCOPES),
-        "layers": at_least_one("layers", layers),
+        "layers": (spec.num_layers if scope == "step" else 1) if layers is None else at_least_one("layers", layers),
         "passes": one_of("passes", passes, PASSES),
         "seed": _expected("seed", plain(seed), int),
     }
     return Workload(**fields)
+
+
+def scope_title(scope: str, layers: int) -> str:
+    """Return what is played of a model: attention, 2 layers, step of 32 layers."""
+    counted = f"{layers} layer" + "s" * (layers > 1)
+    return {"attention": "attention", "layer": counted, "step": f"step of {counted}"}[scope]
 
 
 def mesh(*, ring: int = 1, ulysses: int = 1, dp: int = 1, placement: str = "ulysses-inner") -> Mesh:

@@ -89,10 +89,10 @@ class Setup:
     """How many seeds of that noise are played, from ``seed`` on; the step is their median. Odd, by default 5."""
     jitter_per_rank: bool = False
     """Draw the noise of every rank by itself, not of one replica for all. It takes longer: all replicas are played."""
-    layers: int = 1
-    """Layers of the scope layer."""
+    layers: int | None = None
+    """Layers of the scopes layer and step, by default 1 and all of the model's."""
     scope: str = "attention"
-    """attention of one layer, or whole layers (layer)."""
+    """attention of one layer, whole layers (layer), or a training step up to all gradients (step)."""
     passes: str = "both"
     """forward, backward or both."""
     profile: str | Path | Profile | None = None
@@ -141,7 +141,7 @@ class Setup:
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
         overrides = _overrides(self.set)
-        model = override(names.model(self.model), overrides["model"], "`set` model.")
+        model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = override(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.schedule)
@@ -163,6 +163,11 @@ class Setup:
             one_device=self.one_device,
         )
         return _padded(found) if self.pad else found
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The model, with what is set of it."""
+        return override(names.model(self.model), _overrides(self.set)["model"], "`set` model.")
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take."""
@@ -298,7 +303,7 @@ class Configuration:
         """One line that names what is played."""
         w = self.workload
         ranks = f"{self.mesh.size} ranks on one" if self.one_device else f"{self.mesh.size} x"
-        scope = "attention" if w.scope == "attention" else f"{w.layers} layer" + "s" * (w.layers > 1)
+        scope = names.scope_title(w.scope, w.layers)
         length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
         mask = w.mask + (f" with a window of {w.window}" if w.window else "")
         return (

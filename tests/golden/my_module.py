@@ -85,7 +85,7 @@ def build(workload, mesh):
         communicators=(everyone,),
         shard=lambda rank: all_heads(model, layout[everyone.position(rank)]),
         attention=lambda b: Gathered(b, everyone, layout),
-        wire_bytes=(size - 1) * shards * (workload.forward + 2 * workload.backward),
+        wire_bytes=lambda work: (size - 1) * shards * (work.forward + 2 * work.backward),
         source="this file: (P-1) shards of K and V are gathered in each pass, and of dK and dV scattered",
     )
     return build_around(plan, workload, mesh)

@@ -26,6 +26,7 @@ from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import LayerWriter, gemm_flops
 from sim.schedule.model.params import Params, Replicated
 from sim.schedule.model.saving import Keep, Saving
+from sim.schedule.model.scope import Unit
 from sim.schedule.model.tiling import Tiling, whole
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
@@ -41,7 +42,7 @@ RANKS = 2
 EVERYONE = Communicator(name="everyone", groups=(tuple(range(RANKS)),))
 
 
-class Sharded:
+class Sharded(Replicated):
     """Every rank owns some rows of each weight, gathers the others' for each pass, and sums its rows' gradients."""
 
     def __init__(self, b: ProgramBuilder) -> None:
@@ -57,8 +58,9 @@ class Sharded:
         each = rows.size // RANKS
         return (rows.part(self.b.rank * each, self.b.rank * each + each),)
 
-    def gather(self, layer: int) -> Values:
+    def gather(self, unit: Unit) -> Values:
         """See Params."""
+        layer = unit.layer
         return {weight: self.gathered(weight.later(layer), shard) for weight, shard in self.shards[layer].items()}
 
     def gathered(self, weight: Tensor, shard: View) -> View:
@@ -147,7 +149,7 @@ def add_tile(equation: Equation, tile: TokenWriter, sums: Values) -> None:
 class Techniques(NamedTuple):
     """One way to write layers."""
 
-    params: Callable[[ProgramBuilder], Params] = lambda b: Replicated(b, LLAMA, (EVERYONE,))
+    params: Callable[[ProgramBuilder], Params] = lambda b: Replicated(b, (EVERYONE,))
     saving: Callable[[ProgramBuilder, Tokens], Saving] = lambda _b, _tokens: Keep()
     tiling: Tiling = whole
 

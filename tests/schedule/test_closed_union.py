@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from sim.schedule.ir.declare import operands
-from sim.schedule.ir.ops import KINDS, Collective, Copy, Exchange, Fold, Gemm
+from sim.schedule.ir.ops import KINDS, Collective, Copy, Exchange, Fold, Gemm, Pack, Unpack
 
 ROOT = Path(__file__).parents[2]
 
 DUMMIES = '''
 
-class Embed(_Kernel, frozen=True, kw_only=True):
+class Dropout(_Kernel, frozen=True, kw_only=True):
     """out = x, as a kernel of tokens."""
 
-    meta = Meta("e", "embed", "other", "embed")
+    meta = Meta("d", "dropout", "other", "dropout")
     x: Annotated[View, In("bse")]
     out: Annotated[View, Out("bse")]
 
@@ -37,7 +37,7 @@ class Broadcast(_Collective, frozen=True, kw_only=True):
 Collective: TypeAlias'''
 
 READERS = {
-    "Embed": {"runtime/execution/dense.py", "sim/schedule/derive/workspace.py"},
+    "Dropout": {"runtime/execution/dense.py", "sim/schedule/derive/workspace.py"},
     "Broadcast": {"runtime/execution/groups.py", "sim/schedule/derive/matching.py"},
     "broadcast": {"sim/engine/collectives.py", "sim/engine/least.py"},
 }
@@ -56,8 +56,8 @@ def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
         ('"barrier"]', '"barrier", "broadcast"]'),
         ("\nCollective: TypeAlias", DUMMIES),
         ("AllReduce | Barrier\n", "AllReduce | Barrier | Broadcast\n"),
-        ("TypeAlias = Gemm |", "TypeAlias = Embed | Gemm |"),
-        ("    Delta | Merge |", "    Embed | Delta | Merge |"),
+        ("TypeAlias = Gemm |", "TypeAlias = Dropout | Gemm |"),
+        ("    Delta | Merge |", "    Dropout | Delta | Merge |"),
     ):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -73,7 +73,7 @@ def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
     )  # fmt: skip
     found: dict[str, set[str]] = {name: set() for name in READERS}
     for error in ended.stdout.splitlines():
-        name = re.search(r'to "assert_never" has incompatible type ".*\b([Ee]mbed|[Bb]roadcast)\b.*"', error)
+        name = re.search(r'to "assert_never" has incompatible type ".*\b(Dropout|[Bb]roadcast)\b.*"', error)
         if name:
             found[name[1]].add(error.partition(":")[0])
     assert found == READERS, ended.stdout
@@ -83,5 +83,5 @@ def test_every_op_declares_itself() -> None:
     codes = [kind.meta.code for kind in KINDS.values()]
     assert len(set(codes)) == len(codes)
     for kind in KINDS.values():
-        if kind not in (Copy, Fold, Gemm, Exchange) and not issubclass(kind, Collective):
+        if kind not in (Copy, Fold, Gemm, Exchange, Pack, Unpack) and not issubclass(kind, Collective):
             assert all(mark.letters for mark in operands(kind).values()), kind

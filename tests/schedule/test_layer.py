@@ -73,9 +73,12 @@ def test_what_is_saved_is_what_the_backward_equations_read() -> None:
 def test_every_kernel_has_a_cost() -> None:
     """No kind of kernel is missing where costs are looked up by type."""
     seen = set()
-    for name, kv_heads in (("ring from the KV at hand", 4), ("burst", 4), ("ulysses", 1)):
+    for name, kv_heads, scope in (
+        ("ring from the KV at hand", 4, "step"), ("burst", 4, "layer"), ("ulysses", 1, "layer"),
+    ):  # fmt: skip
         for dtype in ("fp32", "bf16"):
-            for program in make_checked(name, layers(dtype=dtype, model=make_model(8, kv_heads)), 2).schedule.programs:
+            workload = layers(dtype=dtype, model=make_model(8, kv_heads), scope=scope)
+            for program in make_checked(name, workload, 2).schedule.programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):
                         seen.add(type(op))

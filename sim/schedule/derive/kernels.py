@@ -14,7 +14,18 @@ from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
-from sim.schedule.ir.ops import Attend, AttendBackward, Copy, Gemm, Kernel, Merge, StreamingKernel
+from sim.schedule.ir.ops import (
+    Attend,
+    AttendBackward,
+    Copy,
+    CrossEntropy,
+    Embed,
+    EmbedBackward,
+    Gemm,
+    Kernel,
+    Merge,
+    StreamingKernel,
+)
 from sim.schedule.ir.program import Fragment, Program
 from sim.workload import DTYPE_BYTES, Dtype
 
@@ -92,6 +103,8 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         return attention_use(backward, *size) if op.kernel == "flash" else unfused_use(op.kernel, backward, *size)
     if isinstance(op, Gemm):
         return gemm_use(op, program)
+    if isinstance(op, Embed | EmbedBackward):
+        return _embedding_use(op, program)
     return _streaming_use(op, program)
 
 
@@ -108,10 +121,18 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
 
 
+def _embedding_use(op: Embed | EmbedBackward, program: Program) -> KernelUse:
+    """Return what reads rows of a table and writes them, or reads their gradients and writes those of the table."""
+    tokens, other = (op.out, op.out) if isinstance(op, Embed) else (op.dout, op.dtable)
+    elements, moved = math.prod(tokens.shape), program.nbytes(tokens) + program.nbytes(other) + program.nbytes(op.ids)
+    flops = op.meta.flops_per_element * elements
+    return KernelUse(op.meta.kernel, "torch", program.dtype(tokens), (elements,), flops, moved)
+
+
 def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     """Return a kernel that passes over its operands once; its size is that of its first one."""
     first = (*op.reads, *op.writes)[0]
-    variant = "gather" if isinstance(op, Copy) and op.order else ""
+    variant = "gather" if isinstance(op, Copy) and op.order else "fused" if isinstance(op, CrossEntropy) else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
     flops = op.meta.flops_per_element * elements

@@ -18,7 +18,12 @@ from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
 QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
 
-_InPlace: TypeAlias = ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Zero
+LOSS_ROWS = 1024
+"""Tokens whose logits are held at once in the data type of sums, with their probabilities."""
+
+_InPlace: TypeAlias = (
+    ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
+)
 """Most kernels: they hold nothing beside their operands."""
 
 
@@ -26,6 +31,31 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     """Return the largest workspace of a kernel in bytes."""
     if isinstance(op, _InPlace):
         return 0
+    if isinstance(op, ops.AttentionKernel):
+        return _of_attention(op, program)
+    if isinstance(op, ops.Rope):
+        return _wide_bytes(op.x, program)  # both halves, turned
+    if isinstance(op, ops.Copy):
+        return program.nbytes(op.target.view) if op.order else 0
+    if isinstance(op, ops.Fold):
+        return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
+    if isinstance(op, ops.RmsNorm):
+        return _copied(op, program, _with_sums(op.x, program))
+    if isinstance(op, ops.RmsNormBackward):
+        return _copied(op, program, [program.dtype(op.x)] * 2)
+    if isinstance(op, ops.EmbedBackward):
+        return _copied(op, program, [program.dtype(op.dout)])
+    if isinstance(op, ops.CrossEntropy):
+        rows = min(LOSS_ROWS, math.prod(op.labels.shape))
+        return 2 * rows * op.logits.shape[2] * DTYPE_BYTES[program.dtype(op.loss)]
+    if isinstance(op, ops.SquareSum):
+        return 2 * program.nbytes(op.square)
+    if isinstance(op, ops.AdamW):
+        return program.nbytes(op.gradient) + 4 * DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
+    assert_never(op)
+
+
+def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
     if isinstance(op, ops.Attend):
         if op.kernel != "flash":
             return _unfused(op, program)
@@ -37,16 +67,6 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         return 4 * program.nbytes(op.lse)  # the sum, the same without infinities, and two weights
     if isinstance(op, ops.Delta):
         return _wide_bytes(op.out, program) + program.nbytes(op.delta)
-    if isinstance(op, ops.Rope):
-        return _wide_bytes(op.x, program)  # both halves, turned
-    if isinstance(op, ops.Copy):
-        return program.nbytes(op.target.view) if op.order else 0
-    if isinstance(op, ops.Fold):
-        return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
-    if isinstance(op, ops.RmsNorm):
-        return _copied(op, program, _with_sums(op.x, program))
-    if isinstance(op, ops.RmsNormBackward):
-        return _copied(op, program, [program.dtype(op.x)] * 2)
     assert_never(op)
 
 

@@ -2,9 +2,9 @@
 
 From these declarations follow ``reads`` and ``writes``, the rule of shapes, what is updated in place, and the sides of
 a collective. Letters name extents that have to agree within one op: b batch, q queries, k keys, s tokens, h query
-heads, g key/value heads, d head dim, e width; of weights i fan in, o fan out. A ``*`` folds all remaining dimensions
-into the next letter; ``...`` stands for any dimensions, the same wherever it stands. Data types agree within one op
-too, but where it is said otherwise.
+heads, g key/value heads, d head dim, e width; of weights i fan in, o fan out; n numbers of any meaning. A ``*`` folds
+all remaining dimensions into the next letter; ``...`` stands for any dimensions, the same wherever it stands. Data
+types agree within one op too, but where it is said otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 from sim.schedule.ir.views import Data, Split, View
 
 AnyOp = TypeVar("AnyOp", bound=Data)
-Numbers = Literal["alike", "wide", "alike or wide", "any"]
+Numbers = Literal["alike", "wide", "alike or wide", "any", "int64"]
 """The data type of a kernel's operand: that of its first one, what sums of such numbers are kept in, one of these two,
-or any that a workload has.
+any that a workload has, or integers.
 """
 
 
@@ -99,8 +99,6 @@ def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:
                 value = getattr(op, name)
                 if type(value) is View:
                     views.append(value)
-                elif type(value) is tuple:
-                    views += [view for _, view in value]
                 else:
                     views += views_in(value)
         return tuple(views)
@@ -109,14 +107,14 @@ def _collector(kind: type[Data], fields: list[tuple[str, str]]) -> Views:
 
 
 def views_in(value: View | Split | Iterable[Any] | None) -> Iterator[View]:
-    """Yield the views of a field: itself, of a Split the whole one, of messages each; none where there is none."""
+    """Yield the views of a field: itself, of a Split the whole one, of messages or views each; none of None."""
     if isinstance(value, View):
         yield value
     elif isinstance(value, Split):
         yield value.view
     elif value is not None:
-        for _, view in value:
-            yield view
+        for one in value:
+            yield one if type(one) is View else one.view
 
 
 def rebound(op: AnyOp, number: Mapping[int, int] | Sequence[int], **changes: Any) -> AnyOp:
@@ -129,10 +127,15 @@ def rebound(op: AnyOp, number: Mapping[int, int] | Sequence[int], **changes: Any
             view = View(number[value.view.buffer], value.view.slices)
             changes[name] = Split(view, value.dim, value.parts, value.sizes)
         elif value is not None:
-            changes[name] = tuple(
-                [type(one)(one.peer, View(number[one.view.buffer], one.view.slices)) for one in value]
-            )
+            changes[name] = tuple([_rebound(one, number) for one in value])
     return msgspec.structs.replace(op, **changes)
+
+
+def _rebound(one: Any, number: Mapping[int, int] | Sequence[int]) -> Any:
+    """Return a view, or a message, on another buffer."""
+    if type(one) is View:
+        return View(number[one.buffer], one.slices)
+    return type(one)(one.peer, View(number[one.view.buffer], one.view.slices))
 
 
 def side(op: Data, *, written: bool) -> View | Split | None:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from sim.schedule.ir.declare import operands
+from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Slices, Split, View
 
@@ -56,7 +56,7 @@ def _formed(op: Op, like: Mapping[int, Hashable]) -> Formed:
             views.append(value.view)
             cuts.append((value.dim, value.parts, value.sizes))
         else:
-            views += [view for _, view in value]
+            views += views_in(value)
             cuts.append(len(value))
     numbers = [view.buffer for view in views]
     shared = () if len(set(numbers)) == len(numbers) else tuple([numbers.index(number) for number in numbers])

@@ -24,6 +24,9 @@ FETCH: Literal["from host"] = "from host"
 STREAMS = (COMPUTE, HOST, OFFLOAD, FETCH)
 """Those that are no communicator's."""
 
+NO_LABEL = -100
+"""The label of a token that has no loss, as torch.nn.CrossEntropyLoss has it."""
+
 Part = Literal["forward", "backward"]
 GemmForm = Literal["nn", "nt", "tn"]
 CollectiveName = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "barrier"]
@@ -271,6 +274,75 @@ class SwiGluBackward(_Kernel, frozen=True, kw_only=True):
     dup: Annotated[View, Out("bse")]
 
 
+class Embed(_Kernel, frozen=True, kw_only=True):
+    """out = the rows of a table (V, E) that token ids (B, S) name."""
+
+    meta = Meta("e", "embed", "other", "embedding")
+    table: Annotated[View, In("io")]
+    ids: Annotated[View, In("bs", "int64")]
+    out: Annotated[View, Out("bs*o")]
+
+
+class EmbedBackward(_Kernel, frozen=True, kw_only=True):
+    """dtable (V, E) = in each row the sum of dout (B, S, E) over the tokens of this rank that name it."""
+
+    meta = Meta("E", "embed backward", "other", "embedding_backward", 1)
+    dout: Annotated[View, In("bs*o")]
+    ids: Annotated[View, In("bs", "int64")]
+    dtable: Annotated[View, Out("io")]
+
+
+class CrossEntropy(_Kernel, frozen=True, kw_only=True):
+    """loss (B, S) = log(sum(exp(logits))) less the logit of the label; in place of the logits (B, S, V) the gradient of
+    its mean over ``count`` tokens. Tokens with label ``NO_LABEL`` have neither.
+
+    In one pass, as Liger's kernel does it (arXiv:2410.10989 §3.2); the loss is in the accumulation data type.
+    """
+
+    meta = Meta("c", "cross-entropy", "other", "cross_entropy", 5)
+    logits: Annotated[View, InOut("bse")]
+    labels: Annotated[View, In("bs", "int64")]
+    loss: Annotated[View, Out("bs", "wide")]
+    count: int
+
+
+class Unpack(_Kernel, frozen=True, kw_only=True):
+    """Each of ``weights``, one behind the other, = its elements in a flat tensor: FSDP2 copies out what it gathered."""
+
+    meta = Meta("U", "unpack", "copy", "copy")
+    flat: Annotated[View, In("i")]
+    weights: Annotated[tuple[View, ...], Out()]
+
+
+class Pack(_Kernel, frozen=True, kw_only=True):
+    """flat = the elements of all gradients, one behind the other, in its data type or wider."""
+
+    meta = Meta("P", "pack", "copy", "copy")
+    gradients: Annotated[tuple[View, ...], In()]
+    flat: Annotated[View, Out("i", "alike or wide")]
+
+
+class SquareSum(_Kernel, frozen=True, kw_only=True):
+    """square (1) = the sum of the squares of a flat gradient's elements."""
+
+    meta = Meta("Q", "sum of squares", "other", "square_sum", 2)
+    gradient: Annotated[View, In("i")]
+    square: Annotated[View, Out("n")]
+
+
+class AdamW(_Kernel, frozen=True, kw_only=True):
+    """Update flat weights and their moments in place by their gradient (arXiv:1711.05101 algorithm 2), which is scaled
+    down where the norm of all gradients, the root of the sum of all ``squares``, is above a bound (arXiv:1211.5063).
+    """
+
+    meta = Meta("O", "optimiser", "other", "adamw", 14)
+    weights: Annotated[View, InOut("i")]
+    gradient: Annotated[View, In("i")]
+    first: Annotated[View, InOut("i")]
+    second: Annotated[View, InOut("i")]
+    squares: Annotated[View, In("n")]
+
+
 class _Communication(_Op, frozen=True, kw_only=True):
     """What all communication has: its communicator, whose name its stream bears."""
 
@@ -378,13 +450,18 @@ class HostSync(_Op, frozen=True, kw_only=True):
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
 Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
-TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward
-"""What a layer does to each token by itself."""
+EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
+"""What stands at both ends of the layers."""
+TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
+"""What a model does to each token by itself."""
+StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
+"""What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | Accumulate | Zero | Copy | Fold
-)
+    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
+    | Accumulate | Zero | Copy | Fold
+)  # fmt: skip
 """What memory bounds."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | Accumulate | Zero | Copy | Fold
+Kernel: TypeAlias = AttentionKernel | TokenKernel | StateKernel | Accumulate | Zero | Copy | Fold
 Op: TypeAlias = Kernel | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.masks import Span
 from sim.workload import Dtype, ModelSpec, accumulation_dtype
 
-Kind = Literal["weight", "weight gradient", "activation", "gradient"]
-Axis = Literal["embed", "ffn", "heads", "kv_heads"]
+Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "activation", "gradient"]
+"""moment: what an optimiser keeps of a weight; updated: what it makes of that and of the weight; square: the sum of the
+squares of a gradient."""
+Axis = Literal["embed", "ffn", "heads", "kv_heads", "vocab"]
 """What an extent is called; each head counts head dim features."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a model. Of an activation or its gradient axes follow batch and tokens; of a weight or its gradient
-    they are rows and columns.
+    """A tensor of a model. Of an activation or its gradient axes follow batch and tokens; of all others they are rows
+    and columns.
     """
 
     name: str
@@ -23,11 +26,13 @@ class Tensor(NamedTuple):
     numbers: Literal["model", "accumulation", "int64"] = "model"
     """Its data type: the model's, that of sums, or integers."""
     layer: int = 0
+    parts: tuple[Tensor, ...] = ()
+    """Of a flat one: the tensors whose elements it consists of, one behind the other."""
 
     @property
     def of_weight(self) -> bool:
-        """Whether it is a weight or the gradient of one."""
-        return self.kind in {"weight", "weight gradient"}
+        """Whether it is a weight, its gradient, or what an optimiser has of them."""
+        return self.kind not in {"activation", "gradient"}
 
     def later(self, layers: int) -> Tensor:
         """Return the same tensor so many layers later."""
@@ -38,12 +43,15 @@ class Tensor(NamedTuple):
         return (Span(0, self.shape(model)[0]),)
 
     def shape(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the number of features along each axis."""
+        """Return the number of features along each axis; of a flat tensor how many elements it has."""
+        if self.parts:
+            return (sum(math.prod(part.shape(model)) for part in self.parts),)
         features = {
             "embed": model.embed_dim,
             "ffn": model.ffn_dim,
             "heads": model.num_heads * model.head_dim,
             "kv_heads": model.num_kv_heads * model.head_dim,
+            "vocab": model.vocab_size,
         }
         return tuple(features[axis] for axis in self.axes)
 
@@ -61,7 +69,7 @@ class Tensor(NamedTuple):
 def d(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor."""
     kind: Kind = "weight gradient" if tensor.kind == "weight" else "gradient"
-    return tensor._replace(name=f"d{tensor.name}", kind=kind)
+    return tensor._replace(name=f"d{tensor.name}", kind=kind, parts=tuple(map(d, tensor.parts)))
 
 
 def dtype_of(tensor: Tensor, own: Dtype) -> Dtype:

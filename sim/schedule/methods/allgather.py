@@ -43,7 +43,7 @@ def build(workload: Workload, mesh: Mesh, options: AllGatherOptions = AllGatherO
         communicators=(everyone,) if mesh.ring > 1 else (),
         shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: AllGatherAttention(b, everyone, layout, options),
-        wire_bytes=_wire_bytes(workload, options, mesh.ring),
+        wire_bytes=lambda work: _wire_bytes(work, options, mesh.ring),
         source="arXiv:2407.21783 §3.3.2",
     )
     return build_around(plan, workload, mesh, options)

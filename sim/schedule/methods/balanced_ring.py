@@ -48,7 +48,7 @@ def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOpt
         communicators=(fetch, back) if mesh.ring > 1 else (),
         shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: BalancedAttention(b, fetch, back, layout, options),
-        wire_bytes=_wire_bytes(workload, options, mesh.ring),
+        wire_bytes=lambda work: _wire_bytes(work, options, mesh.ring),
         source="arXiv:2310.03294 §3.2",
     )
     return build_around(plan, workload, mesh, options)

@@ -63,7 +63,7 @@ def build(
         communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if size > width else ())),
         shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
         attention=lambda b: DoubleRingAttention(b, inner, outer, layout, options),
-        wire_bytes=_wire_bytes(workload, options, size // width, width),
+        wire_bytes=lambda work: _wire_bytes(work, options, size // width, width),
         source="arXiv:2406.18485 §4.3",
     )
     return build_around(plan, workload, mesh, options)

@@ -66,7 +66,7 @@ def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) 
         communicators=rings.declared,
         shard=shard,
         attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
-        wire_bytes=ring_bytes(workload, options, mesh.ring),
+        wire_bytes=lambda work: ring_bytes(work, options, mesh.ring),
         source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
     )
     return build_around(plan, workload, mesh, options)

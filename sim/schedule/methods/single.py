@@ -43,7 +43,7 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
         communicators=(),
         shard=lambda _: local,
         attention=lambda b: SingleAttention(b, local, kernel),
-        wire_bytes=0,
+        wire_bytes=lambda _: 0,
         source=_SOURCES[kernel],
         kernel=kernel,
     )

@@ -38,7 +38,7 @@ def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()
         communicators=(ulysses,),
         shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ulysses"]]),
         attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, workload.seq),), SingleAttention, options),
-        wire_bytes=ulysses_bytes(workload, mesh.ulysses),
+        wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
         source="arXiv:2309.14509 §3.2",
     )
     return build_around(plan, workload, mesh, options)

@@ -50,15 +50,19 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
             "UPipe sends k and v again, so its rings cannot start from those at hand: allowed are own-kv, queries with "
             "`set` schedule.ring_backward, or `set` schedule.recompute=false"
         )
-    again = traded_bytes(workload, model.num_heads + sent_heads(model, size), size)
-    rings = ring_bytes(workload, options, mesh.ring, model.num_heads)
+
+    def wire_bytes(work: Workload) -> int:
+        again = traded_bytes(work, model.num_heads + sent_heads(model, size), size)
+        rings = ring_bytes(work, options, mesh.ring, model.num_heads)
+        return ulysses_bytes(work, size) + again * (work.backward and options.recompute) + rings
+
     return around_rings(
         workload,
         mesh,
         options,
         name="upipe",
         outside=UPipeAttention,
-        wire_bytes=ulysses_bytes(workload, size) + again * (workload.backward and options.recompute) + rings,
+        wire_bytes=wire_bytes,
         source="arXiv:2602.21196 §3",
     )
 

@@ -40,7 +40,7 @@ def build(workload: Workload, mesh: Mesh, options: UspOptions = UspOptions()) ->
         options,
         name="usp",
         outside=UlyssesAttention,
-        wire_bytes=ulysses_bytes(workload, mesh.ulysses) + ring_bytes(workload, options, mesh.ring, mesh.ulysses),
+        wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses) + ring_bytes(work, options, mesh.ring, mesh.ulysses),
         source="arXiv:2405.07719 §3; its rings as in ring-flash-attention",
     )
 
@@ -52,7 +52,7 @@ def around_rings(
     *,
     name: str,
     outside: Callable[..., DistributedAttention],
-    wire_bytes: int,
+    wire_bytes: Callable[[Workload], int],
     source: str,
 ) -> Schedule:
     """Return a schedule in which ``outside`` trades heads in each Ulysses group, and what it attends to with the heads

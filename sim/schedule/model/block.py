@@ -6,11 +6,8 @@ written, counted and proved of a layer follows from here.
 
 from __future__ import annotations
 
-from collections import Counter
-
-from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.equations import Around, Block, add, back, linear, norm, rope, swiglu
-from sim.workload import Workload
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -50,26 +47,3 @@ LLAMA = Block(
         back(turned_q, turned_k, to_q, to_k, to_v, normed, residual),
     ),
 )
-
-_TENSORS = {tensor.name: tensor for tensor in (lse, *LLAMA.tensors)}
-TERMS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
-"""How many equations add up to a tensor, by name."""
-
-
-def tensor_of(name: str) -> Tensor:
-    """Return the tensor of a name, as of the first layer; one that no equation speaks of has batch and tokens only."""
-    return _TENSORS.get(name) or Tensor(name, "activation")
-
-
-def ports_of(workload: Workload) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-    """Return the inputs that a workload's scope and passes give, and the outputs that they ask for: (tensor, layer)."""
-    if workload.scope == "layer":
-        weights = [weight.later(layer) for layer in range(workload.layers) for weight in LLAMA.weights]
-        given, asked, leaving = [x, *weights], [d(x), *map(d, weights)], x.later(workload.layers)
-    else:
-        given, asked, leaving = [q, k, v], [d(q), d(k), d(v)], out
-        given += [] if workload.forward else [out, lse]
-    given += [d(leaving)] if workload.backward else []
-    asked = (asked if workload.backward else []) + ([leaving] if workload.forward else [])
-    names, wanted = ({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked))
-    return names, wanted

@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from sim.schedule.ir.ops import Accumulate, Gemm, RmsNorm, RmsNormBackward, Rope, SwiGlu, SwiGluBackward, TokenKernel
+from sim.schedule.ir.ops import (
+    Accumulate,
+    CrossEntropy,
+    Embed,
+    EmbedBackward,
+    Gemm,
+    RmsNorm,
+    RmsNormBackward,
+    Rope,
+    SwiGlu,
+    SwiGluBackward,
+    TokenKernel,
+)
 from sim.schedule.ir.tensors import Tensor, d
 from sim.workload import ModelSpec
 
@@ -108,3 +120,14 @@ def add(x: Tensor, into: Tensor, label: str) -> Equation:
     """Return into += x."""
     backward = Equation(Accumulate, label, (d(into),), (d(x),))
     return Equation(Accumulate, label, (x,), (into,), adds=True, backward=(backward,))
+
+
+def embed(ids: Tensor, table: Tensor, out: Tensor) -> Equation:
+    """Return out = the rows of a table that ids name."""
+    backward = Equation(EmbedBackward, f"gradient {d(table).name}", (d(out), ids), (d(table),))
+    return Equation(Embed, table.name, (table, ids), (out,), backward=(backward,))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor) -> Equation:
+    """Return loss = the cross-entropy of each token; the gradient of the logits takes their place at once."""
+    return Equation(CrossEntropy, loss.name, (logits, labels), (d(logits), loss))

@@ -10,39 +10,58 @@ from sim.schedule.ir.ops import AllReduce
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
-from sim.schedule.model.equations import Block
+from sim.schedule.model.scope import Unit, units
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Workload
 
+Room = tuple[View, ...]
+Reduced = tuple[View, ...]
+"""What is left of a unit's gradients."""
+
 
 class Params(Protocol):
-    """The weights of all layers on one rank. What is gathered lives until its last use."""
+    """The weights of a model on one rank. What is gathered lives until its last use."""
 
-    def gather(self, layer: int) -> Values:
-        """Append what brings the weights of a layer here, for one pass; return them whole."""
+    def gather(self, unit: Unit) -> Values:
+        """Append what brings weights here, for one pass; return them whole."""
         ...
 
     def reduce(self, gradient: Tensor, view: View) -> None:
-        """Append what sums a whole gradient of this rank's tokens over the ranks, and declare the sum an output."""
+        """Take a whole gradient of this rank's tokens; append what sums it over ranks, where that is done at once."""
+        ...
+
+    def room(self, unit: Unit) -> Room:
+        """Return buffers that ``reduced`` uses, taken before the call that it is in."""
+        ...
+
+    def reduced(self, unit: Unit, room: Room) -> Reduced:
+        """Append what is done once a unit has all gradients, in the call that made them; return what is left."""
+        ...
+
+    def keep(self, unit: Unit, reduced: Reduced) -> None:
+        """Take what ``reduced`` returned, when its call has ended."""
+        ...
+
+    def update(self) -> None:
+        """Append what the optimiser does, behind the backward pass."""
         ...
 
 
 class Replicated:
-    """Every rank has every weight; each gradient is summed by an all-reduce of its own, as soon as it is there."""
+    """Every rank has every weight; each gradient is summed by an all-reduce of its own, once it is there, and left."""
 
-    def __init__(self, b: ProgramBuilder, block: Block, over: tuple[Communicator, ...]) -> None:
-        self._b, self._block, self._over = b, block, over
-        layers = range(b.workload.layers)
-        self._weights = [b.call("weights", layer, partial(self._of_layer, layer)) for layer in layers]
+    def __init__(self, b: ProgramBuilder, over: tuple[Communicator, ...]) -> None:
+        self._b, self._over = b, over
+        self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in units(b.workload)}
 
-    def _of_layer(self, layer: int) -> Values:
+    def _of(self, unit: Unit) -> Values:
         b = self._b
-        return {w: b.input_of(w.later(layer), w.rows(b.workload.model)) for w in self._block.weights}
+        return {w: b.input_of(w.later(unit.layer), w.rows(b.workload.model)) for w in unit.weights}
 
-    def gather(self, layer: int) -> Values:
+    def gather(self, unit: Unit) -> Values:
         """See Params."""
-        return self._weights[layer]
+        return self._weights[unit]
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
@@ -50,8 +69,22 @@ class Replicated:
             self._b.add(AllReduce(label=f"reduce {gradient.name}", communicator=over.name, view=view))
         self._b.output_of(gradient, gradient.rows(self._b.workload.model), view)
 
+    def room(self, _unit: Unit) -> Room:
+        """See Params."""
+        return ()
+
+    def reduced(self, _unit: Unit, _room: Room) -> Reduced:
+        """See Params."""
+        return ()
+
+    def keep(self, _unit: Unit, _reduced: Reduced) -> None:
+        """See Params."""
+
+    def update(self) -> None:
+        """See Params: gradients are left as they are."""
+
     @staticmethod
-    def reduced_bytes(block: Block, workload: Workload, ranks: int) -> int:
-        """Return what the all-reduces of one layer send, over all ranks: 2 (P-1) bytes per byte of a gradient."""
-        sizes = [math.prod(weight.shape(workload.model)) for weight in block.weights]
-        return 2 * (ranks - 1) * sum(sizes) * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    def reduced_bytes(workload: Workload, ranks: int) -> int:
+        """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient."""
+        size = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+        return 2 * (ranks - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0

@@ -21,7 +21,8 @@ class Kept(NamedTuple):
     """What the backward pass of a layer needs of its forward pass: what was there before attention, and after it."""
 
     before: Values
-    attention: Saved
+    attention: Saved | None
+    """None where nothing but the input is kept."""
     after: Values
 
 
@@ -49,6 +50,7 @@ class TokenWriter(NamedTuple):
             "theta": model.rope_theta,
             "tokens": self.tokens,
             "accumulate": equation.adds or adds,
+            "count": self.b.replicas * self.b.workload.num_labels,
         }
         known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
         self.b.add(kind(label=equation.label, **views, **known, **dict(equation.variant)))

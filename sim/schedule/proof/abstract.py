@@ -16,11 +16,12 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split
-from sim.schedule.model.block import TERMS, tensor_of
+from sim.schedule.model.scope import TERMS, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
 from sim.schedule.proof.owners import check_owners
+from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
 
 
@@ -31,6 +32,7 @@ class AbstractPlayer(Interpreter):
         super().__init__(schedule, matching, dependencies)
         self._rules = attention_rules(schedule)
         self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
+        self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
         self.memory = [AbstractMemory(program, self._rules) for program in self._programs]
@@ -90,6 +92,10 @@ class AbstractPlayer(Interpreter):
             memory.write_parts(op.target, folded)
         elif isinstance(op, ops.TokenKernel | ops.Accumulate):
             self._equation(memory, op)
+        elif isinstance(op, ops.StateKernel):
+            made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
+            for view, pieces in zip(op.writes, made, strict=True):
+                memory.write(view, pieces)
         else:
             assert_never(op)
 
@@ -197,10 +203,13 @@ def _repeated(content: Content, starts: range) -> Content:
     return reduce(union, [content._replace(seen=seen) for seen in each])
 
 
+_SUMS = {"weight gradient", "square"}
+
+
 @cache
 def _adds_up(name: str) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind == "weight gradient" or TERMS[name] > 1
+    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind in _SUMS or TERMS[name] > 1
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, Span, count_pairs, keeps_mask
-from sim.schedule.model.block import TERMS, tensor_of
+from sim.schedule.model.scope import TERMS, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
     HEADS,

@@ -22,7 +22,7 @@ from sim.schedule.derive.replicas import folds, num_alike
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
-from sim.schedule.model.block import ports_of
+from sim.schedule.model.scope import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.proof.wellformed import check_program
@@ -103,7 +103,7 @@ def _prove(checked: Checked) -> None:
     schedule = checked.schedule
     sound: set[Form] = set()
     for program in schedule.programs:
-        check_program(program, schedule.header, sound)
+        check_program(program, schedule, sound)
     matching, dependencies = checked.matching, checked.dependencies
     _check_ports(schedule)
     AbstractPlayer(schedule, matching, dependencies).run()
@@ -130,8 +130,8 @@ def _check_ports(schedule: Schedule) -> None:
     """
     if schedule.header.claims is None:
         return
-    given, asked = ports_of(schedule.header.workload)
-    allowed = {"input": given, "output": asked | {("lse", 0)}}
+    given, asked, others = ports_of(schedule.header.workload)
+    allowed = {"input": given, "output": asked | others}
     left: set[tuple[str, int]] = set()
     for program in schedule.programs:
         for what, ports in (("input", program.inputs), ("output", program.outputs)):

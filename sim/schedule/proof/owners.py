@@ -12,7 +12,7 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.block import LLAMA, tensor_of
+from sim.schedule.model.scope import tensor_of, units, updated
 from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
 
@@ -75,17 +75,20 @@ class _Shard(NamedTuple):
 
 
 def check_shards(programs: Sequence[Program], workload: Workload) -> None:
-    """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave the
-    gradient of just the shards that it holds.
+    """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave what is due
+    of just the shards that it holds: their gradient, or at the end of a step what they are then.
     """
     held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
+    due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
+    tensors = [tensor for unit in units(workload) for tensor in (*unit.weights, *unit.states)]
+    weights, results = ({of(tensor).name: tensor for tensor in tensors} for of in (Tensor._replace, due))
     for program in programs:
-        own = _shards(program.inputs, workload, {weight.name: weight for weight in LLAMA.weights})
-        left = _shards(program.outputs, workload, {d(weight).name: weight for weight in LLAMA.weights})
+        own = _shards(program.inputs, workload, weights)
+        left = _shards(program.outputs, workload, results)
         for shard in own:
             held[shard.weight][shard] += own[shard]
         for shard in (own - left) | (left - own) if workload.backward else ():
-            state = "leaves no gradient of" if own[shard] > left[shard] else "has no use for the gradient of"
+            state = f"leaves no {result} of" if own[shard] > left[shard] else f"has no use for the {result} of"
             raise ScheduleError(
                 f"rank {program.rank} {state} rows {spell(shard.rows)}, columns {spell(shard.columns)} of "
                 f"{shard.weight.name} of layer {shard.weight.layer}: it leaves those of the shards that it holds"

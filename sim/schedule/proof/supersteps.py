@@ -23,6 +23,7 @@ from sim.schedule.derive.matching import match, wire_bytes
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Buffer
+from sim.schedule.model.scope import tensor_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.contents import ZERO, Content, Piece
@@ -55,7 +56,7 @@ class Supersteps:
         self.all = list(zip(*(program.calls for program in self.programs), strict=True))
         sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
-            check_program(fragment.program(rank), schedule.header, sound)
+            check_program(fragment.program(rank), schedule, sound)
         self._plain = msgspec.structs.replace(schedule.header, claims=None)
         self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
         """How often the same fragments meet."""
@@ -155,7 +156,7 @@ class Supersteps:
 
 def _check_bindings(program: Program) -> None:
     """Raise Declined where a call is given anything but earlier buffers like those that its fragment was written for,
-    each once, or where an input is not its call's own or is written to.
+    each once, or where an input is not its call's own or is written to, but by what leaves an update there.
     """
     buffers: list[Buffer] = []
     inputs: set[int] = set()
@@ -168,7 +169,8 @@ def _check_bindings(program: Program) -> None:
         for number, like in zip(call.given, fragment.given, strict=True):
             if buffers[number] is not like and not _alike(buffers[number], like):
                 raise Declined
-        if not inputs.isdisjoint([call.given[place] for place in fragment.written]):
+        updates = {port.view.buffer for port in fragment.outputs if tensor_of(port.tensor).kind == "updated"}
+        if not inputs.isdisjoint([call.given[place] for place in fragment.written - updates]):
             raise Declined
         if any(port.view.buffer < before for port in fragment.inputs):
             raise Declined

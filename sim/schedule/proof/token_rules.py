@@ -1,4 +1,4 @@
-"""What the kernels of a layer make of abstract contents: each token by itself, weights' gradients summed."""
+"""What kernels of tokens make of abstract contents: each token by itself, weights' gradients summed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import Accumulate, Op, TokenKernel
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.block import LLAMA, TERMS, tensor_of
+from sim.schedule.model.scope import EQUATIONS, TERMS, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, brief, meet, spell, union
+from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
 from sim.workload import ModelSpec
 
 
@@ -22,18 +22,18 @@ def _key(kind: type[Op], variant: tuple[object, ...], operands: list[tuple[str, 
 
 _NUMBERS = {
     _key(one.kind, one.variant, [(tensor.name, tensor.layer) for tensor in one.operands]): number
-    for number, one in enumerate(LLAMA.equations)
+    for number, one in enumerate(EQUATIONS)
 }
 
 
 class TokenRules(NamedTuple):
-    """How a layer's kernels combine contents, by the table of equations."""
+    """How kernels of tokens combine contents, by the table of equations."""
 
     model: ModelSpec
     attention: AttentionRules
 
     def apply(self, op: TokenKernel | Accumulate, operands: list[list[Piece]]) -> list[list[Piece]]:
-        """Return the pieces of each result; raises ScheduleError where the operands make no equation of the layer, or
+        """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
         weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if _is_weight(pieces[0])}
@@ -85,7 +85,7 @@ class TokenRules(NamedTuple):
         for piece in tokens:
             if piece.content.at != first.content.at:
                 raise ScheduleError(f"{op.label} of {brief(first.content)} with other tokens, {brief(piece.content)}")
-        equation = LLAMA.equations[number]
+        equation = EQUATIONS[number]
         layer = operands[0].content.layer - equation.operands[0].layer
         return [[self._result(number, tensor.later(layer), first)] for tensor in equation.results]
 
@@ -95,7 +95,8 @@ class TokenRules(NamedTuple):
         """
         batch, rows, *_ = tokens.content.at
         inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
-        at, seen = (batch, rows, *inner), ((Span(number, number + 1), ONE),) if TERMS[tensor.name] > 1 else ()
+        seen: Seen = ((terms_of(number, tensor), ONE),) if TERMS[tensor.name] > 1 else ()
+        at = (batch, rows, *inner)
         if tensor.of_weight:
             (own,) = tensor.rows(self.model)
             at, seen, b, s = (ONE, own, *inner), ((rows, batch),), (0, 1), (0, own.size)

@@ -9,20 +9,21 @@ from itertools import combinations
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
-from sim.schedule.ir.declare import operands
+from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.program import Header, Port, Program
+from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.block import tensor_of
+from sim.schedule.model.scope import tensor_of
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
-def check_program(program: Program, header: Header, sound: set[Form]) -> None:
-    """Raise ScheduleError where an op or a port is wrong by itself; forms of ops that are not are added to those that
-    are known to be ``sound``.
+def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> None:
+    """Raise ScheduleError where an op or a port of a program, or of a call, is wrong by itself; forms of ops that
+    are not are added to those that are known to be ``sound``.
     """
+    header = schedule.header
     workload, streams = header.workload, _streams_of(program.rank, header)
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
@@ -31,9 +32,11 @@ def check_program(program: Program, header: Header, sound: set[Form]) -> None:
                 problem = _port_dtype_problem(port, program, workload)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
-    inputs = {port.view.buffer: port.tensor for port in program.inputs}
+    kept = {port.view.buffer: port.tensor for port in program.inputs}
+    updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
+    inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
-        problem = "" if form in sound else _form_problem(op, program, inputs, workload)
+        problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
             sound.add(form)
             problem = _rank_problem(op, program.rank, streams)
@@ -49,11 +52,11 @@ def _streams_of(rank: int, header: Header) -> set[str]:
     return {*ops.STREAMS, *own}
 
 
-def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], workload: Workload) -> str:
+def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], schedule: Schedule) -> str:
     """Return what is wrong with an op of a program, and with all of its form; empty if nothing is. ``inputs``: tensors
     by buffer.
     """
-    reads, writes = op.reads, op.writes
+    reads, writes, workload = op.reads, op.writes, schedule.header.workload
     for view in (*reads, *writes):
         if problem := _view_problem(view, program):
             return problem
@@ -63,14 +66,12 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], workload
     if isinstance(op, ops.HostCopy):
         return _host_copy_problem(op, program) or _shape_problem(op, program)
     views = (*reads, *writes)
-    problem = (
-        _place_problem(views, program) or _integer_problem(op, views, program) or _collision(op, reads, writes, program)
-    )
+    problem = _place_problem(views, program) or _integer_problem(op, program) or _collision(op, reads, writes, program)
     if isinstance(op, ops.Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     problem = problem or _shape_problem(op, program)
     if isinstance(op, ops.Kernel):
-        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, workload.model)
+        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, schedule)
     return problem
 
 
@@ -111,14 +112,21 @@ def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
     return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
 
 
-def _integer_problem(op: ops.Op, views: tuple[View, ...], program: Program) -> str:
-    """Return where an op computes with integers: those are cut and moved only."""
-    computes = isinstance(op, ops.Kernel) or (isinstance(op, ops.Collective) and isinstance(op.taken, View))
-    names = [program.buffers[view.buffer].name for view in views if computes and program.dtype(view) == "int64"]
-    return f"computes with integers, of buffer {names[0]!r}: take fp64, fp32, bf16 or fp16" if names else ""
+def _integer_problem(op: ops.Op, program: Program) -> str:
+    """Return where an op computes with integers: those are looked up, cut and moved only."""
+    if not (isinstance(op, ops.Kernel) or (isinstance(op, ops.Collective) and isinstance(op.taken, View))):
+        return ""
+    for name, mark in operands(type(op)).items():
+        for view in views_in(getattr(op, name)) if mark.numbers not in {"any", "int64"} else ():
+            if program.dtype(view) == "int64":
+                return f"computes with integers, of buffer {program.buffers[view.buffer].name!r}: {_TAKE_FLOATS}"
+    return ""
 
 
-_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei"}
+_TAKE_FLOATS = "take fp64, fp32, bf16 or fp16"
+
+
+_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei", "n": "i"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
@@ -165,22 +173,30 @@ def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
     """
     first: Dtype | None = None
     for name, mark in operands(type(op)).items():
-        value: View | Split | None = getattr(op, name)
-        if value is None:
+        dtypes = {program.dtype(view): None for view in views_in(getattr(op, name))}
+        first = first or next(iter(dtypes), None)
+        if first is None:
             continue
-        dtype = program.dtype(value.view if isinstance(value, Split) else value)
-        first = first or dtype
         own = workload.dtype if mark.numbers == "any" else first
         wide = accumulation_dtype(own)
-        allowed = {"alike": (own,), "wide": (wide,), "alike or wide": (own, wide), "any": (own, wide, "int64")}
-        if dtype not in allowed[mark.numbers]:
-            spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
-            return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
+        allowed = {
+            "alike": (own,),
+            "wide": (wide,),
+            "alike or wide": (own, wide),
+            "any": (own, wide, "int64"),
+            "int64": ("int64",),
+        }
+        for dtype in dtypes:
+            if dtype not in allowed[mark.numbers]:
+                spelled = " or ".join(dict.fromkeys(allowed[mark.numbers]))
+                return f"takes {dtype} for {name}: beside {own} allowed is {spelled}"
     return ""
 
 
-def _rule_problem(op: ops.Kernel, program: Program, model: ModelSpec) -> str:
+def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
+    workload = schedule.header.workload
+    model = workload.model
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
@@ -192,9 +208,18 @@ def _rule_problem(op: ops.Kernel, program: Program, model: ModelSpec) -> str:
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
             return f"rotates {op.x.shape[1]} tokens by {count} positions"
-        return _number_problem("theta", op.theta, "rope_theta", model.rope_theta)
+        return _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
     if isinstance(op, ops.RmsNorm):
-        return _number_problem("epsilon", op.epsilon, "norm_epsilon", model.norm_epsilon)
+        return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
+    if isinstance(op, ops.CrossEntropy):
+        labels = schedule.whole.header.mesh.dp * workload.num_labels
+        return _number_problem("count", op.count, "the number of labels", labels)
+    if isinstance(op, ops.Pack | ops.Unpack):
+        parts = op.gradients if isinstance(op, ops.Pack) else op.weights
+        elements = sum(math.prod(part.shape) for part in parts)
+        return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
+    if isinstance(op, ops.SquareSum):
+        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
@@ -203,9 +228,9 @@ def _rule_problem(op: ops.Kernel, program: Program, model: ModelSpec) -> str:
     return ""
 
 
-def _number_problem(name: str, given: float, of_model: str, wanted: float) -> str:
-    """Return where an op computes with another number than its model."""
-    return "" if given == wanted else f"has {name} {given!r}: {of_model} of the model is {wanted!r}"
+def _number_problem(name: str, given: float, what: str, wanted: float) -> str:
+    """Return where an op computes with another number than its workload."""
+    return "" if given == wanted else f"has {name} {given!r}: {what} is {wanted!r}"
 
 
 def _parts_problem(op: ops.Copy | ops.Fold) -> str:

@@ -14,7 +14,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Call, Fragment, Port, Program
-from sim.schedule.ir.tensors import Tensor, dtype_of
+from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
 from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
@@ -51,6 +51,9 @@ class _Traced(NamedTuple):
     asked: tuple[tuple[int, bool], ...]
 
 
+_CATEGORIES: dict[Kind, Category] = {"weight": "parameter", "weight gradient": "gradient", "moment": "optimiser"}
+
+
 class ProgramBuilder:
     """Collects the buffers and ops of one rank; ``part`` names the pass that is being written.
 
@@ -58,9 +61,11 @@ class ProgramBuilder:
     written many times, as layers are, is written by ``call``.
     """
 
-    def __init__(self, rank: int, workload: Workload) -> None:
+    def __init__(self, rank: int, workload: Workload, replicas: int = 1) -> None:
         self.rank = rank
         self.workload = workload
+        self.replicas = replicas
+        """How many do the same with sequences of their own."""
         self.batch = Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
@@ -251,6 +256,11 @@ class ProgramBuilder:
         """Return a new buffer in which partial gradients of a tensor are summed."""
         return self.like(name, like, "attention", gradient_dtype(self.workload, options))
 
+    @property
+    def sum_dtype(self) -> Dtype:
+        """The data type of sums."""
+        return accumulation_dtype(self.workload.dtype)
+
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view's buffer."""
         return self._buffer(view).dtype
@@ -273,8 +283,8 @@ class ProgramBuilder:
         """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight."""
         model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
         if tensor.of_weight:
-            category: Category = "parameter" if tensor.kind == "weight" else "gradient"
-            dims, dtype = "io"[: len(shape)], self.workload.dtype
+            category = _CATEGORIES[tensor.kind]
+            dims, dtype = "io"[: len(shape)], dtype_of(tensor, self.workload.dtype)
             return self.buffer(name, dims, (extent, *shape[1:]), dtype, category, layer=tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:

@@ -1,0 +1,132 @@
+"""What there is to compute at each scope: its equations, its weights, what is given and what is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from sim.schedule.ir.masks import Span
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.block import LLAMA, lse
+from sim.schedule.model.ends import (
+    EMBEDDING,
+    EMBEDDING_BACKWARD,
+    HEAD,
+    HEAD_BACKWARD,
+    ids,
+    labels,
+    loss,
+    norm_last,
+    w_embed,
+    w_head,
+)  # fmt: skip
+from sim.workload import Workload
+
+
+class Unit(NamedTuple):
+    """Weights that are held, gathered and updated together: those of a layer, or of one end."""
+
+    name: str
+    weights: tuple[Tensor, ...]
+    """As of the first layer."""
+    layer: int = 0
+
+    @property
+    def flat(self) -> Tensor:
+        """All of them as one tensor of elements, in the data type of sums (arXiv:2304.11277 §3.2.1)."""
+        return Tensor(f"{self.name} parameters", "weight", numbers="accumulation", layer=self.layer, parts=self.weights)
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """What Adam keeps of their gradients and of their squares."""
+        first, second = (f"{which} moments of {self.name}" for which in ("first", "second"))
+        return self.flat._replace(name=first, kind="moment"), self.flat._replace(name=second, kind="moment")
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """What a step changes."""
+        return self.flat, *self.moments
+
+    @property
+    def square(self) -> Tensor:
+        """The sum of the squares of their gradient's elements."""
+        return Tensor(f"square of {d(self.flat).name}", "square", numbers="accumulation", layer=self.layer)
+
+
+def updated(tensor: Tensor) -> Tensor:
+    """Return what the optimiser makes of a weight or a moment."""
+    return tensor._replace(name=f"new {tensor.name}", kind="updated", parts=tuple(map(updated, tensor.parts)))
+
+
+LAYER, EMBEDDED, HEADED = (
+    Unit("weights", LLAMA.weights),
+    Unit("embedding", (w_embed,)),
+    Unit("head", (norm_last, w_head)),
+)
+
+
+KINDS = (LAYER, EMBEDDED, HEADED)
+"""All that there are, as of the first layer."""
+
+
+@lru_cache(maxsize=64)
+def units(workload: Workload) -> tuple[Unit, ...]:
+    """Return the weights of a workload, in the order in which its forward pass needs them."""
+    layers = tuple([LAYER._replace(layer=layer) for layer in range(workload.layers)])
+    if workload.scope != "step":
+        return layers if workload.scope == "layer" else ()
+    return (EMBEDDED, *layers, HEADED._replace(layer=workload.layers))
+
+
+_GROUPS = (LLAMA.equations, EMBEDDING, EMBEDDING_BACKWARD, HEAD, HEAD_BACKWARD)
+EQUATIONS = tuple(equation for group in _GROUPS for equation in group)
+"""All that a step computes of tokens."""
+_OF_TOKENS = (lse, *(tensor for one in EQUATIONS for tensor in (*one.operands, *one.results)))
+_OF_UNITS = tuple(
+    tensor
+    for unit in KINDS
+    for tensor in (*unit.states, *map(updated, (*unit.states, *unit.weights)), d(unit.flat), unit.square)
+)
+_TENSORS = {tensor.name: tensor._replace(layer=0) for tensor in (*_OF_TOKENS, *_OF_UNITS)}
+TERMS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
+"""How many equations of a layer add up to a tensor, by name."""
+
+
+def terms_of(number: int, tensor: Tensor) -> Span:
+    """Return which of the terms of a result an equation makes: at an end of the model it makes them all."""
+    return Span(number, number + (1 if number < len(LLAMA.equations) else TERMS[tensor.name]))
+
+
+def tensor_of(name: str) -> Tensor:
+    """Return the tensor of a name, as of the first layer; one that no equation speaks of has batch and tokens only."""
+    return _TENSORS.get(name) or Tensor(name, "activation")
+
+
+class Ports(NamedTuple):
+    """Inputs and outputs of a scope, by tensor and layer."""
+
+    given: set[tuple[str, int]]
+    asked: set[tuple[str, int]]
+    """Outputs that some rank has to leave."""
+    allowed: set[tuple[str, int]]
+    """Outputs that ranks may leave beside them."""
+
+
+def ports_of(workload: Workload) -> Ports:
+    """Return the inputs that a workload's scope and passes give, and the outputs that they ask for."""
+    weights, last = [weight.later(unit.layer) for unit in units(workload) for weight in unit.weights], workload.layers
+    allowed: list[Tensor] = []
+    if workload.scope == "attention":
+        given, asked, leaving = [LLAMA.q, LLAMA.k, LLAMA.v], [d(LLAMA.q), d(LLAMA.k), d(LLAMA.v)], LLAMA.out
+        given += [] if workload.forward else [LLAMA.out, lse]
+        allowed = [lse]
+    elif workload.scope == "layer":
+        given, asked, leaving = [LLAMA.x, *weights], [d(LLAMA.x), *map(d, weights)], LLAMA.x.later(last)
+    else:
+        states = [state for unit in units(workload) for state in unit.states]
+        given, leaving = [ids, labels.later(last), *states, *weights], loss.later(last)
+        asked, allowed = [*map(updated, states)], [*map(updated, weights)]
+    given += [d(leaving)] if workload.backward and workload.scope != "step" else []
+    asked = (asked if workload.backward else []) + ([leaving] if workload.forward else [])
+    return Ports(*({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked, allowed)))

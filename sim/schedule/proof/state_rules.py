@@ -1,0 +1,135 @@
+"""What kernels of weights and of an optimiser make of abstract contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, assert_never
+
+from sim.errors import ScheduleError
+from sim.schedule.ir.masks import ONE, Span
+from sim.schedule.ir.ops import AdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.scope import KINDS, Unit, tensor_of, units, updated
+from sim.schedule.proof.attention_rules import AttentionRules
+from sim.schedule.proof.contents import Box, Content, Piece, brief
+from sim.workload import ModelSpec, Workload
+
+
+class StateRules(NamedTuple):
+    """How a workload's weights, their gradients and moments are packed, summed up and updated."""
+
+    workload: Workload
+    attention: AttentionRules
+
+    def apply(self, op: StateKernel, operands: list[list[Piece]]) -> list[list[Piece]]:
+        """Return the pieces of each result; raises ScheduleError where operands do not belong together."""
+        if isinstance(op, Unpack):
+            return self._unpacked(_only(operands[0]))
+        if isinstance(op, Pack):
+            return [[self._packed([_only(pieces) for pieces in operands])]]
+        if isinstance(op, SquareSum):
+            return [self._square(operands[0])]
+        if isinstance(op, AdamW):
+            return self._updated(operands)
+        assert_never(op)
+
+    @property
+    def _model(self) -> ModelSpec:
+        return self.workload.model
+
+    def _unpacked(self, piece: Piece) -> list[list[Piece]]:
+        """Return the weights that a flat tensor consists of."""
+        content, flat = piece.content, tensor_of(piece.content.tensor)
+        if not flat.parts or flat.kind == "weight gradient" or piece.content.tokens != _rows(flat, self._model):
+            raise ScheduleError(f"unpacks {brief(content)}: all elements of a unit's weights are needed")
+        return [[_whole(part, self._model, content.layer)] for part in flat.parts]
+
+    def _packed(self, pieces: list[Piece]) -> Piece:
+        """Return a flat gradient of those of a unit's weights, in their order."""
+        layer = pieces[0].content.layer
+        for unit in KINDS:
+            parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
+            if parts == [piece.content._replace(seen=()) for piece in pieces]:
+                break
+        else:
+            spelled = ", ".join(brief(piece.content) for piece in pieces)
+            raise ScheduleError(
+                f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
+            )
+        seen = pieces[0].content.seen
+        if any(piece.content.seen != seen for piece in pieces):
+            raise ScheduleError("packs gradients that are sums over different tokens")
+        flat = _whole(d(unit.flat), self._model, layer)
+        return flat._replace(content=flat.content._replace(seen=seen))
+
+    def _square(self, pieces: list[Piece]) -> list[Piece]:
+        """Return the sum of squares of some rows of a flat gradient."""
+        square: Content | None = None
+        for piece in pieces:
+            content = piece.content
+            unit = _unit(content)
+            if content.tensor != d(unit.flat).name or not self.attention.complete(content):
+                raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
+            part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE), ((content.tokens, ONE),))
+            square = part if square is None else square._replace(seen=tuple(sorted((*square.seen, *part.seen))))
+        assert square is not None
+        return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
+
+    def _updated(self, operands: list[list[Piece]]) -> list[list[Piece]]:
+        """Return weights and moments after a step of the optimiser."""
+        *states, squares = operands
+        weights, gradient, first, second = (_only(pieces) for pieces in states)
+        unit = _unit(weights.content)
+        named = (unit.flat, d(unit.flat), *unit.moments)
+        for tensor, piece in zip(named, (weights, gradient, first, second), strict=True):
+            if piece.content[:3] != (tensor.name, *weights.content[1:3]):
+                raise ScheduleError(f"updates {brief(weights.content)} with {brief(piece.content)}")
+        if not self.attention.complete(gradient.content):
+            raise ScheduleError(f"updates with {brief(gradient.content)}, which is not complete yet")
+        self._check_norm([piece.content for piece in squares])
+        return [
+            [piece._replace(content=piece.content._replace(tensor=updated(tensor).name))]
+            for tensor, piece in zip(unit.states, (weights, first, second), strict=True)
+        ]
+
+    def _check_norm(self, squares: list[Content]) -> None:
+        """Raise where squares are not those of all gradients, each once and complete; layers count from any."""
+        first = min(square.layer for square in squares)
+        found = sorted((square.tensor, square.layer - first) for square in squares)
+        wanted = {(unit.square.name, unit.layer): unit.flat for unit in units(self.workload)}
+        if found != sorted(wanted):
+            lacking = sorted(wanted.keys() - set(found)) or [("none", 0)]
+            raise ScheduleError(f"updates by a norm that lacks {lacking[0][0]} of layer {lacking[0][1]}, or has others")
+        for square in squares:
+            if sum(rows.size for rows, _ in square.seen) != _rows(_OF_SQUARE[square.tensor].flat, self._model).size:
+                raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
+
+
+_OF_SQUARE = {unit.square.name: unit for unit in KINDS}
+
+
+def _unit(content: Content) -> Unit:
+    """Return the kind of unit that a content is of."""
+    for unit in KINDS:
+        if content.tensor in {unit.flat.name, d(unit.flat).name}:
+            return unit
+    raise ScheduleError(f"{brief(content)} where the weights of a layer or of an end, or their gradient, are needed")
+
+
+def _only(pieces: Sequence[Piece]) -> Piece:
+    """Return the one piece of an operand."""
+    if len(pieces) > 1:
+        raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)} where one tensor is needed")
+    return pieces[0]
+
+
+def _rows(tensor: Tensor, model: ModelSpec) -> Span:
+    (rows,) = tensor.rows(model)
+    return rows
+
+
+def _whole(tensor: Tensor, model: ModelSpec, layer: int) -> Piece:
+    """Return all of a weight or of its gradient, of a layer."""
+    rows, columns = _rows(tensor, model), Span(0, tensor.features(model))
+    box: Box = ((0, 1), (0, rows.size), (0, 1), (0, columns.size))
+    return Piece(box, Content(tensor.name, layer, (ONE, rows, ONE, columns)))

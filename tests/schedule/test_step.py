@@ -1,0 +1,263 @@
+"""A training step from token ids to updated weights: exact for every schedule, and what is wrong in it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
+from sim.errors import InputError
+from sim.schedule.ir.ops import AdamW, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum
+from sim.schedule.ir.program import Port, Schedule
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.layer import gemm_flops
+from sim.schedule.model.scope import units
+from sim.schedule.proof.check import Checked, check
+from sim.schedule.proof.supersteps import Supersteps
+from sim.workload import Workload
+from tests.helpers import make_checked, make_model
+from tests.schedule.test_check_catches import refuses
+
+
+def step(**fields: Any) -> Workload:
+    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "scope": "step", "layers": 2, "dtype": "fp64"}
+    return Workload(**(options | fields))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_proved_and_exact(name: str) -> None:
+    """Loss, weights and moments equal autograd of the textbook formulas and torch's AdamW, in random orders."""
+    is_exact(name, 1 if name == "single" else 4, step(batch=2))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"layers": 1}, {"padding": 5}, {"dtype": "fp32"}, {"dtype": "bf16"}, {"mask": "full"}, {"window": 7}]
+)
+def test_other_steps(fields: dict[str, Any]) -> None:
+    is_exact("zigzag", 2, step(**fields))
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "nothing": {"zero_stage": 0, "checkpoint": "none"},
+    "optimiser sharded": {"zero_stage": 1},
+    "gradients sharded": {"zero_stage": 2, "reduce": "model"},
+    "weights sharded, everything kept": {"checkpoint": "none"},
+    "two gathered ahead": {"prefetch": 2, "reduce": "model"},
+    "none gathered ahead": {"prefetch": 0},
+    "inputs of layers on the host": {"activations": "host"},
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_every_technique(stack: str, dtype: str) -> None:
+    is_exact("zigzag", 2, step(layers=3, dtype=dtype), **STACKS[stack])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas(stage: int) -> None:
+    """Shards lie within a replica, and their gradients are summed over all."""
+    is_exact("ulysses", 4, step(), dp=2, zero_stage=stage)
+
+
+def is_exact(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any) -> Checked:
+    checked = make_step(name, ranks, workload, dp, **options)
+    errors = output_errors(checked, execute_virtual(checked, torch.device("cpu"), order_seed=1))
+    last = workload.layers
+    updates = {"new embedding parameters", "first moments of weights", f"new head parameters {last}"}
+    assert errors.keys() >= {f"loss {last}", *(name.replace("first", "new first") for name in updates)}
+    assert max(errors.values()) <= BOUNDS[workload.dtype]
+    return checked
+
+
+def make_step(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any) -> Checked:
+    """Return a proved step; ``ranks`` in all."""
+    entry = SCHEDULES[name]
+    mesh = msgspec.structs.replace(entry.mesh(ranks // dp, workload.model), dp=dp)
+    return check(entry.schedule(workload, mesh, dataclasses.replace(entry.options, **options)))
+
+
+def test_it_is_proved_by_its_calls() -> None:
+    """Layers in the middle are played once for all, forward, again and backward; updates see squares of all layers."""
+    found = [Supersteps(make_step("ring", 2, step(layers=layers)).schedule) for layers in (6, 10)]
+    for supersteps in found:
+        supersteps.play()
+    few, many = (supersteps.num_played for supersteps in found)
+    assert many - few == 4, "one update more for each layer, and nothing else"
+
+
+def test_what_is_held_by_hand() -> None:
+    """Of N weights on 2 ranks at stage 3: fp32 weights and moments 12 bytes a weight, halved; gathered bf16 weights of
+    the largest units meanwhile.
+    """
+    workload = step(dtype="bf16", layers=2)
+    held = {}
+    for stage in (0, 1, 3):
+        program = make_step("ring", 2, workload, zero_stage=stage).schedule.program(0)
+        inputs = {port.view.buffer for port in program.inputs}
+        held[stage] = Counter[str]()
+        for number in inputs:
+            held[stage][program.buffers[number].category] += program.buffers[number].nbytes
+    total = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+    assert held[0] == {"parameter": (4 + 2) * total, "optimiser": 8 * total, "saved": held[0]["saved"]}
+    assert held[1] == {"parameter": (2 + 2) * total, "optimiser": 4 * total, "saved": held[0]["saved"]}
+    assert held[3] == {"parameter": 2 * total, "optimiser": 4 * total, "saved": held[0]["saved"]}
+
+
+def test_flops_by_hand() -> None:
+    """The head's 2 FLOPs a token and weight three times: 128 x 64 weights more than the layers have."""
+    layers = msgspec.structs.replace(step(), scope="layer")
+    model = layers.model
+    assert gemm_flops(step()) - gemm_flops(layers) == 6 * model.embed_dim * model.vocab_size * 32
+
+
+def replaced(schedule: Schedule, kind: type[Op], **changes: Any) -> Schedule:
+    """Return a schedule with other values of some fields of rank 0's ops of a kind."""
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        if rank:
+            return found
+        ops = [msgspec.structs.replace(op, **changes) if isinstance(op, kind) else op for op in found.ops]
+        return found.replace(ops=tuple(ops))
+
+    return Schedule(schedule.header, program)
+
+
+def with_port(schedule: Schedule, tensor: str, **changes: Any) -> Schedule:
+    """Return a schedule whose input of a name says something else."""
+
+    def changed(port: Port) -> Port:
+        return msgspec.structs.replace(port, **changes) if port.tensor == tensor else port
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        return found.replace(inputs=tuple(map(changed, found.inputs)))
+
+    return Schedule(schedule.header, program)
+
+
+def test_labels_and_ids_of_other_tokens() -> None:
+    schedule = make_checked("ring", step(), 2).schedule
+    for tensor in ("labels", "ids"):
+        tokens = {port.tensor: port.tokens for port in schedule.program(1).inputs}[tensor]
+        refuses(with_port(schedule, tensor, tokens=tokens), "with other tokens, labels|is rotated by positions")
+
+
+def test_a_loss_that_is_averaged_over_others() -> None:
+    """Of 2 sequences of 32 tokens, of which the last ones have no next token to predict."""
+    schedule = make_checked("ring", step(batch=2), 2).schedule
+    refuses(replaced(schedule, CrossEntropy, count=64), "has count 64: the number of labels is 62")
+
+
+def test_ids_and_labels_change_places() -> None:
+    schedule = make_checked("ring", step(), 2).schedule
+    ids, labels = (
+        next(port.view for port in schedule.program(0).inputs if port.tensor == name) for name in ("ids", "labels")
+    )
+    refuses(replaced(schedule, CrossEntropy, labels=ids), "CrossEntropy of logits of layer 2, ids of layer 0")
+    refuses(replaced(schedule, Embed, ids=labels), "Embed of w_embed of layer 0, labels of layer 2")
+    refuses(replaced(schedule, EmbedBackward, ids=labels), "EmbedBackward of dx of layer 0, labels of layer 2")
+
+
+def test_integers_are_looked_up_only() -> None:
+    schedule = make_checked("ring", step(), 2).schedule
+    ids = next(port.view for port in schedule.program(0).inputs if port.tensor == "ids")
+    rstd = next(op.rstd for op in schedule.program(0).ops if isinstance(op, RmsNorm))
+    refuses(replaced(schedule, Embed, ids=rstd), "takes fp64 for ids: beside fp64 allowed is int64")
+    refuses(replaced(schedule, RmsNorm, rstd=ids), "computes with integers, of buffer 'ids'|writes to the input")
+
+
+def without(schedule: Schedule, label: str) -> Schedule:
+    """Leave out all ops of that name."""
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        return found.replace(ops=tuple(op for op in found.ops if not op.label.startswith(label)))
+
+    return Schedule(schedule.header, program)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("norm of gradients", "lacks elements"),
+        ("square head", "before all of it is written"),
+        ("gather weights", "before all of it is written"),
+        ("unpack weights", "before all of it is written"),
+        ("update embedding", "new .*expected|holds|due|leaves"),
+    ],
+)
+def test_what_is_forgotten(label: str, message: str) -> None:
+    refuses(without(make_step("ring", 2, step()).schedule, label), message)
+
+
+def test_a_gradient_that_is_not_summed_over_replicas() -> None:
+    schedule = make_step("ring", 4, step(), dp=2).schedule
+    refuses(without(schedule, "reduce weights over replicas"), "no flat gradient or not complete")
+
+
+def test_a_gradient_that_is_packed_in_another_order() -> None:
+    schedule = make_step("ring", 2, step()).schedule
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        ops = [
+            msgspec.structs.replace(op, gradients=op.gradients[::-1])
+            if isinstance(op, Pack) and "head" in op.label
+            else op
+            for op in found.ops
+        ]
+        return found.replace(ops=tuple(ops))
+
+    refuses(Schedule(schedule.header, program), "dw_head.*, dnorm.*in their order")
+
+
+def test_parts_that_are_not_all_of_a_flat_tensor() -> None:
+    schedule = make_step("ring", 2, step()).schedule
+    flat = next(op.flat for op in schedule.program(0).ops if isinstance(op, Pack))
+    refuses(replaced(schedule, Pack, flat=flat[1:]), "elements in parts, and .* flat")
+    squares = next(op.squares for op in schedule.program(0).ops if isinstance(op, AdamW))
+    refuses(replaced(schedule, SquareSum, square=squares), "sums up to .4,. numbers: allowed is 1")
+
+
+def test_an_update_with_another_gradient() -> None:
+    """Of the layer before, whose shard has the same shape."""
+    schedule = make_step("ring", 2, step()).schedule
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        updates = [op for op in found.ops if isinstance(op, AdamW) and op.label == "update weights"]
+        other = {id(updates[0]): updates[1].gradient, id(updates[1]): updates[0].gradient}
+        ops = [msgspec.structs.replace(op, gradient=other.get(id(op)) or op.gradient) if isinstance(op, AdamW) else op
+               for op in found.ops]  # fmt: skip
+        return found.replace(ops=tuple(ops))
+
+    refuses(Schedule(schedule.header, program), "updates weights parameters.* with dweights parameters")
+
+
+def test_options_of_other_scopes() -> None:
+    with pytest.raises(InputError, match="schedule.zero_stage=1 is of training steps: set `scope` step"):
+        make_step("ring", 2, step(scope="layer"), zero_stage=1)
+    with pytest.raises(InputError, match="schedule.prefetch=-1: expected 0 or more"):
+        make_step("ring", 2, step(), prefetch=-1)
+
+
+def test_ranks_that_do_not_divide_weights() -> None:
+    model = make_model(7, 7)
+    with pytest.raises(InputError, match="ranks do not divide the .* weights of"):
+        make_step("ring", 3, step(model=msgspec.structs.replace(model, vocab_size=64), seq=33))
+
+
+def test_what_is_no_step() -> None:
+    with pytest.raises(InputError, match="a training step has both; set `passes` both"):
+        step(passes="forward")
+    with pytest.raises(InputError, match="no next one to predict"):
+        step(seq=1)
