@@ -12,6 +12,7 @@ LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 CheckpointName = Literal["none", "full"]
+LossName = Literal["whole", "chunked"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
 
@@ -26,6 +27,8 @@ class LayerOptions:
     checkpoint: CheckpointName = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again."""
+    loss: LossName = "whole"
+    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
     zero_stage: ZeroStage = 3
     """What is sharded over the ranks of a replica in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -47,7 +50,7 @@ class LayerOptions:
         return found
 
 
-_OF_STEPS = ("checkpoint", "zero_stage", "prefetch", "reduce")
+_OF_STEPS = ("checkpoint", "loss", "zero_stage", "prefetch", "reduce")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,9 @@ from tests.schedule.test_check_catches import refuses
 
 
 def step(**fields: Any) -> Workload:
-    options: dict[str, Any] = {"model": make_model(8, 4), "seq": 32, "scope": "step", "layers": 2, "dtype": "fp64"}
+    """Of a vocabulary that is large enough for a loss in chunks to have four."""
+    model = msgspec.structs.replace(make_model(8, 4), vocab_size=512)
+    options: dict[str, Any] = {"model": model, "seq": 32, "scope": "step", "layers": 2, "dtype": "fp64"}
     return Workload(**(options | fields))
 
 
@@ -51,6 +53,8 @@ STACKS: dict[str, dict[str, Any]] = {
     "weights sharded, everything kept": {"checkpoint": "none"},
     "two gathered ahead": {"prefetch": 2, "reduce": "model"},
     "none gathered ahead": {"prefetch": 0},
+    "chunked loss": {"loss": "chunked"},
+    "chunked loss, weights kept": {"loss": "chunked", "zero_stage": 0},
     "inputs of layers on the host": {"activations": "host"},
 }
 
@@ -82,6 +86,18 @@ def make_step(name: str, ranks: int, workload: Workload, dp: int = 1, **options:
     entry = SCHEDULES[name]
     mesh = msgspec.structs.replace(entry.mesh(ranks // dp, workload.model), dp=dp)
     return check(entry.schedule(workload, mesh, dataclasses.replace(entry.options, **options)))
+
+
+def test_a_chunk_of_the_loss_that_is_lost() -> None:
+    schedule = make_step("ring", 2, step(), loss="chunked").schedule
+    assert [op.label for op in schedule.program(0).ops].count("loss") == 4
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        at = [number for number, op in enumerate(found.ops) if op.label == "gradient dw_head"][-1]
+        return found.replace(ops=(*found.ops[:at], *found.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, program), "packs gradients that are sums over different tokens")
 
 
 def test_it_is_proved_by_its_calls() -> None:

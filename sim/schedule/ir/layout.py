@@ -47,12 +47,12 @@ def shared_out(name: LayoutName, seq: int, parts: int, shares: int) -> list[tupl
     chunks = 2 * parts if name == "zigzag" and parts > 1 else parts
     size = _divided(seq, parts * shares, math.lcm(parts * shares, chunks))
     return [
-        tuple(_cut(tokens, share * size, (share + 1) * size) for share in range(shares))
+        tuple(cut(tokens, share * size, (share + 1) * size) for share in range(shares))
         for tokens in LAYOUTS[name](seq, parts)
     ]
 
 
-def _cut(tokens: Tokens, begin: int, end: int) -> Tokens:
+def cut(tokens: Tokens, begin: int, end: int) -> Tokens:
     """Return the tokens number ``begin`` to ``end`` (exclusive)."""
     found, at = [], 0
     for span in tokens:

@@ -16,7 +16,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import AttentionName, CheckpointName, LayerOptions
+from sim.options import AttentionName, CheckpointName, LayerOptions, LossName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
@@ -89,8 +89,8 @@ def build_around(
         saving = Offload(b, options.activations) if offloaded else Keep()
         tokens = plan.shard(rank).tokens
         params = Flat(b, shards, options) if step else Replicated(b, gradients)
-        checkpoint = options.checkpoint if step else "none"
-        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, checkpoint).program()
+        techniques = (options.checkpoint, options.loss) if step else ()
+        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, *techniques).program()
 
     return Schedule(header, program, replicated=True)
 
@@ -107,6 +107,7 @@ class LayerWriter(NamedTuple):
     saving: Saving
     tiling: Tiling
     checkpoint: CheckpointName = "none"
+    loss: LossName = "whole"
 
     @property
     def tokens(self) -> Tokens:
@@ -118,7 +119,8 @@ class LayerWriter(NamedTuple):
         b, layers = self.b, units(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends, layers = Loss(b, self.tokens, layers[0], layers[-1], self.params, self.tiling), layers[1:-1]
+            outer, layers = (layers[0], layers[-1]), layers[1:-1]
+            ends = Loss(b, self.tokens, outer, self.params, self.tiling, chunked=self.loss == "chunked")
         view = ends.enter()
         for unit in layers:
             view = self._forward(unit, view)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
@@ -18,14 +19,19 @@ from sim.schedule.model.ends import (
     labels,
     logits,
     loss,
+    normed,
     rstd,
-)  # fmt: skip
-from sim.schedule.model.equations import Equation
+    scored,
+    to_logits,
+    w_head,
+)
+from sim.schedule.model.equations import Equation, back
 from sim.schedule.model.params import Params, Reduced, Room
 from sim.schedule.model.scope import Unit
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
+from sim.workload import ModelSpec
 
 
 class Outside(Protocol):
@@ -72,14 +78,29 @@ class Ports(NamedTuple):
         self.b.output_of(d(self.x), self.tokens, first)
 
 
+def chunk_of_loss(tokens: int, model: ModelSpec) -> int:
+    """Return how many of so many tokens have their logits held at a time, so that these take about as much memory as
+    activations (linkedin/Liger-Kernel ops/fused_linear_cross_entropy.py).
+    """
+    least = -(-tokens // -(-model.vocab_size // model.embed_dim))
+    return 1 << (least - 1).bit_length()
+
+
 class Loss:
     """Token ids are embedded; final norm, LM head and cross-entropy make a loss of each token, left as an output."""
 
     def __init__(
-        self, b: ProgramBuilder, tokens: Tokens, first: Unit, last: Unit, params: Params, tiling: Tiling
+        self,
+        b: ProgramBuilder,
+        tokens: Tokens,
+        ends: tuple[Unit, Unit],
+        params: Params,
+        tiling: Tiling,
+        *,
+        chunked: bool,
     ) -> None:
-        self._b, self._tokens, self._first, self._last = b, tokens, first, last
-        self._params, self._tiling = params, tiling
+        self._b, self._tokens, (self._first, self._last) = b, tokens, ends
+        self._params, self._tiling, self._chunked = params, tiling, chunked
         self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
         self._weights: Values = {}
@@ -100,8 +121,28 @@ class Loss:
         self._b.output_of(loss.later(layer), self._tokens, self._kept.pop(loss))
 
     def _score(self, last: View, given: View, weights: Values) -> Values:
+        if self._chunked:
+            return self._score_in_chunks(last, given, weights)
         made = self._written(HEAD, self._last.layer, {x: last, labels: given, **weights})
         return {tensor: made[tensor] for tensor in (x, rstd, h, d(logits), loss)}
+
+    def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
+        """Append the loss of some tokens at a time, with the gradients of the head, so that no more of the logits is
+        held (arXiv:2410.10989 §3.2).
+        """
+        b, layer, count = self._b, self._last.layer, num_tokens(self._tokens)
+        whole = self._written((normed,), layer, {x: last, **weights})
+        whole |= {labels: given, loss: b.new(loss, count), d(h): b.new(d(h), count)}
+        size, stop = chunk_of_loss(count, b.workload.model), 0
+        while stop < count:
+            start, stop = stop, min(stop + size, count)
+            rows = {tensor: whole[tensor][:, start:stop] for tensor in (h, labels, loss, d(h))}
+            gradient = {d(w_head): whole[d(w_head)]} if d(w_head) in whole else {}
+            chunk = TokenWriter(b, layer, cut(self._tokens, start, stop), {**weights, **rows, **gradient})
+            for equation in (to_logits, scored, *back(to_logits)):
+                chunk.write(equation, adds=bool(gradient) and d(w_head) in equation.results)
+            whole[d(w_head)] = chunk.values[d(w_head)]
+        return {tensor: whole[tensor] for tensor in (x, rstd, d(h), d(w_head), loss)}
 
     def enter_backward(self) -> View:
         """See Outside."""
@@ -112,7 +153,10 @@ class Loss:
         return dx
 
     def _back_from_loss(self, kept: Values, weights: Values, room: Room) -> tuple[View, Reduced]:
-        made = self._written(HEAD_BACKWARD, self._last.layer, {**kept, **weights})
+        layer = self._last.layer
+        if self._chunked:
+            self._params.reduce(d(w_head).later(layer), kept[d(w_head)])
+        made = self._written(back(normed) if self._chunked else HEAD_BACKWARD, layer, {**kept, **weights})
         return made[d(x)], self._params.reduced(self._last, room)
 
     def leave_backward(self, first: View) -> None:
