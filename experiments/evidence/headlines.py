@@ -61,16 +61,6 @@ def steps_on(record: Record) -> str:
     return f"steps on {record.profile.machine.gpu}"
 
 
-def headline_rows(
-    evidence: Sequence[Evidence], records: Sequence[Record], anew: Sequence[Sequence[CasePrediction]] = ()
-) -> list[list[str]]:
-    """Return the rows of a table of ``HEADLINE_HEADS``; where nothing was executed on a GPU yet, one says so."""
-    rows = [one.row for one in headlines(evidence, records, anew)]
-    if all(record.profile.machine.cores for record in records):  # which a GPU's profile has none of
-        rows.append(["executed: steps on a GPU", "not yet", *[""] * (len(HEADLINE_HEADS) - 2)])
-    return rows
-
-
 def headlines(
     evidence: Sequence[Evidence], records: Sequence[Record], anew: Sequence[Sequence[CasePrediction]] = ()
 ) -> list[Headline]:

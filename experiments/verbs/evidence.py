@@ -13,7 +13,7 @@ from rich.table import Table
 from experiments.evidence.cases import Case, HostFigures, fit_cases
 from experiments.evidence.coverage import REGIME_HEADS, StepSet, encoded, learned_from, regime_rows
 from experiments.evidence.executed_cases import executed_cases
-from experiments.evidence.headlines import headline_rows, steps_on
+from experiments.evidence.headlines import headlines, steps_on
 from experiments.evidence.host_fit import host_figures
 from experiments.evidence.provenance import command_line
 from experiments.evidence.published import (
@@ -72,7 +72,8 @@ def write_chapter(
         files.step_errors.write(encoded(learned))
     evidence = [one._replace(found=_within(one.found, learned.without(one.file.title))) for one in evidence]
     anew = [_within(found, learned.without(steps_on(record))) for record, found in zip(records, anew, strict=True)]
-    rows, regimes = headline_rows(evidence, records, anew), regime_rows(_step_sets(evidence, kept, anew), learned)
+    rows = [one.row for one in headlines(evidence, records, anew)]
+    regimes = regime_rows(_step_sets(evidence, kept, anew), learned)
     _print(REGIME_HEADS, regimes, console)
     names = preset_names("sim/profiles", ".json") if profiles else []
     residuals = {name: leave_one_out(load_profile(name)) for name in names}

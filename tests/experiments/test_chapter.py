@@ -73,11 +73,10 @@ def test_a_chapter_of_small_sources(
         list(HEADLINE_HEADS),
         ["executed: steps on a CPU", "2", "14.5 %", "-20.0 %", "-14.154", "0 of 1", "", "of each cell", "0 of 2"],
         ["published: Our kernels", "2", "37.5 %", "-50.0 %", "0.824", "", "0 %", "20 %", "missed"],
-        ["executed: steps on a GPU", "not yet", *[""] * 7],
     ]
     assert tables(front.read_text()) == [few]
     assert front.read_text().startswith("# Toy\n\n| measured |")
-    assert front.read_text().endswith("|  |\n\nBehind.\n")
+    assert front.read_text().endswith("| missed |\n\nBehind.\n")
     assert msgspec.json.decode(errors.read_bytes(), type=Learned).sets == []  # ops alone, and steps of no machine
     assert regimes == [
         list(REGIME_HEADS),
