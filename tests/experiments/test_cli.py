@@ -26,7 +26,7 @@ from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from sim.schedule.ir.program import Schedule
-from tests.helpers import traces_in
+from tests.helpers import slow_but, traces_in
 from topology.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,10 @@ def test_more_gpus_take_more_nodes_and_the_nic(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cluster", [name for name in preset_names("topology/hardware") if name != "host"])
+@pytest.mark.parametrize(
+    "cluster",
+    slow_but({"hgx-h100", "l20-pcie"}, [name for name in preset_names("topology/hardware") if name != "host"]),
+)
 def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
     spec = load_cluster(cluster)
     profiles = [

@@ -27,6 +27,7 @@ from sim.profile import load_profile, save_profile
 from sim.schedule.proof.check import Checked
 from sim.setup.setup import Setup
 from tests.experiments.test_sweep_page import RING, make_found, make_record
+from tests.helpers import slow_but
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
@@ -46,7 +47,10 @@ def drawn_per_op(jitter: Jitter, checked: Checked, _: CostModel) -> Stretch:
     return np.array(factors)
 
 
-@pytest.fixture(params=["2026-11-21-epyc-2-cores/cells", "2026-11-21-schedules-epyc-2-cores/schedules"])
+RECORDS = ["2026-11-21-epyc-2-cores/cells", "2026-11-21-schedules-epyc-2-cores/schedules"]
+
+
+@pytest.fixture(params=slow_but({RECORDS[0]}, RECORDS))
 def shipped(request: pytest.FixtureRequest) -> Record:
     """A record that ships, of a machine that nobody has: wherever it is read, it can be predicted."""
     record = read_record(str(RESULTS / f"{request.param}.json"))
