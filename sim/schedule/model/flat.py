@@ -28,7 +28,7 @@ class Shards(NamedTuple):
     """Over which ranks weights are sharded and their gradients summed; each None where there is one rank."""
 
     within: Communicator | None = None
-    """Those of one replica: gathers weights."""
+    """Those of one replica: gathers weights. At stage 0 None, too."""
     gradients: Communicator | None = None
     """The same ranks, with a stream of their own: sums gradients."""
     across: Communicator | None = None
@@ -108,7 +108,7 @@ class Flat:
     @property
     def _num_parts(self) -> int:
         within = self._shards.within
-        return len(within.group_of(self._b.rank)) if within and self._stage else 1
+        return len(within.group_of(self._b.rank)) if within else 1
 
     def _rows(self, flat: Tensor) -> Tokens:
         """Return the elements that this rank owns."""
@@ -119,7 +119,7 @@ class Flat:
                 f"`gpus`: {self._num_parts} ranks do not divide the {whole.size} weights of {flat.name}: set "
                 f"`set` schedule.zero_stage=0, or choose a number that does"
             )
-        start = within.position(self._b.rank) * each if within and self._stage else 0
+        start = within.position(self._b.rank) * each if within else 0
         return (Span(start, start + each),)
 
     def _held(self, unit: Unit) -> tuple[View, ...]:
@@ -161,7 +161,7 @@ class Flat:
     def _gather(self, unit: Unit, own: View, flat: View, weights: Values) -> None:
         """Append what brings the weights of all ranks here, in the model's data type."""
         b, within = self._b, self._shards.within
-        if within is None or not self._stage:
+        if within is None:
             b.copy(own, flat, "cast weights")
         else:
             cast = b.like(f"own {unit.name}", own, "communication", b.workload.dtype)
@@ -234,7 +234,7 @@ class Flat:
         for number, (unit, gradient) in enumerate(summed.items()):
             square = squares[number : number + 1]
             b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
-        if within and self._stage:
+        if within:
             b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))
         for unit, gradient in summed.items():
             update, weights = partial(self._update, unit), self._weights.get(unit, {})
