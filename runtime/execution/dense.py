@@ -41,6 +41,10 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         for view, result in zip(op.writes, (found.out, found.second), strict=True):
             storage.put(view, result)
         return found.name
+    if isinstance(op, EmbedBackward):
+        dout, ids = given
+        storage.put(op.dtable, torch.ops.aten.embedding_dense_backward(dout, ids, op.dtable.shape[0], -1, False))
+        return "aten embedding dense backward"
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
         return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
@@ -55,10 +59,6 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     if isinstance(op, Embed):
         torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
         return "aten index_select"
-    if isinstance(op, EmbedBackward):
-        dtable = torch.ops.aten.embedding_dense_backward(given[0], given[1], results[0].shape[0], -1, False)
-        storage.put(op.dtable, dtable)
-        return "aten embedding dense backward"
     assert_never(op)
 
 
@@ -157,6 +157,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> s
         torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
         gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
         row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
+        del found, gradient, has, index  # or they outlive the next ones' making
     return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
 
 

@@ -141,6 +141,22 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_of_a_step_hold_what_is_said(dtype: Dtype) -> None:
+    """To the byte: embedding, loss in blocks of rows, packing and the optimiser."""
+    model = make_model(8, 4, head_dim=64)
+    for ranks, seq in ((1, 2048), (2, 64)):
+        workload = Workload(model=model, seq=seq, dtype=dtype, scope="step", layers=1)
+        checked = make_checked("zigzag", workload, ranks)
+        folded = check(on_one_device(checked)) if ranks > 1 else checked
+        rotations: Rotations = {}
+        held(folded, rotations)  # their tables stay
+        for op, seen, said, _ in held(folded, rotations):
+            if not isinstance(op, Attend | AttendBackward):
+                assert seen == said, op.label
+
+
 def test_what_flash_attention_allocates_by_hand() -> None:
     """1024 queries of 8 heads of 64 and 512 keys of 2: delta in fp32; of bf16 dq in fp32, too; dk and dv of 8 heads."""
     shapes = (1, 1024, 8, 64), (1, 512, 2, 64)

@@ -17,6 +17,7 @@ from sim.errors import InputError
 from sim.schedule.ir.ops import AdamW, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum
 from sim.schedule.ir.program import Port, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked, check
@@ -69,6 +70,13 @@ def test_every_technique(stack: str, dtype: str) -> None:
 def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all."""
     is_exact("ulysses", 4, step(), dp=2, zero_stage=stage)
+
+
+def test_all_ranks_on_one_device() -> None:
+    """Whose copies sum up squares of all units at once."""
+    folded = check(on_one_device(make_step("zigzag", 2, step())))
+    errors = output_errors(folded, execute_virtual(folded, torch.device("cpu")))
+    assert max(errors.values()) <= BOUNDS["fp64"]
 
 
 def is_exact(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any) -> Checked:

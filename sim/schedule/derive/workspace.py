@@ -19,7 +19,7 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""
 
 LOSS_ROWS = 1024
-"""Tokens whose logits are held at once in the data type of sums, with their probabilities."""
+"""Tokens whose probabilities are held at once in the data type of sums."""
 
 _InPlace: TypeAlias = (
     ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
@@ -46,12 +46,14 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.EmbedBackward):
         return _copied(op, program, [program.dtype(op.dout)])
     if isinstance(op, ops.CrossEntropy):
-        rows = min(LOSS_ROWS, math.prod(op.labels.shape))
-        return 2 * rows * op.logits.shape[2] * DTYPE_BYTES[program.dtype(op.loss)]
+        rows, wide = min(LOSS_ROWS, math.prod(op.labels.shape)), DTYPE_BYTES[program.dtype(op.loss)]
+        casts = program.dtype(op.logits) != program.dtype(op.loss)
+        of_label = 9 if casts else 9 + wide  # whether there is one, its index, and its logarithm
+        return rows * (op.logits.shape[2] * wide * (1 + casts) + of_label)
     if isinstance(op, ops.SquareSum):
-        return 2 * program.nbytes(op.square)
+        return program.nbytes(op.square)
     if isinstance(op, ops.AdamW):
-        return program.nbytes(op.gradient) + 4 * DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
+        return program.nbytes(op.gradient) + DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
     assert_never(op)
 
 

@@ -106,8 +106,8 @@ class AbstractPlayer(Interpreter):
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
             check_positions(given[0], op.tokens)
-        summed = {piece.content.tensor for piece in (*given[0], *into)} - {ZERO}
-        plain = isinstance(op, ops.Accumulate) and len(summed) <= 1
+        source, target = ({piece.content.tensor for piece in pieces} - {ZERO} for pieces in (given[0], into))
+        plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, _sum(into, pieces) if adds else pieces)
