@@ -31,6 +31,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
+from tests.schedule.test_step import STACKS, make_step, step
 from topology.cluster import Cluster
 
 pytestmark = pytest.mark.gloo
@@ -111,6 +112,19 @@ def test_activations_on_the_host(session: Session, name: str) -> None:
     """Copied by threads of their own; the GPU's share of the memory is as the walk says."""
     workload = Workload(model=make_model(8, 4), dtype="fp64", seq=32, scope="layer", layers=3)
     assert all(error <= BOUNDS["fp64"] for error in run_or_refused(session, name, workload).values())
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_steps_equal_the_reference_again_and_again(ranks: Callable[[int], Session], stack: str) -> None:
+    """Also the second one, which begins from the same weights; memory is as the walk says."""
+    checked = make_step("zigzag", 2, step(), **STACKS[stack])
+    run = ScheduleRun(ranks(2), checked)
+    for _ in range(2):
+        played = run.step()
+        assert max(run.errors().values()) <= BOUNDS["fp64"]
+        walks = map(walk, checked.schedule.programs, checked.dependencies)
+        assert list(played.peak_bytes) == [found.buffer_peak_bytes for found in walks]
+    run.close()
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])
