@@ -88,7 +88,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: Dtype = "fp32"
     scope: Scope = "attention"
     """attention: q, k, v in, out; layer: whole transformer layers, tokens in, tokens out; step: a training step, token
-    ids and labels in, loss and gradients out."""
+    ids and labels in, losses, updated weights and moments out."""
     layers: Count = 1
     passes: Pass = "both"
     seed: int = 0

@@ -1,6 +1,6 @@
 """Points of what stands at both ends of a model, embedding and loss, and of backward passes, from Liger's benchmarks.
 
-Nothing plays embeddings and losses yet: their points wait for the ops of a whole training step. They are sized by the
+Training steps play the embedding of torch and the fused loss; the other losses are for comparison. All are sized by the
 elements of logits, or of what embedding returns, in fp32, and count the bytes that no implementation can avoid:
 
     cross_entropy             variants torch, megatron: logits read; fused: gradients written in their place, too

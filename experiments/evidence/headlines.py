@@ -52,8 +52,6 @@ HEADLINE_HEADS = (
     "measured", "cases", "mean error", "worst", "R² of log", "faster schedule right", "in the 90 % interval", "target",
     "met",
 )  # fmt: skip
-MOST_ROWS = 8
-"""Of the table of headlines, so that it stays one that is read."""
 
 
 def steps_on(record: Record) -> str:

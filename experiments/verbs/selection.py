@@ -57,7 +57,7 @@ class Selection:
     layers: OptionalInt = None
     """Layers of the scopes layer and step, by default 1 and all of the model's."""
     scope: str = "attention"
-    """What is played: attention of one layer, whole layers (layer), or a training step up to all gradients (step)."""
+    """What is played: attention of one layer, whole layers (layer), or a training step with its optimiser (step)."""
     passes: Annotated[str, tyro.conf.arg(name="pass")] = "both"
     """forward, backward or both."""
     profile: OptionalText = None

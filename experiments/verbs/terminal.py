@@ -107,7 +107,7 @@ def sweep_table(title: str, keys: Sequence[str], found: Figures) -> Table:
 
 def fits(found: bool | None) -> str:
     """Return whether a prediction fits into memory."""
-    return "buffers yes, step not known" if found is None else "no: buffers alone exceed the memory"
+    return "buffers yes, rest not known" if found is None else "no: buffers alone exceed the memory"
 
 
 def print_json(found: Any, console: Console) -> None:

@@ -92,7 +92,7 @@ class Setup:
     layers: int | None = None
     """Layers of the scopes layer and step, by default 1 and all of the model's."""
     scope: str = "attention"
-    """attention of one layer, whole layers (layer), or a training step up to all gradients (step)."""
+    """attention of one layer, whole layers (layer), or a training step with its optimiser (step)."""
     passes: str = "both"
     """forward, backward or both."""
     profile: str | Path | Profile | None = None

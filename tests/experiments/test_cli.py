@@ -106,7 +106,7 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
     main(["simulate", *H100, "--model", "llama3-8b", "--seq", "128K", "--schedule", "ring,zigzag,ulysses"])
     printed = capsys.readouterr().out
     assert printed.index("zigzag ") < printed.index("ring ")
-    assert "buffers yes, step not known" in printed
+    assert "buffers yes, rest not known" in printed
     rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")
     assert [row["schedule"] for row in rows] == ["ring", "ulysses"]
     assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")

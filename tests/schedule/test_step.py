@@ -118,8 +118,8 @@ def test_it_is_proved_by_its_calls() -> None:
 
 
 def test_what_is_held_by_hand() -> None:
-    """Of N weights on 2 ranks at stage 3: fp32 weights and moments 12 bytes a weight, halved; gathered bf16 weights of
-    the largest units meanwhile.
+    """When a step begins, of each weight on 2 ranks: fp32 weights and moments take 12 bytes, halved where they are
+    sharded; below stage 3 bf16 weights take 2 more.
     """
     workload = step(dtype="bf16", layers=2)
     held = {}

@@ -20,4 +20,4 @@ scored = cross_entropy(logits, labels, loss)
 
 EMBEDDING, EMBEDDING_BACKWARD = (embedded,), back(embedded)
 HEAD, HEAD_BACKWARD = (normed, to_logits, scored), back(to_logits, normed)
-"""What is equation by equation written of the last layer's x, as of the layer behind it."""
+"""Of the x that leaves the last layer. All tensors are numbered as of the layer that would follow."""

@@ -66,7 +66,7 @@ LAYER, EMBEDDED, HEADED = (
 )
 
 
-KINDS = (LAYER, EMBEDDED, HEADED)
+UNIT_KINDS = (LAYER, EMBEDDED, HEADED)
 """All that there are, as of the first layer."""
 
 
@@ -85,7 +85,7 @@ EQUATIONS = tuple(equation for group in _GROUPS for equation in group)
 _OF_TOKENS = (lse, *(tensor for one in EQUATIONS for tensor in (*one.operands, *one.results)))
 _OF_UNITS = tuple(
     tensor
-    for unit in KINDS
+    for unit in UNIT_KINDS
     for tensor in (*unit.states, *map(updated, (*unit.states, *unit.weights)), d(unit.flat), unit.square)
 )
 _TENSORS = {tensor.name: tensor._replace(layer=0) for tensor in (*_OF_TOKENS, *_OF_UNITS)}
@@ -103,7 +103,7 @@ def tensor_of(name: str) -> Tensor:
     return _TENSORS.get(name) or Tensor(name, "activation")
 
 
-class Ports(NamedTuple):
+class ScopePorts(NamedTuple):
     """Inputs and outputs of a scope, by tensor and layer."""
 
     given: set[tuple[str, int]]
@@ -113,7 +113,7 @@ class Ports(NamedTuple):
     """Outputs that ranks may leave beside them."""
 
 
-def ports_of(workload: Workload) -> Ports:
+def ports_of(workload: Workload) -> ScopePorts:
     """Return the inputs that a workload's scope and passes give, and the outputs that they ask for."""
     weights, last = [weight.later(unit.layer) for unit in units(workload) for weight in unit.weights], workload.layers
     allowed: list[Tensor] = []
@@ -129,4 +129,4 @@ def ports_of(workload: Workload) -> Ports:
         asked, allowed = [*map(updated, states)], [*map(updated, weights)]
     given += [d(leaving)] if workload.backward and workload.scope != "step" else []
     asked = (asked if workload.backward else []) + ([leaving] if workload.forward else [])
-    return Ports(*({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked, allowed)))
+    return ScopePorts(*({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked, allowed)))

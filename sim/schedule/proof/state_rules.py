@@ -9,7 +9,7 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.scope import KINDS, Unit, tensor_of, units, updated
+from sim.schedule.model.scope import UNIT_KINDS, Unit, tensor_of, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import Box, Content, Piece, brief
 from sim.workload import ModelSpec, Workload
@@ -47,7 +47,7 @@ class StateRules(NamedTuple):
     def _packed(self, pieces: list[Piece]) -> Piece:
         """Return a flat gradient of those of a unit's weights, in their order."""
         layer = pieces[0].content.layer
-        for unit in KINDS:
+        for unit in UNIT_KINDS:
             parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
             if parts == [piece.content._replace(seen=()) for piece in pieces]:
                 break
@@ -105,12 +105,12 @@ class StateRules(NamedTuple):
                 raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
-_OF_SQUARE = {unit.square.name: unit for unit in KINDS}
+_OF_SQUARE = {unit.square.name: unit for unit in UNIT_KINDS}
 
 
 def _unit(content: Content) -> Unit:
     """Return the kind of unit that a content is of."""
-    for unit in KINDS:
+    for unit in UNIT_KINDS:
         if content.tensor in {unit.flat.name, d(unit.flat).name}:
             return unit
     raise ScheduleError(f"{brief(content)} where the weights of a layer or of an end, or their gradient, are needed")
