@@ -30,8 +30,11 @@ class LayerOptions:
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
     zero_stage: ZeroStage = 3
-    """What is sharded over the ranks of a replica in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
+    """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
+    shards: Literal["all", "replica"] = "all"
+    """Over which ranks: all of them, or those of each data-parallel replica, over which gradients are summed then
+    (HSDP)."""
     prefetch: int = 1
     """Layers whose weights are gathered ahead at stage 3."""
     reduce: Literal["fp32", "model"] = "fp32"
@@ -50,7 +53,7 @@ class LayerOptions:
         return found
 
 
-_OF_STEPS = ("checkpoint", "loss", "zero_stage", "prefetch", "reduce")
+_OF_STEPS = ("checkpoint", "loss", "zero_stage", "shards", "prefetch", "reduce")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import InputError
+from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AdamW, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum
 from sim.schedule.ir.program import Port, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
-from sim.schedule.model.scope import units
+from sim.schedule.model.scope import HEADED, units
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.supersteps import Supersteps
 from sim.workload import Workload
@@ -68,8 +69,17 @@ def test_every_technique(stack: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas(stage: int) -> None:
-    """Shards lie within a replica, and their gradients are summed over all."""
-    is_exact("ulysses", 4, step(), dp=2, zero_stage=stage)
+    """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""
+    for shards in ("replica", "all"):
+        is_exact("ulysses", 4, step(), dp=2, zero_stage=stage, shards=shards)
+
+
+def test_ranks_without_context_parallelism_share_weights() -> None:
+    """FSDP alone: each of four ranks has a sequence of its own, and a quarter of all states."""
+    checked = is_exact("single", 4, step(), dp=4)
+    (rows,) = {port.tokens for port in checked.schedule.program(3).inputs if port.tensor == "first moments of head"}
+    (whole,) = HEADED.flat.rows(checked.schedule.header.workload.model)
+    assert rows == (Span(whole.size * 3 // 4, whole.size),)
 
 
 def test_all_ranks_on_one_device() -> None:
@@ -224,7 +234,7 @@ def test_what_is_forgotten(label: str, message: str) -> None:
 
 
 def test_a_gradient_that_is_not_summed_over_replicas() -> None:
-    schedule = make_step("ring", 4, step(), dp=2).schedule
+    schedule = make_step("ring", 4, step(), dp=2, shards="replica").schedule
     refuses(without(schedule, "reduce weights over replicas"), "no flat gradient or not complete")
 
 

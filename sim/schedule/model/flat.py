@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayerOptions, ZeroStage
+from sim.options import LayerOptions
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, Pack, ReduceScatter, SquareSum, Unpack
@@ -28,11 +28,11 @@ class Shards(NamedTuple):
     """Over which ranks weights are sharded and their gradients summed; each None where there is one rank."""
 
     within: Communicator | None = None
-    """Those of one replica: gathers weights. At stage 0 None, too."""
+    """Gathers weights. At stage 0 None, too."""
     gradients: Communicator | None = None
     """The same ranks, with a stream of their own: sums gradients."""
     across: Communicator | None = None
-    """Those that have the same shards in all replicas."""
+    """Those that have the same shards in all replicas, where each replica has shards of all."""
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
@@ -40,16 +40,15 @@ class Shards(NamedTuple):
         return tuple(filter(None, self))
 
 
-def shards_of(mesh: Mesh, stage: ZeroStage) -> Shards:
-    """Return the communicators of a mesh; HSDP (arXiv:2304.11277 §3.2.2) where it has replicas: shards within one,
-    sums over all.
-    """
-    within, across = mesh.groups("ring", "ulysses"), mesh.groups("dp")
+def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
+    """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
+    hybrid = options.shards == "replica"
+    within, across = mesh.groups(*([] if hybrid else ["dp"]), "ring", "ulysses"), mesh.groups("dp")
     several = len(within[0]) > 1
     return Shards(
-        Communicator(name="weights", groups=within) if several and stage else None,
+        Communicator(name="weights", groups=within) if several and options.zero_stage else None,
         Communicator(name="gradients", groups=within) if several else None,
-        Communicator(name="replicas", groups=across) if len(across[0]) > 1 else None,
+        Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
     )
 
 
@@ -61,7 +60,8 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
-    dp, ranks, stage = mesh.dp, mesh.size // mesh.dp, options.zero_stage
+    hybrid, stage = options.shards == "replica", options.zero_stage
+    groups, ranks = (mesh.dp, mesh.size // mesh.dp) if hybrid else (1, mesh.size)
     total = gathered = 0
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
@@ -69,8 +69,8 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
         gathered += size * (2 if stage == 3 and unit.name == LAYER.name else 1 if stage else 0)
     summed = total * on_wire * (1 if stage else 2)
     squares = 2 * len(units(workload)) * wide if stage else 0
-    across = 2 * (dp - 1) * total * on_wire * (1 if stage else ranks)
-    return dp * (ranks - 1) * (gathered * own + summed + squares) + across
+    across = 2 * (groups - 1) * total * on_wire * (1 if stage else ranks)
+    return groups * (ranks - 1) * (gathered * own + summed + squares) + across
 
 
 class _Pool:
@@ -89,8 +89,10 @@ class Flat:
     at stage 1 when all units have theirs, and at stage 0 by an all-reduce.
     """
 
-    def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions) -> None:
+    def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int) -> None:
+        """``owner`` is the rank that the program is for, ``b.rank`` the one in its place in the first replica."""
         self._b, self._stage, self._shards, self._options = b, options.zero_stage, shards, options
+        self._owner = owner
         self._units = units(b.workload)
         self._states = {
             unit: b.call(f"{unit.name} state", unit.layer, partial(self._held, unit)) for unit in self._units
@@ -108,7 +110,7 @@ class Flat:
     @property
     def _num_parts(self) -> int:
         within = self._shards.within
-        return len(within.group_of(self._b.rank)) if within else 1
+        return len(within.group_of(self._owner)) if within else 1
 
     def _rows(self, flat: Tensor) -> Tokens:
         """Return the elements that this rank owns."""
@@ -119,7 +121,7 @@ class Flat:
                 f"`gpus`: {self._num_parts} ranks do not divide the {whole.size} weights of {flat.name}: set "
                 f"`set` schedule.zero_stage=0, or choose a number that does"
             )
-        start = within.position(self._b.rank) * each if within else 0
+        start = within.position(self._owner) * each if within else 0
         return (Span(start, start + each),)
 
     def _held(self, unit: Unit) -> tuple[View, ...]:

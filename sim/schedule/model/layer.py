@@ -59,7 +59,7 @@ def build_around(
     plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions = LayerOptions()
 ) -> Schedule:
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
-    replica does the same as the first, with a batch of its own.
+    replica does the same as the first, with a batch of its own, and maybe shards.
     """
     layers = workload.scope != "attention"
     if options.activations != "hbm" and not layers:
@@ -71,7 +71,7 @@ def build_around(
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
-    shards = shards_of(mesh, options.zero_stage) if step else Shards()
+    shards = shards_of(mesh, options) if step else Shards()
     header = Header(
         name=plan.name,
         workload=workload,
@@ -81,18 +81,23 @@ def build_around(
         claims=_claims(plan, workload, mesh, options),
     )
 
+    across_replicas = shards.within is not None and options.shards == "all" and mesh.dp > 1
+
     def program(rank: int) -> Program:
-        b = ProgramBuilder(rank, workload, mesh.dp)
+        """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
+        role = mesh.role(rank)
+        b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
-            return attention_program(b, plan.shard(rank), plan.attention)
+            return attention_program(b, plan.shard(role), plan.attention)
         offloaded = options.activations != "hbm" and workload.backward
         saving = Offload(b, options.activations) if offloaded else Keep()
-        tokens = plan.shard(rank).tokens
-        params = Flat(b, shards, options) if step else Replicated(b, gradients)
+        tokens = plan.shard(role).tokens
+        params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (options.checkpoint, options.loss) if step else ()
-        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, *techniques).program()
+        written = LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, *techniques).program()
+        return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
-    return Schedule(header, program, replicated=True)
+    return Schedule(header, program, replicated=not across_replicas)
 
 
 class LayerWriter(NamedTuple):
