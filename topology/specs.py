@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from sim.errors import InputError
 from sim.presets import Name
+from topology.reserved import OF_CPU, OF_CUDA, Reserved
 
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, lt=1e30)]
@@ -48,6 +49,10 @@ class HbmSpec(_Spec, frozen=True, kw_only=True):
 
     capacity_bytes: Bytes
     bytes_per_s: Positive
+    reserved_bytes: Annotated[int, Meta(ge=0, le=2**60)] | None = None
+    """What of a GPU's capacity no buffer can have; None: as ``reserved`` has it."""
+    reserved_within_bytes: Annotated[int, Meta(ge=0, le=2**60)] | None = None
+    """How much more or less that may be."""
 
 
 class LinkSpec(_Spec, frozen=True, kw_only=True):
@@ -200,6 +205,15 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
         """How many times as many that is as a GPU has for itself, or shares."""
         return self.nics_per_flow // max(1, self.nics_per_node // self.gpus_per_node)
 
+    @property
+    def reserved(self) -> Reserved:
+        """What of a device's memory buffers cannot have."""
+        stated, own = OF_CUDA if self.gpu.kind == "cuda" else OF_CPU, self.hbm
+        return Reserved(
+            stated.nbytes if own.reserved_bytes is None else own.reserved_bytes,
+            stated.within_bytes if own.reserved_within_bytes is None else own.reserved_within_bytes,
+        )
+
     def _check_nics(self) -> None:
         """Raise InputError where GPUs cannot share the NICs of their node evenly."""
         gpus, nics, stripe = self.gpus_per_node, self.nics_per_node, self.nics_per_flow
@@ -217,7 +231,9 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
             )
 
     def figures(self) -> dict[str, Any]:
-        """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure."""
+        """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor
+        what is kept of its memory.
+        """
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        del found["profile"]
+        del found["profile"], found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
         return found
