@@ -9,21 +9,39 @@ and stay.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Kernel
+from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, Attend, AttendBackward, Kernel
 from sim.schedule.ir.program import Fragment, Program
-from sim.schedule.ir.views import Category
+from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Trace
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Booleans: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+Term = Literal[
+    "parameters", "gradients", "optimiser", "saved activations", "attention", "communication", "temporaries", "other"
+]
+"""What a training step's memory goes to. Saved activations are those that the forward pass leaves to the backward pass
+or to the host; attention has q, k, v, what is made of them and its kernels' workspace; communication has what is sent,
+received and laid out for that; temporaries are other activations, gradients of activations and workspace; other are
+token ids, labels and losses."""
+TERMS: tuple[Term, ...] = get_args(Term)
+_OF_CATEGORY: dict[Category, Term] = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimiser": "optimiser",
+    "communication": "communication",
+    "repartition": "communication",
+}
+"""Of all others it matters where and when they are used."""
 
 
 class Lifetime(NamedTuple):
@@ -47,6 +65,8 @@ class MemoryWalk(NamedTuple):
     """At the peak; the workspace of attention kernels counts as attention, that of others as other."""
     host_peak_bytes: int
     """Most that buffers take of the host's memory."""
+    by_term: dict[Term, int]
+    """At the peak, too."""
 
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
@@ -65,6 +85,12 @@ class _Columns(NamedTuple):
     nbytes: list[int]
     on_gpu: list[bool]
     categories: list[Category]
+    terms: list[int]
+    """Of buffers, unless they are saved, by their numbers."""
+    forward: list[bool]
+    """Which ops are of the forward pass."""
+    moves: list[bool]
+    """Which ops copy to the host's memory or back."""
     counts: Integers
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
@@ -85,9 +111,18 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         [buffer.nbytes for buffer in fragment.own],
         [buffer.place == "hbm" for buffer in fragment.own],
         [buffer.category for buffer in fragment.own],
+        list(map(_term, fragment.own)),
+        [op.part == "forward" for op in fragment.ops],
+        [stream in {OFFLOAD, FETCH} for stream in streams],
         *_touched(fragment),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
+
+
+def _term(buffer: Buffer) -> int:
+    """Return the number of the term that a buffer counts as where no pass leaves it to the next."""
+    of_attention = buffer.category == "attention" or "h" in buffer.dims
+    return TERMS.index(_OF_CATEGORY.get(buffer.category) or ("attention" if of_attention else "temporaries"))
 
 
 def _touched(fragment: Fragment) -> tuple[Integers, Integers]:
@@ -161,32 +196,76 @@ def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Boo
     return safe, seen
 
 
-def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
-    """Return the HBM in use while each op of one rank runs, and its peak by category."""
-    columns = _of_program(program)
-    first, end, _ = _spans(columns, dependencies)
-    exact = np.int64 if sum(columns.nbytes) + max(columns.workspace, default=0) < 2**63 else object  # Python's integers
-    nbytes, workspace, on_gpu = np.array(columns.nbytes, exact), columns.workspace, np.array(columns.on_gpu, bool)
+class _Held:
+    """The memory of one rank: what is alive while each op runs."""
 
-    def held(which: Booleans) -> Any:
+    def __init__(self, program: Program, dependencies: Dependencies) -> None:
+        self.columns = columns = _of_program(program)
+        self.first, self.end, _ = _spans(columns, dependencies)
+        fits = sum(columns.nbytes) + max(columns.workspace, default=0) < 2**63
+        self._exact = np.int64 if fits else object  # Python's integers
+        self.nbytes = np.array(columns.nbytes, self._exact)
+        self.workspace = np.array(columns.workspace, self._exact)
+        self.on_gpu = np.array(columns.on_gpu, bool)
+        self.alive = self.first < self.end
+
+    def bytes_of(self, which: Booleans) -> Any:
         """Return the bytes of some buffers that are alive at each op."""
-        change = np.zeros(len(workspace) + 1, exact)
-        np.add.at(change, first[which], nbytes[which])
-        np.subtract.at(change, end[which], nbytes[which])
+        change = np.zeros(len(self.workspace) + 1, self._exact)
+        np.add.at(change, self.first[which], self.nbytes[which])
+        np.subtract.at(change, self.end[which], self.nbytes[which])
         return np.cumsum(change[:-1])
 
-    alive = first < end
-    buffers = held(alive & on_gpu)
-    in_use = buffers + np.array(workspace, exact)
+    @property
+    def terms(self) -> Integers:
+        """(buffers,): numbers of terms. What both passes use is saved, as is what is copied to the host or back; what
+        is there before the step or behind it, and is neither weight nor state, is other.
+        """
+        columns, ops = self.columns, np.repeat(np.arange(len(self.workspace)), self.columns.counts)
+        forward, moves = np.array(columns.forward, bool)[ops], np.array(columns.moves, bool)[ops]
+        in_forward, in_backward, moved, callers = (np.zeros(len(columns.nbytes), bool) for _ in range(4))
+        in_forward[columns.touched[forward]] = in_backward[columns.touched[~forward]] = True
+        moved[columns.touched[moves]] = callers[columns.inputs] = callers[columns.outputs] = True
+        found = np.array(columns.terms, np.int64)
+        of_tokens = (found == TERMS.index("attention")) | (found == TERMS.index("temporaries"))
+        found[of_tokens & ((in_forward & in_backward) | moved)] = TERMS.index("saved activations")
+        found[of_tokens & callers] = TERMS.index("other")
+        return found
+
+
+def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
+    """Return the HBM in use while each op of one rank runs, and its peak by category and by term."""
+    held = _Held(program, dependencies)
+    columns, terms = held.columns, held.terms.tolist()
+    buffers = held.bytes_of(held.alive & held.on_gpu)
+    in_use = buffers + held.workspace
     by_category: dict[Category, int] = {}
-    if workspace:
+    by_term = dict.fromkeys(TERMS, 0)
+    if columns.workspace:
         at_peak = int(in_use.argmax())
-        by_category["attention" if columns.attends[at_peak] else "other"] = workspace[at_peak]
-        for buffer in np.flatnonzero(on_gpu & (first <= at_peak) & (at_peak < end)).tolist():
-            category = columns.categories[buffer]
-            by_category[category] = by_category.get(category, 0) + columns.nbytes[buffer]
-    peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held(alive & ~on_gpu))]
-    return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2])
+        attends, own = columns.attends[at_peak], columns.workspace[at_peak]
+        by_category["attention" if attends else "other"] = own
+        by_term["attention" if attends else "temporaries"] = own
+        for buffer in np.flatnonzero(held.on_gpu & (held.first <= at_peak) & (at_peak < held.end)).tolist():
+            category, term, nbytes = columns.categories[buffer], TERMS[terms[buffer]], columns.nbytes[buffer]
+            by_category[category] = by_category.get(category, 0) + nbytes
+            by_term[term] += nbytes
+    peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held.bytes_of(held.alive & ~held.on_gpu))]
+    return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2], by_term)
+
+
+def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, list[int]]:
+    """Return the bytes of each term while each op runs: together those that ``walk`` says are in use."""
+    held = _Held(program, dependencies)
+    terms, attends = held.terms, np.array(held.columns.attends, bool)
+    of_workspace: dict[Term, Booleans] = {"attention": attends, "temporaries": ~attends}
+    found: dict[Term, list[int]] = {}
+    for number, term in enumerate(TERMS):
+        in_use = held.bytes_of(held.alive & held.on_gpu & (terms == number))
+        if term in of_workspace:
+            in_use = in_use + np.where(of_workspace[term], held.workspace, 0)
+        found[term] = in_use.tolist()
+    return found
 
 
 @kept
@@ -196,6 +275,16 @@ def walks(checked: Checked) -> list[MemoryWalk]:
 
 
 def counters(checked: Checked, trace: Trace) -> list[Counter]:
-    """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds."""
+    """Return the bytes in use over the time of a trace: the walk knows the order, the trace the seconds. Of a training
+    step by term as well.
+    """
     of_ranks = walks(checked)
-    return [Counter(row.rank, row.begin_s, of_ranks[row.rank].in_use[row.op]) for row in trace.rows]
+    found = [Counter(row.rank, row.begin_s, {"bytes": of_ranks[row.rank].in_use[row.op]}) for row in trace.rows]
+    if checked.schedule.header.workload.scope != "step":
+        return found
+    terms = [terms_in_use(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    by_term = [
+        Counter(row.rank, row.begin_s, {term: of[row.op] for term, of in terms[row.rank].items()}, "memory by term")
+        for row in trace.rows
+    ]
+    return found + by_term

@@ -201,7 +201,9 @@ class Counter(NamedTuple):
 
     rank: int
     at_s: float
-    nbytes: int
+    nbytes: dict[str, int]
+    """By what they are of; viewers stack these."""
+    name: str = "memory"
 
 
 def to_chrome(traces: list[Trace], counters: dict[Player, list[Counter]] | None = None) -> bytes:
@@ -234,10 +236,10 @@ def to_chrome(traces: list[Trace], counters: dict[Player, list[Counter]] | None 
             events.append(
                 {
                     "ph": "C",
-                    "name": "memory",
+                    "name": counter.name,
                     "pid": counter.rank * len(traces) + number,
                     "ts": counter.at_s * 1e6,
-                    "args": {"bytes": counter.nbytes},
+                    "args": counter.nbytes,
                 }
             )
     other = [{"player": t.player, "schedule_hash": t.schedule_hash, "num_ranks": t.num_ranks} for t in traces]

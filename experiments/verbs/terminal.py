@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -17,7 +17,9 @@ from longstep import Prediction
 from longstep import Table as Figures
 from sim.breakdown import PartName
 from sim.engine.report import Report
+from sim.engine.room import Limit, Room, by_basis
 from sim.setup.names import scope_title
+from topology.reserved import Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
@@ -56,10 +58,14 @@ def report_table(title: str, report: Report) -> Table:
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")
     table.add_row("peak HBM, buffers only", size(report.peak_hbm_bytes))
-    table.add_row("  by category", ", ".join(f"{name} {size(n)}" for name, n in report.memory.items()))
+    if report.room:
+        for name, shown in _room_rows(report.room):
+            table.add_row(name, shown)
+    else:
+        table.add_row("  by category", ", ".join(f"{name} {size(n)}" for name, n in report.memory.items()))
     if report.peak_host_bytes:
         table.add_row("peak host memory", size(report.peak_host_bytes))
-    table.add_row("fits", fits(report.fits))
+    table.add_row("fits", fits(report))
     table.add_row(f"critical rank {report.critical_rank}", parts_line(report.breakdown))
     table.add_row("bound by", report.bound_by)
     table.add_row("lower bounds", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
@@ -84,7 +90,7 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
             f"{found.tokens_per_s_per_gpu:.4g}",
             "" if found.mfu is None else f"{100 * found.mfu:.3g} %",
             size(found.peak_hbm_bytes),
-            fits(found.fits),
+            fits(found),
             found.bound_by,
         )
     return table
@@ -105,9 +111,32 @@ def sweep_table(title: str, keys: Sequence[str], found: Figures) -> Table:
     return table
 
 
-def fits(found: bool | None) -> str:
-    """Return whether a prediction fits into memory."""
-    return "buffers yes, rest not known" if found is None else "no: buffers alone exceed the memory"
+def fits(found: Report) -> str:
+    """Return whether a prediction fits into memory; of a training step how much is left, or what is exceeded by how
+    much.
+    """
+    if found.room is None:
+        return "buffers yes, rest not known" if found.fits is None else "no: buffers alone exceed the memory"
+    left = [_left(limit) for limit in found.room.limits if limit.fits is found.fits]
+    return f"{found.verdict}: {', '.join(left)}"
+
+
+def _left(limit: Limit) -> str:
+    """Return how much of a memory is left, or missing."""
+    free = f"{size(abs(limit.free_bytes))} {'left' if limit.free_bytes >= 0 else 'too little'} of {limit.memory}"
+    return f"{free}, known to {size(limit.within_bytes)}" if limit.fits is None else free
+
+
+_BASES: dict[Basis, str] = {"measured": "measured by others", "derived": "derived", "assumed": "assumed"}
+
+
+def _room_rows(room: Room) -> Iterator[tuple[str, str]]:
+    """Yield what the memory of a training step goes to, and what that rests on."""
+    yield "  by term", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in room.terms.items() if nbytes)
+    limit = room.limits[0]
+    if limit.reserved_bytes:
+        yield "taken beside buffers", f"{size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"
+    yield "  they are", "; ".join(f"{_BASES[basis]}: {', '.join(names)}" for basis, names in by_basis().items())
 
 
 def print_json(found: Any, console: Console) -> None:

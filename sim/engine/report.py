@@ -12,6 +12,7 @@ from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
 from sim.engine.races import races
+from sim.engine.room import Room, Verdict, held_by_socket, room_of
 from sim.engine.simulate import Simulation
 from sim.engine.work import Work, links_s, of_routes, played, work_of
 from sim.memory import MemoryWalk, walks
@@ -20,7 +21,6 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
 from topology.cluster import Cluster
-from topology.fabrics import socket_of
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was extrapolated or came from elsewhere."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One simulated step. Times in seconds, sizes in bytes."""
 
     step_time_s: float
@@ -55,8 +55,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peak_host_bytes: int
     """Of the rank that needs most of its host's memory."""
     fits: bool | None
-    """False if buffers alone exceed a GPU's memory, or its host's; else None, not known: below the scope of a whole
-    step parameters and optimiser are not part of it."""
+    """Whether a training step does, as ``room`` says; None at the limit. Below that scope parameters and optimiser are
+    not part of it: False if buffers alone exceed a GPU's memory, or its host's; else None, not known."""
     memory: dict[str, int]
     """At the peak of the rank that needs most, by category."""
     breakdown: dict[PartName, float]
@@ -67,6 +67,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Times that nothing can beat: by FLOPs at the peak, and by bytes on each kind of link."""
     schedule_hash: str
     evidence: Evidence
+    room: Room | None = None
+    """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, in words."""
+        if self.fits is None:
+            return "at the limit" if self.room else "not known"
+        return "yes" if self.fits else "no"
 
 
 def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
@@ -80,6 +89,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     walked = walks(checked)
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
+    room = room_of(walked, cluster) if workload.scope == "step" else None
     lower = floors(checked, cluster)
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(
@@ -90,7 +100,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
-        fits=False if beyond_dram or _beyond_hbm(walked, cluster) else None,
+        fits=room.fits if room else False if beyond_dram or _beyond_hbm(walked, cluster) else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
         critical_rank=trace.numbers[critical],
@@ -98,6 +108,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         floors=lower,
         schedule_hash=trace.schedule_hash,
         evidence=evidence(simulation, beyond_dram),
+        room=room,
     )
 
 
@@ -110,18 +121,13 @@ def _beyond_hbm(walked: list[MemoryWalk], cluster: Cluster) -> bool:
 
 def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:
     """Return a note for each socket whose memory is less than what its ranks keep there."""
-    spec = cluster.spec
-    if spec.socket is None:
+    if cluster.spec.socket is None:
         return []
-    held: dict[int, int] = {}
-    for device, found in zip(cluster.devices, walked, strict=False):
-        socket = socket_of(spec, device.number)
-        held[socket] = held.get(socket, 0) + found.host_peak_bytes
-    room = spec.socket.dram.capacity_bytes
+    has = cluster.spec.socket.dram.capacity_bytes
     return [
-        f"socket {number} is given {nbytes / 1e9:.4g} GB to keep and has {room / 1e9:.4g} GB of memory"
-        for number, nbytes in held.items()
-        if nbytes > room
+        f"socket {number} is given {nbytes / 1e9:.4g} GB to keep and has {has / 1e9:.4g} GB of memory"
+        for number, nbytes in held_by_socket(walked, cluster).items()
+        if nbytes > has
     ]
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from sim.engine.interval import Interval, interval
 from sim.engine.report import Report, report
+from sim.engine.room import Room
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
 from sim.errors import InputError, LongstepError, none_of
@@ -101,8 +102,15 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """False if buffers alone exceed the memory; None where that is not known, below the scope of a whole step."""
+        """Whether the memory is enough for a training step; None where it is at the limit. Below that scope False if
+        buffers alone exceed the memory, and else None, not known.
+        """
         return self.figures.fits
+
+    @property
+    def room(self) -> Room | None:
+        """The memory of a training step by its terms, and what is left; None below that scope."""
+        return self.figures.room
 
     @property
     def peak_hbm_bytes(self) -> int:

@@ -80,7 +80,7 @@ H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K")
 
 def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(capsys, *H100)
-    assert list(found) == list(Report.__struct_fields__)
+    assert [*found, "room"] == list(Report.__struct_fields__), "room is of training steps"
     assert {
         "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_hbm_bytes", "fits", "memory", "breakdown", "bound_by",
         "floors", "schedule_hash", "evidence",
@@ -110,6 +110,30 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
     rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")
     assert [row["schedule"] for row in rows] == ["ring", "ulysses"]
     assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")
+
+
+def test_a_step_says_what_its_memory_goes_to_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """The constant is 2.93 GiB, known to 1.367 GiB; a memory that is exceeded is named, with how much."""
+    options = ("simulate", "--cluster", "hgx-h100", "--model", "tiny", "--seq", "1K", "--gpus", "2", "--scope", "step")
+
+    def printed(*overrides: str) -> str:
+        main([*options, *(word for override in overrides for word in ("--set", override))])
+        return capsys.readouterr().out
+
+    one = simulate(capsys, *options[1:])
+    needed, room = one["peak_hbm_bytes"], one["room"]
+    assert one["fits"] is True
+    assert sum(room["terms"].values()) == needed
+    assert [limit["memory"] for limit in room["limits"]] == ["GPU"]
+    for words in ("by term", "optimiser 149 MiB", "2.93 GiB, more or less 1.367 GiB", "measured by others: context"):
+        assert words in printed()
+    reserved = room["limits"][0]["reserved_bytes"]
+    assert "yes: 2 GiB left of GPU" in printed(f"cluster.hbm.capacity_bytes={needed + reserved + 2**31}")
+    near = printed(f"cluster.hbm.capacity_bytes={needed + reserved - 2**30}")
+    assert "at the limit: 1 GiB too little of GPU, known to 1.367 GiB" in near
+    small = ("cluster.socket.dram.capacity_bytes=1000", "schedule.activations=host")
+    assert "no: 1.999 MiB too little of host" in printed(*small)
+    assert "no: 2 GiB too little of GPU" in printed(f"cluster.hbm.capacity_bytes={needed + reserved - 2**31}")
 
 
 def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,13 +155,13 @@ def test_a_breakdown_by_hand() -> None:
 @given(traces(), traces())
 def test_chrome_traces_come_back_as_they_were(simulated: Trace, executed: Trace) -> None:
     executed = trace_of(executed.rows, "executed", "1" * 16)
-    data = to_chrome([simulated, executed], {"simulated": [Counter(0, 0.5, 1024)]})
+    data = to_chrome([simulated, executed], {"simulated": [Counter(0, 0.5, {"bytes": 1024})]})
     assert list(map(contents, traces_in(data))) == [contents(simulated), contents(executed)]
 
 
 def test_chrome_traces_show_both_players_side_by_side() -> None:
     found = trace_of([row(0, 0, "Attend", 0, 0, 1), row(1, 0, "Exchange", 0, 1, 2)])
-    document = json.loads(to_chrome([found, found], {"simulated": [Counter(1, 0.5, 7)]}))
+    document = json.loads(to_chrome([found, found], {"simulated": [Counter(1, 0.5, {"bytes": 7})]}))
     events = document["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0 simulated", "rank 1 simulated"] * 2
