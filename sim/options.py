@@ -13,6 +13,7 @@ Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 CheckpointName = Literal["none", "full"]
 LossName = Literal["whole", "chunked"]
+OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
 
@@ -39,6 +40,11 @@ class LayerOptions:
     """Layers whose weights are gathered ahead at stage 3."""
     reduce: Literal["fp32", "model"] = "fp32"
     """Data type in which gradients of weights are summed over ranks in a training step."""
+    optimiser: OptimiserPlace = "gpu"
+    """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
+    CPU (ZeRO-Offload, arXiv:2101.06840)."""
+    optimiser_states: Literal["fp32", "model"] = "fp32"
+    """Data type of the weights and moments that the optimiser updates: fp32, or the model's for all of them."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
@@ -50,10 +56,15 @@ class LayerOptions:
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
         if self.prefetch < 0:
             raise InputError(f"`set` schedule.prefetch={self.prefetch}: expected 0 or more")
+        if self.optimiser == "host" and self.zero_stage == 0:
+            raise InputError(
+                "`set` schedule.optimiser=host with schedule.zero_stage=0: the host would hold and update all of the "
+                "optimiser's state once for every GPU; set schedule.zero_stage to 1, 2 or 3"
+            )
         return found
 
 
-_OF_STEPS = ("checkpoint", "loss", "zero_stage", "shards", "prefetch", "reduce")
+_OF_STEPS = ("checkpoint", "loss", "zero_stage", "shards", "prefetch", "reduce", "optimiser", "optimiser_states")
 
 
 @dataclass(frozen=True, kw_only=True)

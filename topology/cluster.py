@@ -108,15 +108,31 @@ class Cluster:
         to_host = [self._host_way(0, True).between(0, 0)] if self.spec.socket else []
         return [self._route(0, other) for other in others] + to_host
 
-    def host_route(self, device: int, *, to_host: bool) -> Route:
-        """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
-        has no such memory.
+    def dram_load(self, device: int, read: float, written: float) -> dict[int, float]:
+        """Return the bytes that reading and writing put on the memory of a device's socket, by resource; raises
+        InputError if the cluster has no such memory.
         """
+        self._require_socket()
+        node, place = divmod(self._placement[device], self.spec.gpus_per_node)
+        load: dict[int, float] = {}
+        for names, nbytes in zip(self._dram(place), (written, read), strict=True):
+            for name in names:
+                index = self._equals(name)[node]
+                load[index] = load.get(index, 0.0) + nbytes
+        return load
+
+    def _require_socket(self) -> None:
         if self.spec.socket is None:
             raise InputError(
                 f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
                 f"buffers on the GPUs"
             )
+
+    def host_route(self, device: int, *, to_host: bool) -> Route:
+        """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
+        has no such memory.
+        """
+        self._require_socket()
         node, place = divmod(self._placement[device], self.spec.gpus_per_node)
         return self._host_way(place, to_host).between(node, node)
 

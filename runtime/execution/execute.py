@@ -26,7 +26,7 @@ from runtime.execution.tensors import (
 )
 from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
-from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
+from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
 from sim.schedule.proof.check import RankSchedule
 from sim.trace import Times
 
@@ -135,7 +135,7 @@ class RankPlayer:
         """Issue all ops in order; return per op the name of the kernel that ran, there once the op has ended."""
         ran = [""] * len(self._program.ops)
 
-        def kernel(index: int, op: Kernel) -> list[torch.distributed.Work]:
+        def kernel(index: int, op: Kernel | HostAdamW) -> list[torch.distributed.Work]:
             ran[index] = run_kernel(op, storage, self._attention)
             return []
 
@@ -157,6 +157,8 @@ class RankPlayer:
                 events.append(streams.issue(op.stream, self._groups.bind(op, storage), after))
             elif isinstance(op, HostSync):
                 events.append(streams.synchronize(after))
+            elif isinstance(op, HostAdamW):
+                events.append(streams.synchronize(after, partial(kernel, index, op)))
             else:
                 assert_never(op)
         return ran

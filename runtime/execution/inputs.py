@@ -174,6 +174,7 @@ def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[st
     for unit, after in zip(units(workload), adamw(states, gradients), strict=True):
         names = [updated(state).name for state in unit.states]
         found |= {(name, unit.layer): tensor for name, tensor in zip(names, after, strict=True)}
+        found[updated(unit.working).name, unit.layer] = after[0]
         shapes = [weight.shape(workload.model) for weight in unit.weights]
         parts = after[0].split([math.prod(shape) for shape in shapes])
         found |= {

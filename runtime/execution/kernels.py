@@ -17,7 +17,7 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.views import Split
 
 
-def run_kernel(op: ops.Kernel, storage: Storage, attention: AttentionKernel) -> str:
+def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: AttentionKernel) -> str:
     """Run one kernel; return the name of the implementation."""
     if isinstance(op, ops.Attend):
         return _attend(op, storage, attention)
@@ -48,7 +48,7 @@ def run_kernel(op: ops.Kernel, storage: Storage, attention: AttentionKernel) -> 
         source = parts(op.source, storage)
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
-    if isinstance(op, ops.StateKernel):
+    if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
 

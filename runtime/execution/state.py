@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import assert_never
 
 import torch
 
 from runtime.execution.tensors import Storage
 from sim.optimiser import ADAM
-from sim.schedule.ir.ops import AdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 
 Tensor = torch.Tensor
 
 
-def run_state_kernel(op: StateKernel, storage: Storage) -> str:
+def run_state_kernel(op: StateKernel | HostAdamW, storage: Storage) -> str:
     """Run a kernel; return the name of the implementation."""
     if isinstance(op, Unpack):
         targets = [storage.write(view) for view in op.weights]
@@ -28,24 +29,30 @@ def run_state_kernel(op: StateKernel, storage: Storage) -> str:
             part.copy_(source)
         return "aten split, copy_"
     if isinstance(op, SquareSum):
-        storage.write(op.square).copy_(torch.linalg.vector_norm(storage.read(op.gradient)).square_())
+        square = storage.write(op.square)
+        square.copy_(torch.linalg.vector_norm(storage.read(op.gradient), dtype=square.dtype).square_())
         return "aten vector_norm, square"
-    if isinstance(op, AdamW):
+    if isinstance(op, AdamW | HostAdamW):
         weights, gradient, first, second, squares = (storage.read(view) for view in op.reads)
-        return adamw(weights, gradient, (first, second), squares)
+        clip = (ADAM.max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        scaled = gradient * clip if isinstance(op, AdamW) else gradient.mul_(clip)
+        adamw(weights, scaled, first, second)
+        if isinstance(op, HostAdamW):
+            storage.write(op.cast).copy_(weights)
+        return "aten _fused_adamw_"
     assert_never(op)
 
 
-def adamw(weights: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], squares: Tensor) -> str:
-    """Update weights (N,) and their moments in place by a gradient (N,); ``squares`` sum up to the square of the norm
-    of all gradients.
-    """
-    first, second = moments
-    clip = (ADAM.max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    scaled = gradient * clip
-    weights.mul_(1 - ADAM.learning_rate * ADAM.weight_decay)
-    first.lerp_(scaled, 1 - ADAM.beta1)
-    second.mul_(ADAM.beta2).addcmul_(scaled, scaled, value=1 - ADAM.beta2)
-    root = torch.sqrt(second, out=scaled).div_((1 - ADAM.beta2**ADAM.step) ** 0.5).add_(ADAM.epsilon)
-    weights.addcdiv_(first, root, value=-ADAM.learning_rate / (1 - ADAM.beta1**ADAM.step))
-    return "eager AdamW (3 mul, lerp, addcmul, sqrt, div, add, addcdiv)"
+def adamw(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+    """Update weights (N,) and their moments in place, all of one data type; numbers in between are at least in fp32."""
+    torch._fused_adamw_(
+        [weights], [gradient], [first], [second], [], [_step(ADAM.step, weights.device)],
+        lr=ADAM.learning_rate, beta1=ADAM.beta1, beta2=ADAM.beta2, weight_decay=ADAM.weight_decay, eps=ADAM.epsilon,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _step(number: int, device: torch.device) -> Tensor:
+    """Return the number of a step where the kernel reads it; sending it there anew would make the host wait for it."""
+    return torch.tensor(float(number), device=device)

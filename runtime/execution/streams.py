@@ -43,8 +43,10 @@ class Streams(Protocol):
         """Issue an op behind the earlier ones of its stream and behind ``after``."""
         ...
 
-    def synchronize(self, after: list[Event]) -> Event:
-        """Block the host until all of ``after`` have ended; return that moment as an event, on the host's clock."""
+    def synchronize(self, after: list[Event], work: Work = list) -> Event:
+        """Block the host until all of ``after`` have ended, and while it then does ``work`` itself; return that as an
+        event, on the host's clock.
+        """
         ...
 
     def start(self) -> float:
@@ -71,7 +73,9 @@ class Streams(Protocol):
 
 
 class _HostEvent:
-    """The end of an op on the CPU."""
+    """The end of an op on the CPU. Where the host has only waited it is posted and ended at once, as rows have it:
+    posted is when all that an op waits for has ended.
+    """
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -140,11 +144,11 @@ class HostStreams:
             self._queues[stream].put((work, after, event))
         return event
 
-    def synchronize(self, after: list[Event]) -> Event:
+    def synchronize(self, after: list[Event], work: Work = list) -> Event:
         """See Streams."""
         for other in after:
             other.wait()
-        return self.issue(COMPUTE, list, [])
+        return self.issue(COMPUTE, work, [])
 
     def close(self) -> None:
         """See Streams."""
@@ -195,24 +199,9 @@ class _CudaEvent:
         return posted, ended
 
 
-class _HostMoment:
-    """The moment at which the host went on after it had waited for its GPU: posted and ended at once, as rows have it
-    (posted is when all that an op waits for has ended). An event of a stream would come after the kernels queued there.
-    """
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def times(self) -> tuple[float, float]:
-        return self._at_s, self._at_s
-
-
 class CudaStreams:
-    """Streams of a CUDA rank; the host never blocks but for HostSync (and NCCL's barriers). Reviewed, but not run yet:
-    see README.
+    """Streams of a CUDA rank; the host never blocks but for HostSync and its own kernels (and NCCL's barriers).
+    Reviewed, but not run yet: see README.
     """
 
     inline = False
@@ -278,11 +267,14 @@ class CudaStreams:
             event.ended.record(on)
         return event
 
-    def synchronize(self, after: list[Event]) -> Event:
-        """See Streams."""
+    def synchronize(self, after: list[Event], work: Work = list) -> Event:
+        """See Streams. An event of a stream would come after the kernels queued there."""
         for other in after:
             other.wait()
-        return _HostMoment()
+        event = _HostEvent()
+        event.run(work)
+        event.wait()
+        return event
 
     def close(self) -> None:
         """See Streams."""

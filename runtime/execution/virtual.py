@@ -18,7 +18,7 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
 from sim.errors import ScheduleError
 from sim.schedule.derive.matching import Key, describe
-from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import require_checked
 from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import Checked
@@ -82,7 +82,7 @@ class _VirtualCluster:
         rank, index = key
         op = self._programs[rank].ops[index]
         self._begun.add(key)
-        if isinstance(op, Kernel):
+        if isinstance(op, Kernel | HostAdamW):
             self._kernel(key, op)
             self._end(key)
         elif isinstance(op, HostCopy):
@@ -97,7 +97,7 @@ class _VirtualCluster:
         else:
             assert_never(op)
 
-    def _kernel(self, key: Key, op: Kernel) -> None:
+    def _kernel(self, key: Key, op: Kernel | HostAdamW) -> None:
         """Run a kernel, and see that it left alone what it only reads."""
         storage = self._storage[key[0]]
         written = {view.buffer for view in op.writes}

@@ -21,7 +21,7 @@ from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, Barrier, Collective, Exchange, HostCopy, Op
+from sim.schedule.ir.ops import FETCH, OFFLOAD, AdamW, Barrier, Collective, Exchange, HostAdamW, HostCopy, Op
 from sim.schedule.ir.program import Program
 from sim.workload import Dtype
 from topology.cluster import Cluster, Route
@@ -156,6 +156,27 @@ class CostModel:
             return (*delta, Flow(grid, ((OWN_COMPUTE, waves * sms), work)))
         full = Flow(grid * (1 - 1 / waves), ((OWN_COMPUTE, sms), work), fills=OWN_COMPUTE)
         return (*delta, full) if waves == math.inf else (*delta, full, Flow(grid / waves, (work,)))
+
+    def on_host(self, rank: int, program: Program, op: HostCopy | HostAdamW) -> Activity:
+        """Return what a rank does in its host's memory, without SMs."""
+        return self.host_copy(rank, program, op) if isinstance(op, HostCopy) else self.host_kernel(rank, program, op)
+
+    def host_kernel(self, rank: int, program: Program, op: HostAdamW) -> Activity:
+        """Return a kernel of a GPU's host: a flow over the memory of its socket, which the ranks there share. That
+        memory bounds Adam.
+        """
+        read, written = host_bytes(op, program)
+        if self._cluster.spec.gpu.kind == "cpu":
+            elements = math.prod(op.weights.shape)
+            flops = AdamW.meta.flops_per_element * elements
+            use = KernelUse(AdamW.meta.kernel, "", program.dtype(op.weights), (elements,), flops, read + written)
+            return self.kernel(rank, use)
+        self.notes.add(
+            "CPU Adam: not measured, at the rate of its socket's memory; real ones take several times as long"
+        )
+        load = self._cluster.dram_load(rank, read, written)
+        seconds = max(nbytes / self._cluster.resources[index].capacity for index, nbytes in load.items())
+        return (Flow(seconds, tuple(sorted((index, nbytes / seconds) for index, nbytes in load.items()))),)
 
     def host_copy(self, rank: int, program: Program, op: HostCopy) -> Activity:
         """Return a copy between a device and its host: a flow over the way between them and both memories, without SMs.
@@ -327,6 +348,14 @@ class CostModel:
         for resource in cores:
             demands[resource] = demands.get(resource, 0.0) + share / len(cores)
         return (Wait(cores[0], host.wakeup_s),)
+
+
+def host_bytes(op: HostAdamW, program: Program) -> tuple[int, int]:
+    """Return what a kernel of the host reads and writes in its three passes: it scales the gradient, updates, and casts
+    the new weights (DeepSpeed's runtime/zero/stage3.py, from memory, not checked).
+    """
+    read, written = (sum(map(program.nbytes, views)) for views in (op.reads, op.writes))
+    return read + program.nbytes(op.gradient) + program.nbytes(op.weights), written
 
 
 def _kind(op: Op) -> str:

@@ -23,7 +23,7 @@ from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 
-KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY = range(5)
+KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL = range(6)
 """Kinds of ops, as in player.c."""
 
 INT = np.int32
@@ -134,7 +134,7 @@ class Lowered:
         self.op_use = _joined([of.use for of in all_of])
         """Number of the kernel use of each op, -1 for others."""
         self.op_copy = _joined([of.copy for of in all_of])
-        """Number of the copy between a GPU and its host, -1 for others."""
+        """Number of the copy between a GPU and its host, or of the kernel of that; -1 for others."""
         names = [
             list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment).streams)) for p in programs
         ]
@@ -205,7 +205,7 @@ class _Facts(NamedTuple):
     issue: Array
     uses: list[KernelUse]
     use: Array
-    copies: list[tuple[tuple[object, ...], ops.HostCopy]]
+    copies: list[tuple[tuple[object, ...], ops.HostCopy | ops.HostAdamW]]
     copy: Array
     sides: Array
     """Of messages, a row for all that an Exchange sends to one peer, or takes from it."""
@@ -246,6 +246,9 @@ def _facts(fragment: Fragment) -> _Facts:
             places = (alone.buffers[view.buffer].place for view in (op.source, op.target))
             what = (op.stream, op.source.shape, alone.dtype(op.source), *places)
             copied = copies.number(what, (what, op))
+        elif isinstance(op, ops.HostAdamW):
+            of_host = (type(op), op.weights.shape, alone.dtype(op.weights), alone.dtype(op.cast))
+            copied = copies.number(of_host, (of_host, op))
         elif isinstance(op, ops.Exchange):
             over = communicators.number(op.communicator, op.communicator)
             sides += [(index, over, 0, *sent) for sent in _by_peer(op.sends, alone)]
@@ -398,6 +401,8 @@ def kind_of(op: ops.Op) -> int:
         return COLLECTIVE
     if isinstance(op, ops.HostCopy):
         return HOST_COPY
+    if isinstance(op, ops.HostAdamW):
+        return HOST_KERNEL
     if isinstance(op, ops.HostSync):
         return HOST_SYNC
     assert_never(op)

@@ -106,7 +106,7 @@ class Priced:
             use, which = divmod(number, len(ranks))
             rank = list(ranks.values())[which]
             kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))
-        copies = activities.numbers(cost.host_copy(program.rank, program, op) for program, op in lowered.copies.found)
+        copies = activities.numbers(cost.on_host(program.rank, program, op) for program, op in lowered.copies.found)
         messages = activities.numbers(cost.transfer(*message) for message in lowered.messages)
         played = len(lowered.programs)
         calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes, played) for call, op in lowered.calls)

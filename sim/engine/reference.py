@@ -5,7 +5,8 @@ it waits for. An op is issued when the host gets to it:
 
     issue = max(previous issue, last synchronisation) + launch
 
-where a HostSync synchronises, and on a CPU, whose thread runs the kernels itself, every kernel does. It is posted at
+where a HostSync synchronises, a kernel of the host does, and on a CPU, whose thread runs all kernels itself, every
+kernel. It is posted at
 the head of its stream once everything that it waits for has ended; an Exchange then moves each message as soon as the
 other side has posted too, a collective begins when its last member has posted.
 
@@ -57,8 +58,8 @@ class _Rank:
             for use, factor in zip(checked.kernels[rank], stretch, strict=True)
         ]
         for index, op in enumerate(program.ops):
-            if isinstance(op, ops.HostCopy):
-                self.activities[index] = cost.host_copy(rank, program, op)
+            if isinstance(op, ops.HostCopy | ops.HostAdamW):
+                self.activities[index] = cost.on_host(rank, program, op)
         issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
         behind = _behind(program, cuda=gpu.kind == "cuda")
@@ -184,7 +185,7 @@ class _Player:
             return self._exchange(key, op, resume)
         if isinstance(op, ops.Collective):
             return self._collective(key, op, resume)
-        if isinstance(op, ops.Kernel | ops.HostCopy | ops.HostSync):
+        if isinstance(op, ops.Kernel | ops.HostAdamW | ops.HostCopy | ops.HostSync):
             raise AssertionError(f"no communication: {op}")
         assert_never(op)
 
@@ -267,7 +268,7 @@ def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iter
     for index, (op, own_s) in enumerate(zip(program.ops, issue_s, strict=True)):
         since_s += own_s
         yield after, since_s
-        if isinstance(op, ops.HostSync) or (inline and op.stream == ops.COMPUTE):
+        if isinstance(op, ops.HostSync | ops.HostAdamW) or (inline and op.stream == ops.COMPUTE):
             after, since_s = index, 0.0
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.engine.collectives import link_traffic
+from sim.engine.cost import host_bytes
 from sim.engine.lowered import lowered
 from sim.kept import kept
-from sim.schedule.ir.ops import OFFLOAD, CollectiveName
+from sim.schedule.ir.ops import OFFLOAD, CollectiveName, HostCopy
 from sim.schedule.proof.check import Checked
 from sim.workload import Dtype
 from topology.cluster import Cluster
@@ -28,13 +29,15 @@ class Work(NamedTuple):
     """How many there are over some ranks of some bytes, as ``link_traffic`` takes them."""
     host_bytes: Counter[tuple[int, bool]]
     """Of copies, by rank and whether they go to its host."""
+    dram_bytes: Counter[tuple[int, int, int]]
+    """How many kernels of a rank's host read and write so many bytes."""
 
 
 @kept
 def work_of(checked: Checked) -> Work:
     """Return what a schedule asks; kept as long as it is."""
     arrays = lowered(checked)
-    found = Work([Counter() for _ in checked.kernels], Counter(), Counter(), Counter())
+    found = Work([Counter() for _ in checked.kernels], Counter(), Counter(), Counter(), Counter())
     uses = arrays.uses.found
     of_ranks = np.bincount((arrays.op_rank * len(uses) + arrays.op_use)[arrays.op_use >= 0])
     for number in np.flatnonzero(of_ranks).tolist():
@@ -46,7 +49,10 @@ def work_of(checked: Checked) -> Work:
         found.collectives[op.name, call.ranks, call.nbytes] += count
     copies = np.bincount(arrays.op_copy[arrays.op_copy >= 0]).tolist()
     for (program, op), count in zip(arrays.copies.found, copies, strict=True):
-        found.host_bytes[program.rank, op.stream == OFFLOAD] += program.nbytes(op.source) * count
+        if isinstance(op, HostCopy):
+            found.host_bytes[program.rank, op.stream == OFFLOAD] += program.nbytes(op.source) * count
+        else:
+            found.dram_bytes[program.rank, *host_bytes(op, program)] += count
     return found
 
 
@@ -84,3 +90,5 @@ def of_routes(work: Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], 
     if cluster.spec.gpu.kind == "cuda":
         for (rank, to_host), nbytes in work.host_bytes.items():
             yield cluster.host_route(rank, to_host=to_host).load(nbytes), 1
+        for (rank, read, written), count in work.dram_bytes.items():
+            yield cluster.dram_load(rank, read, written), count

@@ -14,7 +14,7 @@ typedef int64_t i64;
 typedef uint8_t u8;
 typedef double f64;
 
-enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY };  /* kinds of ops, as in lowered.py */
+enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL };  /* kinds of ops, as in lowered.py */
 enum { WAIT, LATENCY, FLOW };                                 /* kinds of phases, as in activities.py */
 enum { OWN_COMPUTE = -2, OWN_MEMORY = -3 };                   /* resources of the rank that runs an activity */
 enum { RESUME, PHASE, END, SETTLE, PARTED };                  /* what an event calls */
@@ -427,6 +427,9 @@ static void end_op(State *s, i32 number) {
     s->ops[number].first = -1;
 }
 
+/* Return whether ops of a kind concern one rank alone, and take time. */
+static int is_activity(i32 kind) { return kind == KERNEL || kind == HOST_COPY || kind == HOST_KERNEL; }
+
 static void resume(State *s, i32 n) {
     const Score *m = s->score;
     const Costs *c = s->costs;
@@ -469,7 +472,7 @@ static void resume(State *s, i32 n) {
         /* fall through */
         case POST:
             s->posted[number] = s->begun[number] = s->granted[number] = now;
-            if (op->kind == KERNEL || op->kind == HOST_COPY) {
+            if (is_activity(op->kind)) {
                 x->step = WORKING;
                 begin(s, n, c->op_activity[number]);
                 return;
@@ -532,7 +535,8 @@ static void set_issues(State *s) {                            /* when the host i
             since_s += c->issue_s[m->ops[i].issue];
             s->ops[i].after = after;
             s->ops[i].since_s = since_s;
-            if (m->ops[i].kind == HOST_SYNC || (!c->cuda && m->ops[i].stream == m->programs[r].compute_stream)) {
+            if (m->ops[i].kind == HOST_SYNC || m->ops[i].kind == HOST_KERNEL ||
+                (!c->cuda && m->ops[i].stream == m->programs[r].compute_stream)) {
                 after = i;
                 since_s = 0.0;
             }
@@ -560,13 +564,13 @@ static void set_up(State *s) {
         s->posted[i] = s->begun[i] = s->ended[i] = s->granted[i] = -1.0;
         s->ops[i].first = -1;
         s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
-        if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_COPY) s->failed = UNKNOWN;
+        if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_KERNEL) s->failed = UNKNOWN;
     }
     for (i64 n = 0; n < m->num_streams; n++) {
         i32 most = c->handoff >= 0 ? s->width[c->handoff] : 0;
         for (i32 k = m->streams[n].ops; k < m->streams[n].ops_end; k++) {
-            i32 i = m->stream_ops[k], kind = m->ops[i].kind;
-            if ((kind == KERNEL || kind == HOST_COPY) && s->width[c->op_activity[i]] > most) most = s->width[c->op_activity[i]];
+            i32 i = m->stream_ops[k];
+            if (is_activity(m->ops[i].kind) && s->width[c->op_activity[i]] > most) most = s->width[c->op_activity[i]];
         }
         s->running[n].node = (i32)nodes;
         nodes += most;

@@ -13,7 +13,7 @@ from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
-from sim.schedule.ir.ops import Collective, Exchange, HostCopy, HostSync, Kernel
+from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
 from sim.schedule.ir.program import Schedule
 
 
@@ -31,8 +31,8 @@ class Interpreter(ABC):
         self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
 
     @abstractmethod
-    def kernel(self, key: Key, op: Kernel) -> None:
-        """Carry out a kernel."""
+    def kernel(self, key: Key, op: Kernel | HostAdamW) -> None:
+        """Carry out a kernel, of the GPU or of its host."""
 
     @abstractmethod
     def host_copy(self, key: Key, op: HostCopy) -> None:
@@ -96,7 +96,7 @@ class Interpreter(ABC):
             self._begun[rank] += 1
             if isinstance(op, Exchange):
                 woken |= self._exchange(rank, index)
-            elif isinstance(op, Kernel):
+            elif isinstance(op, Kernel | HostAdamW):
                 self.kernel((rank, index), op)
             elif isinstance(op, HostCopy):
                 self.host_copy((rank, index), op)

@@ -17,7 +17,7 @@ from sim.schedule.ir.views import Data, Split, View
 COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""
 HOST = "host"
-"""Where the host's own waiting shows."""
+"""Where it shows what the host does itself: waiting, and kernels of its CPU."""
 OFFLOAD: Literal["to host"] = "to host"
 FETCH: Literal["from host"] = "from host"
 """The streams of copies to the host's memory, and back: GPUs have a copy engine for each."""
@@ -327,7 +327,7 @@ class SquareSum(_Kernel, frozen=True, kw_only=True):
 
     meta = Meta("Q", "sum of squares", "other", "square_sum", 2)
     gradient: Annotated[View, In("i")]
-    square: Annotated[View, Out("n")]
+    square: Annotated[View, Out("n", "wide")]
 
 
 class AdamW(_Kernel, frozen=True, kw_only=True):
@@ -340,7 +340,7 @@ class AdamW(_Kernel, frozen=True, kw_only=True):
     gradient: Annotated[View, In("i")]
     first: Annotated[View, InOut("i")]
     second: Annotated[View, InOut("i")]
-    squares: Annotated[View, In("n")]
+    squares: Annotated[View, In("n", "wide")]
 
 
 class _Communication(_Op, frozen=True, kw_only=True):
@@ -438,6 +438,23 @@ class HostCopy(_Op, frozen=True, kw_only=True):
     target: Annotated[View, Out("...")]
 
 
+class HostAdamW(_Op, frozen=True, kw_only=True):
+    """AdamW by the CPU, on what lies in host memory; ``cast`` = the new weights in the model's data type.
+
+    The host issues nothing more before it has ended: in DeepSpeed the thread that issues kernels calls it
+    (arXiv:2101.06840 §5; ops/adam/cpu_adam.py). The gradient is scaled where it lies.
+    """
+
+    meta = Meta("h", "optimiser on the host", "other")
+    stream: ClassVar[str] = HOST
+    weights: Annotated[View, InOut("i")]
+    gradient: Annotated[View, InOut("i")]
+    first: Annotated[View, InOut("i")]
+    second: Annotated[View, InOut("i")]
+    squares: Annotated[View, In("n", "wide")]
+    cast: Annotated[View, Out("i", "any")]
+
+
 class HostSync(_Op, frozen=True, kw_only=True):
     """The host issues nothing more before all that it issued to ``streams`` has ended."""
 
@@ -462,7 +479,7 @@ StreamingKernel: TypeAlias = (
 )  # fmt: skip
 """What memory bounds."""
 Kernel: TypeAlias = AttentionKernel | TokenKernel | StateKernel | Accumulate | Zero | Copy | Fold
-Op: TypeAlias = Kernel | Communication | HostCopy | HostSync
+Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}
 """Every kind of op by the name that traces have for it."""

@@ -74,7 +74,7 @@ class _Recorder(Interpreter):
         self.play()
         return tuple(self._ops)
 
-    def kernel(self, key: Key, op: ops.Kernel) -> None:
+    def kernel(self, key: Key, op: ops.Kernel | ops.HostAdamW) -> None:
         """See Interpreter."""
         self._own(key, op)
 
@@ -88,7 +88,7 @@ class _Recorder(Interpreter):
         if streams:
             self._own(key, msgspec.structs.replace(op, streams=streams))
 
-    def _own(self, key: Key, op: ops.Kernel | ops.HostCopy | ops.HostSync) -> None:
+    def _own(self, key: Key, op: ops.Kernel | ops.HostAdamW | ops.HostCopy | ops.HostSync) -> None:
         """Write down what concerns one rank alone."""
         own = rebound(op, self._numbers[key[0]])
         self._ops.append(msgspec.structs.replace(own, label=f"{key[0]}: {op.label}"))

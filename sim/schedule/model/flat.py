@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayerOptions
+from sim.options import LayerOptions, Place
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, Pack, ReduceScatter, SquareSum, Unpack
+from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, HostAdamW, Pack, ReduceScatter, SquareSum, Unpack
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.params import Reduced, Room
-from sim.schedule.model.scope import LAYER, Unit, units, updated
+from sim.schedule.model.scope import LAYER, Unit, units, updated, with_options
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype
@@ -81,22 +81,38 @@ class _Pool:
         self.taken = 0
 
 
+class _Kept(NamedTuple):
+    """What a rank keeps of a unit from step to step, of the elements that it owns."""
+
+    states: tuple[View, ...]
+    """The optimiser's weights and moments."""
+    gathered: View
+    """What is sent where weights are gathered: the optimiser's, or where these are on the host the working ones."""
+
+
 class Flat:
-    """Each unit's weights and moments are flat fp32 tensors, of which a rank owns one part, or all at stage 0.
+    """Each unit's weights and moments are flat tensors, in fp32 or the model's data type, of which a rank owns one
+    part, or all at stage 0.
 
     Stage 3 gathers weights for each pass, ``prefetch`` units ahead, into a pool of buffers; below it they stay, and are
     gathered when they have been updated. Gradients are summed by a reduce-scatter as soon as a unit has all of its own,
     at stage 1 when all units have theirs, and at stage 0 by an all-reduce.
+
+    Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
+    data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
+    DeepSpeed's runtime/zero/stage3.py does it. Updates follow each other on the CPU, all behind the norm of all
+    gradients, and new weights are copied back beside the next one.
     """
 
     def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int) -> None:
         """``owner`` is the rank that the program is for, ``b.rank`` the one in its place in the first replica."""
         self._b, self._stage, self._shards, self._options = b, options.zero_stage, shards, options
         self._owner = owner
+        self._on_host = options.optimiser == "host"
+        self._casts = not self._on_host and options.optimiser_states == "fp32"
+        """Whether what is gathered is to be made of weights in another data type."""
         self._units = units(b.workload)
-        self._states = {
-            unit: b.call(f"{unit.name} state", unit.layer, partial(self._held, unit)) for unit in self._units
-        }
+        self._kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in self._units}
         self._weights: dict[Unit, Values] = {}
         if self._stage < 3:
             whole = {unit: partial(self._whole, unit) for unit in self._units}
@@ -106,6 +122,8 @@ class Flat:
         self._made: Values = {}
         """Gradients of the unit that is being written."""
         self._summed: dict[Unit, View] = {}
+        self._settled = 0
+        """How many of these are as the optimiser takes them, and where."""
 
     @property
     def _num_parts(self) -> int:
@@ -124,9 +142,16 @@ class Flat:
         start = within.position(self._owner) * each if within else 0
         return (Span(start, start + each),)
 
-    def _held(self, unit: Unit) -> tuple[View, ...]:
+    def _states(self, unit: Unit) -> list[Tensor]:
+        return [with_options(state, self._options.optimiser_states) for state in unit.states]
+
+    def _keep(self, unit: Unit) -> _Kept:
         """Return this rank's part of the weights and of both moments."""
-        return tuple([self._b.input_of(state, self._rows(state)) for state in unit.states])
+        b, rows = self._b, self._rows(unit.flat)
+        place: Place = "host" if self._on_host else "hbm"
+        states = tuple([b.input_of(state, rows, place) for state in self._states(unit)])
+        works = self._on_host and self._stage == 3
+        return _Kept(states, b.input_of(unit.working, rows) if works else states[0])
 
     def _whole(self, unit: Unit) -> Values:
         b = self._b
@@ -141,7 +166,7 @@ class Flat:
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
         flat, weights = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
-        own = self._states[unit][0]
+        own = self._kept[unit].gathered
         self._b.call(f"gather {unit.name}", unit.layer, partial(self._gather, unit), own, flat, weights)
         return weights
 
@@ -163,13 +188,15 @@ class Flat:
     def _gather(self, unit: Unit, own: View, flat: View, weights: Values) -> None:
         """Append what brings the weights of all ranks here, in the model's data type."""
         b, within = self._b, self._shards.within
-        if within is None:
-            b.copy(own, flat, "cast weights")
-        else:
-            cast = b.like(f"own {unit.name}", own, "communication", b.workload.dtype)
+        if self._casts:
+            cast = b.like(f"own {unit.name}", own, "communication", b.workload.dtype) if within else flat
             b.copy(own, cast, "cast weights")
+            own = cast
+        if within:
             recvs = Split(flat, 0, self._num_parts)
-            b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=cast, recvs=recvs))
+            b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
+        else:
+            flat = own
         b.add(Unpack(label=f"unpack {unit.name}", flat=flat, weights=tuple(weights.values())))
 
     def reduce(self, gradient: Tensor, view: View) -> None:
@@ -204,7 +231,7 @@ class Flat:
         return (flat if self._stage == 1 else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
-        """Append what sums a gradient over all ranks; return what this rank owns of it, in the data type of sums."""
+        """Append what sums a gradient over all ranks; return what this rank owns of it."""
         b, (_, gradients, across) = self._b, self._shards
         own = flat
         if gradients and self._stage:
@@ -214,43 +241,84 @@ class Flat:
             b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=flat))
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
-        if b.dtype(own) == b.sum_dtype:
-            return own
-        wide = b.like("gradient", own, "gradient", b.sum_dtype)
-        b.copy(own, wide, "cast gradients")
-        return wide
+        return own
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
         (self._summed[unit],) = reduced
+        if self._stage != 1:
+            self._settle(lag=1)
+
+    def _settle(self, lag: int) -> None:
+        """Append what is done with each summed gradient by itself, but for the last ``lag`` of them: so kernels of the
+        next unit do not wait for a sum, as they do not in FSDP2 and DeepSpeed, which have streams for this.
+        """
+        b, units = self._b, list(self._summed)
+        for number, unit in enumerate(units[: len(units) - lag]):
+            if number < self._settled:
+                continue
+            gradient, weights = self._summed[unit], self._states(unit)[0]
+            if b.dtype(gradient) != (dtype := dtype_of(weights, b.workload.dtype)):
+                cast = b.like("gradient", gradient, "gradient", dtype)
+                b.copy(gradient, cast, "cast gradients")
+                gradient = cast
+            if self._on_host:
+                self._square(number, unit, gradient)
+                there = b.elsewhere(gradient, "host")
+                b.host_copy(gradient, there, "gradients to the host", unit.layer)
+                gradient = there
+            self._summed[unit] = gradient
+            self._settled += 1
+
+    @cached_property
+    def _squares(self) -> View:
+        return self._b.buffer("squares of gradients", "i", (len(self._units),), self._b.sum_dtype, "optimiser")
+
+    def _square(self, number: int, unit: Unit, gradient: View) -> None:
+        """Append the sum of squares of what this rank owns of a gradient, the one of such a number."""
+        square = self._squares[number : number + 1]
+        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
 
     def update(self) -> None:
         """See Params."""
-        b, within, summed = self._b, self._shards.within, self._summed
+        b, within = self._b, self._shards.within
         if self._stage == 1:
-            summed = {
+            self._summed = {
                 unit: b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), flat)
-                for unit, flat in summed.items()
+                for unit, flat in self._summed.items()
             }
-        squares = b.buffer("squares of gradients", "i", (len(summed),), b.sum_dtype, "optimiser")
-        for number, (unit, gradient) in enumerate(summed.items()):
-            square = squares[number : number + 1]
-            b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
+        self._settle(lag=0)
+        if not self._on_host:
+            for number, (unit, gradient) in enumerate(self._summed.items()):
+                self._square(number, unit, gradient)
+        squares = self._squares
         if within:
             b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))
-        for unit, gradient in summed.items():
+        if self._on_host:
+            squares = b.elsewhere(squares, "host")
+            b.host_copy(self._squares, squares, "norm to the host")
+        for unit, gradient in self._summed.items():
             update, weights = partial(self._update, unit), self._weights.get(unit, {})
-            b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._states[unit], weights)
+            b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
 
-    def _update(self, unit: Unit, gradient: View, squares: View, states: tuple[View, ...], weights: Values) -> None:
+    def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> None:
         """Append what updates a unit's weights and moments where they lie, and below stage 3 brings them to all."""
-        b, (own, first, second) = self._b, states
-        label = f"update {unit.name}"
-        b.add(AdamW(label=label, weights=own, gradient=gradient, first=first, second=second, squares=squares))
-        for state, view in zip(unit.states, states, strict=True):
+        b, (own, first, second), gathered = self._b, kept.states, kept.gathered
+        given: dict[str, Any] = {"weights": own, "gradient": gradient, "first": first, "second": second}
+        given |= {"label": f"update {unit.name}", "squares": squares}
+        if self._on_host:
+            cast = b.buffer(f"new {unit.name}", "i", own.shape, b.workload.dtype, "parameter", "host")
+            b.add(HostAdamW(cast=cast, **given))
+            gathered = b.elsewhere(cast, "hbm") if weights else gathered
+            b.host_copy(cast, gathered, "weights from the host", unit.layer)
+            if not weights:
+                b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
+        else:
+            b.add(AdamW(**given))
+        for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
-            self._gather(unit, own, self._flat(unit), weights)
+            self._gather(unit, gathered, self._flat(unit), weights)
             for weight, view in weights.items():
                 whole = updated(weight).later(unit.layer)
                 b.output_of(whole, whole.rows(b.workload.model), view)

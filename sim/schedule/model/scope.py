@@ -49,6 +49,11 @@ class Unit(NamedTuple):
         return self.flat, *self.moments
 
     @property
+    def working(self) -> Tensor:
+        """The weights in the model's data type, as passes use them, where the optimiser's own are on the host."""
+        return self.flat._replace(name=f"working {self.name} parameters", numbers="model")
+
+    @property
     def square(self) -> Tensor:
         """The sum of the squares of their gradient's elements."""
         return Tensor(f"square of {d(self.flat).name}", "square", numbers="accumulation", layer=self.layer)
@@ -86,11 +91,20 @@ _OF_TOKENS = (lse, *(tensor for one in EQUATIONS for tensor in (*one.operands, *
 _OF_UNITS = tuple(
     tensor
     for unit in UNIT_KINDS
-    for tensor in (*unit.states, *map(updated, (*unit.states, *unit.weights)), d(unit.flat), unit.square)
+    for kept in [(*unit.states, unit.working, *unit.weights)]
+    for tensor in (*kept, *map(updated, kept), d(unit.flat), unit.square)
 )
 _TENSORS = {tensor.name: tensor._replace(layer=0) for tensor in (*_OF_TOKENS, *_OF_UNITS)}
 TERMS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
 """How many equations of a layer add up to a tensor, by name."""
+
+
+_STATES = frozenset(one.name for unit in UNIT_KINDS for state in unit.states for one in (state, updated(state)))
+
+
+def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
+    """Return a tensor in the data type that options give it: those of an optimiser may be in the model's."""
+    return tensor._replace(numbers="model") if optimiser_states == "model" and tensor.name in _STATES else tensor
 
 
 def terms_of(number: int, tensor: Tensor) -> Span:
@@ -125,8 +139,9 @@ def ports_of(workload: Workload) -> ScopePorts:
         given, asked, leaving = [LLAMA.x, *weights], [d(LLAMA.x), *map(d, weights)], LLAMA.x.later(last)
     else:
         states = [state for unit in units(workload) for state in unit.states]
-        given, leaving = [ids, labels.later(last), *states, *weights], loss.later(last)
-        asked, allowed = [*map(updated, states)], [*map(updated, weights)]
+        used = [*weights, *(unit.working for unit in units(workload))]
+        given, leaving = [ids, labels.later(last), *states, *used], loss.later(last)
+        asked, allowed = [*map(updated, states)], [*map(updated, used)]
     given += [d(leaving)] if workload.backward and workload.scope != "step" else []
     asked = (asked if workload.backward else []) + ([leaving] if workload.forward else [])
     return ScopePorts(*({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked, allowed)))

@@ -51,7 +51,7 @@ class AbstractPlayer(Interpreter):
                 check_output(port, program, memory, self._rules)
         check_owners(self._schedule)
 
-    def kernel(self, key: Key, op: ops.Kernel) -> None:
+    def kernel(self, key: Key, op: ops.Kernel | ops.HostAdamW) -> None:
         """See Interpreter."""
         memory = self.memory[key[0]]
         self._at = key
@@ -92,7 +92,7 @@ class AbstractPlayer(Interpreter):
             memory.write_parts(op.target, folded)
         elif isinstance(op, ops.TokenKernel | ops.Accumulate):
             self._equation(memory, op)
-        elif isinstance(op, ops.StateKernel):
+        elif isinstance(op, ops.StateKernel | ops.HostAdamW):
             made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
             for view, pieces in zip(op.writes, made, strict=True):
                 memory.write(view, pieces)

@@ -7,7 +7,7 @@ from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.ops import AdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.scope import UNIT_KINDS, Unit, tensor_of, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
@@ -21,7 +21,7 @@ class StateRules(NamedTuple):
     workload: Workload
     attention: AttentionRules
 
-    def apply(self, op: StateKernel, operands: list[list[Piece]]) -> list[list[Piece]]:
+    def apply(self, op: StateKernel | HostAdamW, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return the pieces of each result; raises ScheduleError where operands do not belong together."""
         if isinstance(op, Unpack):
             return self._unpacked(_only(operands[0]))
@@ -31,6 +31,8 @@ class StateRules(NamedTuple):
             return [self._square(operands[0])]
         if isinstance(op, AdamW):
             return self._updated(operands)
+        if isinstance(op, HostAdamW):
+            return self._updated_by_host(operands)
         assert_never(op)
 
     @property
@@ -88,9 +90,16 @@ class StateRules(NamedTuple):
             raise ScheduleError(f"updates with {brief(gradient.content)}, which is not complete yet")
         self._check_norm([piece.content for piece in squares])
         return [
-            [piece._replace(content=piece.content._replace(tensor=updated(tensor).name))]
+            [_named(piece, updated(tensor).name)]
             for tensor, piece in zip(unit.states, (weights, first, second), strict=True)
         ]
+
+    def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
+        """Return the same, with the gradient, which is none any more, and the new weights as passes use them."""
+        weights, *moments = self._updated(operands)
+        working = updated(_unit(_only(operands[0]).content).working).name
+        scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
+        return [weights, [scaled], *moments, [_named(_only(weights), working)]]
 
     def _check_norm(self, squares: list[Content]) -> None:
         """Raise where squares are not those of all gradients, each once and complete; layers count from any."""
@@ -121,6 +130,11 @@ def _only(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) > 1:
         raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)} where one tensor is needed")
     return pieces[0]
+
+
+def _named(piece: Piece, tensor: str) -> Piece:
+    """Return the same part of another tensor."""
+    return piece._replace(content=piece.content._replace(tensor=tensor))
 
 
 def _rows(tensor: Tensor, model: ModelSpec) -> Span:

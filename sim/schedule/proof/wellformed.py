@@ -15,7 +15,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.scope import tensor_of
+from sim.schedule.model.scope import tensor_of, with_options
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -29,7 +29,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
         for port in ports:
             problem = port_problem(port, program, workload.model)
             if header.claims and not problem:
-                problem = _port_dtype_problem(port, program, workload)
+                problem = _port_dtype_problem(port, program, header)
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     kept = {port.view.buffer: port.tensor for port in program.inputs}
@@ -66,12 +66,15 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], schedule
     if isinstance(op, ops.HostCopy):
         return _host_copy_problem(op, program) or _shape_problem(op, program)
     views = (*reads, *writes)
-    problem = _place_problem(views, program) or _integer_problem(op, program) or _collision(op, reads, writes, program)
+    problem = _place_problem(op, views, program) or _integer_problem(op, program)
+    problem = problem or _collision(op, reads, writes, program)
     if isinstance(op, ops.Communication):
         return problem or _message_problem(op, (*reads, *writes), program)
     problem = problem or _shape_problem(op, program)
+    if isinstance(op, ops.Kernel | ops.HostAdamW):
+        problem = problem or _dtype_problem(op, program, workload)
     if isinstance(op, ops.Kernel):
-        problem = problem or _dtype_problem(op, program, workload) or _rule_problem(op, program, schedule)
+        problem = problem or _rule_problem(op, program, schedule)
     return problem
 
 
@@ -93,10 +96,12 @@ def _is_inside(slices: Slices, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _place_problem(views: tuple[View, ...], program: Program) -> str:
-    """Return where an op that runs on the GPU uses memory of its host."""
-    on_host = [program.buffers[view.buffer].name for view in views if program.buffers[view.buffer].place != "hbm"]
-    return f"uses buffer {on_host[0]!r}, which is in host memory; copy it first" if on_host else ""
+def _place_problem(op: ops.Op, views: tuple[View, ...], program: Program) -> str:
+    """Return where an op that runs on the GPU uses memory of its host, or one of the host that of the GPU."""
+    wrong, on_host = ("GPU", False) if isinstance(op, ops.HostAdamW) else ("host", True)
+    buffers = [program.buffers[view.buffer] for view in views]
+    found = [buffer.name for buffer in buffers if (buffer.place != "hbm") == on_host]
+    return f"uses buffer {found[0]!r}, which is in {wrong} memory; copy it first" if found else ""
 
 
 def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
@@ -114,7 +119,8 @@ def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
 
 def _integer_problem(op: ops.Op, program: Program) -> str:
     """Return where an op computes with integers: those are looked up, cut and moved only."""
-    if not (isinstance(op, ops.Kernel) or (isinstance(op, ops.Collective) and isinstance(op.taken, View))):
+    sums = isinstance(op, ops.Collective) and isinstance(op.taken, View)
+    if not (sums or isinstance(op, ops.Kernel | ops.HostAdamW)):
         return ""
     for name, mark in operands(type(op)).items():
         for view in views_in(getattr(op, name)) if mark.numbers not in {"any", "int64"} else ():
@@ -167,7 +173,7 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
     return ""
 
 
-def _dtype_problem(op: ops.Kernel, program: Program, workload: Workload) -> str:
+def _dtype_problem(op: ops.Kernel | ops.HostAdamW, program: Program, workload: Workload) -> str:
     """Return where an operand has not the data type that its kernel takes beside that of the first one; copies cast
     between the workload's and that of sums.
     """
@@ -314,7 +320,8 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     return ""
 
 
-def _port_dtype_problem(port: Port, program: Program, workload: Workload) -> str:
+def _port_dtype_problem(port: Port, program: Program, header: Header) -> str:
     """Return where a port is in another data type than its tensor."""
-    given, wanted = program.dtype(port.view), dtype_of(tensor_of(port.tensor), workload.dtype)
+    tensor = with_options(tensor_of(port.tensor), header.options.get("optimiser_states", ""))
+    given, wanted = program.dtype(port.view), dtype_of(tensor, header.workload.dtype)
     return "" if given == wanted else f"is in {given}: it has to be in {wanted}"

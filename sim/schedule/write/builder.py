@@ -279,13 +279,15 @@ class ProgramBuilder:
         """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
         self._output(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
-    def new(self, tensor: Tensor, extent: int) -> View:
-        """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight."""
+    def new(self, tensor: Tensor, extent: int, place: Place = "hbm") -> View:
+        """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight, which
+        may be in host memory.
+        """
         model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
         if tensor.of_weight:
             category = _CATEGORIES[tensor.kind]
             dims, dtype = "io"[: len(shape)], dtype_of(tensor, self.workload.dtype)
-            return self.buffer(name, dims, (extent, *shape[1:]), dtype, category, layer=tensor.layer)
+            return self.buffer(name, dims, (extent, *shape[1:]), dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
@@ -293,9 +295,9 @@ class ProgramBuilder:
         dtype = dtype_of(tensor, self.workload.dtype)
         return self.buffer(name, dims, shape, dtype, "saved" if is_saved else "other")
 
-    def input_of(self, tensor: Tensor, tokens: Tokens) -> View:
+    def input_of(self, tensor: Tensor, tokens: Tokens, place: Place = "hbm") -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
-        return self._input(self._port(tensor, tokens, self.new(tensor, num_tokens(tokens))))
+        return self._input(self._port(tensor, tokens, self.new(tensor, num_tokens(tokens), place)))
 
     def output_of(self, tensor: Tensor, tokens: Tokens, view: View) -> None:
         """Declare that a view holds these tokens of a tensor, or rows of a gradient, when the program ends."""
