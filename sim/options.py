@@ -11,7 +11,6 @@ from sim.errors import InputError
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
-CheckpointName = Literal["none", "full"]
 LossName = Literal["whole", "chunked"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
@@ -24,9 +23,9 @@ class LayerOptions:
     activations: Place = "hbm"
     """Where layers except the last keep saved activations: on the GPU, or offloaded to host memory (pinned or pageable)
     and prefetched one layer ahead."""
-    checkpoint: CheckpointName = "full"
+    checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
-    only, so that all of the layer is computed again."""
+    only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
     zero_stage: ZeroStage = 3
