@@ -140,7 +140,7 @@ def test_any_list_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     for name in ("zigzag", "ulysses"):
         kept = [one for one in NAMES if draw.random() < 0.4]
-        options = {"activations": draw.choice(["hbm", "host"])}
+        options = {"activations": draw.choice(["hbm", "host", "save-on-cpu"])}
         is_exact(name, 2, step(), checkpoint="+".join(["x", *kept]), **options)
 
 

@@ -58,7 +58,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "chunked loss, weights kept": {"loss": "chunked", "zero_stage": 0},
     "inputs of layers on the host": {"activations": "host"},
     "attention kept": {"checkpoint": "attention"},
-    "a list kept": {"checkpoint": "x+out+h2"},
+    "a list kept, on the host and back in the way": {"checkpoint": "x+out+h2", "activations": "save-on-cpu"},
 }
 
 

@@ -29,7 +29,7 @@ from sim.schedule.model.equations import Around, Block, Equation
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
-from sim.schedule.model.saving import Keep, Offload, Saving
+from sim.schedule.model.saving import Saving, saving
 from sim.schedule.model.scope import Unit, units
 from sim.schedule.model.tiling import Tiling, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
@@ -104,12 +104,10 @@ def build_around(
         b = ProgramBuilder(rank, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(rank), plan.attention)
-        offloaded = options.activations != "hbm" and workload.backward
-        saving = Offload(b, options.activations) if offloaded else Keep()
-        tokens = plan.shard(rank).tokens
+        tokens, kept = plan.shard(rank).tokens, saving(b, options.activations)
         params = Flat(b, shards, options) if step else Replicated(b, gradients)
         techniques = (point, options.loss) if step else ()
-        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, *techniques).program()
+        return LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
 
     return Schedule(header, program, replicated=True)
 
