@@ -11,7 +11,7 @@ from sim.errors import InputError
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
-CheckpointName = Literal["none", "full"]
+SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
 LossName = Literal["whole", "chunked"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -22,12 +22,12 @@ AttentionName = Literal["flash", "memory-efficient", "standard"]
 class LayerOptions:
     """Options of the layers around any attention."""
 
-    activations: Place = "hbm"
-    """Where layers except the last keep saved activations: on the GPU, or offloaded to host memory (pinned or pageable)
-    and prefetched one layer ahead."""
-    checkpoint: CheckpointName = "full"
+    activations: SavingName = "hbm"
+    """Where layers keep saved activations: on the GPU; all but the last offloaded to host memory (pinned or pageable)
+    and prefetched one layer ahead; or all of them in pinned memory, in the way of kernels, as torch's save_on_cpu."""
+    checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
-    only, so that all of the layer is computed again."""
+    only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
     zero_stage: ZeroStage = 3

@@ -138,6 +138,7 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
     "upipe, kept and offloaded": Variant("upipe", {"recompute": False, "activations": "host"}, ulysses=4),
     "standard attention, offloaded": Variant("single", {"kernel": "standard", "activations": "host"}),
     "zigzag, offloaded to pageable memory": Variant("zigzag", {"activations": "pageable"}),
+    "ring, saved on the CPU": Variant("ring", {"activations": "save-on-cpu"}),
 }
 """What only layers have: activations in the host's memory."""
 

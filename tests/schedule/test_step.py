@@ -58,6 +58,8 @@ STACKS: dict[str, dict[str, Any]] = {
     "chunked loss": {"loss": "chunked"},
     "chunked loss, weights kept": {"loss": "chunked", "zero_stage": 0},
     "inputs of layers on the host": {"activations": "host"},
+    "attention kept": {"checkpoint": "attention"},
+    "a list kept, on the host and back in the way": {"checkpoint": "x+out+h2", "activations": "save-on-cpu"},
 }
 
 

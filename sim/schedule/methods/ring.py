@@ -68,6 +68,7 @@ def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) 
         attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
         wire_bytes=lambda work: ring_bytes(work, options, mesh.ring),
         source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
+        keeps_inputs=options.ring_backward == "kv-at-hand",
     )
     return build_around(plan, workload, mesh, options)
 

@@ -40,6 +40,7 @@ def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()
         attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, workload.seq),), SingleAttention, options),
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
         source="arXiv:2309.14509 §3.2",
+        laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
     )
     return build_around(plan, workload, mesh, options)
 
@@ -68,11 +69,17 @@ class UlyssesAttention:
         """All-to-alls of q, k and v, attention, one all-to-all of the output."""
         if self._trade.size == 1:
             return self._inside.forward(q, k, v)
-        q, k, v = self._trade.to_heads({"q": q, "k": k, "v": v}, "saved", self._replicas)
-        out, saved = self._inside.forward(q, k, v)
+        out, saved = self._inside.forward(*self.lay_out(q, k, v))
         local = self._local("out", self._b.workload.model.num_heads)
         self._trade.to_tokens({"out": out}, {"out": local})
         return local, saved
+
+    def lay_out(self, q: View, k: View, v: View) -> tuple[View, View, View]:
+        """All-to-alls of q, k and v."""
+        if self._trade.size == 1:
+            return q, k, v
+        q, k, v = self._trade.to_heads({"q": q, "k": k, "v": v}, "saved", self._replicas)
+        return q, k, v
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """One all-to-all in, attention backward, all-to-alls of dq, dk and dv."""
@@ -120,6 +127,11 @@ def traded_bytes(workload: Workload, heads: int, size: int) -> int:
     """Return what all ranks send to trade so many heads of all tokens within groups of ``size``: all but (U-1)/U."""
     elements = heads * workload.model.head_dim * workload.batch * workload.seq
     return elements * DTYPE_BYTES[workload.dtype] * (size - 1) // size
+
+
+def input_bytes(workload: Workload, size: int) -> int:
+    """Return what all ranks send of q, k and v."""
+    return traded_bytes(workload, workload.model.num_heads + sent_heads(workload.model, size), size)
 
 
 def ulysses_bytes(workload: Workload, size: int) -> int:

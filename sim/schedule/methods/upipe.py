@@ -20,7 +20,7 @@ from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import HEADS, Category, Split, View
 from sim.schedule.methods.ring import check_backward, ring_bytes
-from sim.schedule.methods.ulysses import Inside, check_heads, kv_heads_of, sent_heads, traded_bytes, ulysses_bytes
+from sim.schedule.methods.ulysses import Inside, check_heads, input_bytes, kv_heads_of, ulysses_bytes
 from sim.schedule.methods.usp import UspOptions, around_rings
 from sim.schedule.write.accumulate import GradientSum
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
@@ -52,7 +52,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
         )
 
     def wire_bytes(work: Workload) -> int:
-        again = traded_bytes(work, model.num_heads + sent_heads(model, size), size)
+        again = input_bytes(work, size)
         rings = ring_bytes(work, options, mesh.ring, model.num_heads)
         return ulysses_bytes(work, size) + again * (work.backward and options.recompute) + rings
 
@@ -64,6 +64,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
         outside=UPipeAttention,
         wire_bytes=wire_bytes,
         source="arXiv:2602.21196 §3",
+        keeps_inputs=not options.recompute,
     )
 
 

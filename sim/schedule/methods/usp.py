@@ -14,7 +14,7 @@ from sim.options import LayoutName
 from sim.schedule.ir.layout import LAYOUTS, shared_out
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.methods.ring import RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
-from sim.schedule.methods.ulysses import UlyssesAttention, check_heads, ulysses_bytes
+from sim.schedule.methods.ulysses import UlyssesAttention, check_heads, input_bytes, ulysses_bytes
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
@@ -42,6 +42,8 @@ def build(workload: Workload, mesh: Mesh, options: UspOptions = UspOptions()) ->
         outside=UlyssesAttention,
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses) + ring_bytes(work, options, mesh.ring, mesh.ulysses),
         source="arXiv:2405.07719 §3; its rings as in ring-flash-attention",
+        laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
+        keeps_inputs=options.ring_backward == "kv-at-hand",
     )
 
 
@@ -54,6 +56,8 @@ def around_rings(
     outside: Callable[..., DistributedAttention],
     wire_bytes: Callable[[Workload], int],
     source: str,
+    laid_out_bytes: Callable[[Workload], int] = lambda _: 0,
+    keeps_inputs: bool,
 ) -> Schedule:
     """Return a schedule in which ``outside`` trades heads in each Ulysses group, and what it attends to with the heads
     that a rank gets goes around a ring.
@@ -77,5 +81,7 @@ def around_rings(
         attention=lambda b: outside(b, ulysses, layout[mesh.place(b.rank)["ring"]], inside, options),
         wire_bytes=wire_bytes,
         source=source,
+        laid_out_bytes=laid_out_bytes,
+        keeps_inputs=keeps_inputs,
     )
     return build_around(plan, workload, mesh, options)

@@ -16,23 +16,31 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import AttentionName, CheckpointName, LayerOptions, LossName
+from sim.options import AttentionName, LayerOptions, LossName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
+from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint
 from sim.schedule.model.ends import HEAD, HEAD_BACKWARD
-from sim.schedule.model.equations import Block, Equation
+from sim.schedule.model.equations import Around, Block, Equation
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
-from sim.schedule.model.saving import Keep, Offload, Saving
+from sim.schedule.model.saving import Saving, saving
 from sim.schedule.model.scope import Unit, units
 from sim.schedule.model.tiling import Tiling, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
-from sim.schedule.write.attention import DistributedAttention, Shard, attention_flops, attention_program
+from sim.schedule.write.attention import (
+    DistributedAttention,
+    LaysOut,
+    Saved,
+    Shard,
+    attention_flops,
+    attention_program,
+)
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 
@@ -53,6 +61,10 @@ class AttentionPlan(NamedTuple):
     formula."""
     source: str
     kernel: AttentionName = "flash"
+    laid_out_bytes: Callable[[Workload], int] = lambda _: 0
+    """What it sends of one layer to lay out q, k and v again: see ``LaysOut``."""
+    keeps_inputs: bool = False
+    """Whether it keeps q, k or v in a form of its own, so that computing them again spares nothing."""
 
 
 def build_around(
@@ -68,6 +80,13 @@ def build_around(
             "`scope` layer"
         )
     step = workload.scope == "step"
+    point = checkpoint(LLAMA, options.checkpoint) if step else EVERYTHING
+    if point.lays_out and plan.keeps_inputs:
+        raise InputError(
+            f"`set` schedule.checkpoint={options.checkpoint} computes q, k and v again, but {plan.name} keeps them in "
+            f"a form of its own with these options: add q+k+v to the list, or leave out `set` schedule.recompute and "
+            f"schedule.ring_backward"
+        )
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
@@ -89,12 +108,10 @@ def build_around(
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(role), plan.attention)
-        offloaded = options.activations != "hbm" and workload.backward
-        saving = Offload(b, options.activations) if offloaded else Keep()
-        tokens = plan.shard(role).tokens
+        tokens, kept = plan.shard(role).tokens, saving(b, options.activations)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
-        techniques = (options.checkpoint, options.loss) if step else ()
-        written = LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, saving, whole, *techniques).program()
+        techniques = (point, options.loss) if step else ()
+        written = LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
     return Schedule(header, program, replicated=not across_replicas)
@@ -111,7 +128,7 @@ class LayerWriter(NamedTuple):
     params: Params
     saving: Saving
     tiling: Tiling
-    checkpoint: CheckpointName = "none"
+    checkpoint: Checkpoint = EVERYTHING
     loss: LossName = "whole"
 
     @property
@@ -143,26 +160,39 @@ class LayerWriter(NamedTuple):
         """Append a layer; return what leaves it."""
         forward = partial(self._forward_with, unit.layer)
         following, kept = self.b.call("forward", unit.layer, forward, x, self.params.gather(unit))
-        self.saving.save(unit.layer, Kept({self.block.x: x}, None, {}) if self.checkpoint == "full" else kept)
+        self.saving.save(unit.layer, kept)
         return following
 
     def _forward_with(self, layer: int, x: View, weights: Values) -> tuple[View, Kept]:
         """Append a layer; return what leaves it and what it saves."""
-        values, kept = self._computed(layer, x, weights, self.block.forward.after)
-        return values[self.block.x.later(1)], kept
+        values, saved = self._attended(layer, {self.block.x: x}, weights, self.block.forward)
+        return values[self.block.x.later(1)], self._kept(values, saved, self.checkpoint)
 
-    def _again(self, layer: int, x: View, weights: Values) -> Kept:
-        """Append a layer up to the last that it saves, as torch's checkpointing stops; return what it saves."""
-        return self._computed(layer, x, weights, again(self.block))[1]
+    def _again(self, layer: int, kept: Kept, weights: Values) -> Kept:
+        """Append what makes the rest of what a backward pass needs of what was kept; return it all."""
+        block, point, values = self.block, self.checkpoint, {**kept.before, **kept.after}
+        if point.attends:
+            return self._kept(*self._attended(layer, values, weights, point.again), EVERYTHING)
+        values |= weights
+        self._write(point.again.before, layer, self.tokens, values)
+        saved = kept.attention
+        assert saved is not None
+        if point.lays_out:
+            q, k, v = values[block.q], values[block.k], values[block.v]
+            if isinstance(self.attention, LaysOut):
+                q, k, v = self.attention.lay_out(q, k, v)
+            saved = saved._replace(q=q, k=k, v=v)
+        self._write(point.again.after, layer, self.tokens, values)
+        return self._kept(values, saved, EVERYTHING)
 
-    def _computed(self, layer: int, x: View, weights: Values, after: tuple[Equation, ...]) -> tuple[Values, Kept]:
-        """Append a layer, of which ``after`` follows attention; return all values, and what it saves. What outlives a
-        chunk lies in one buffer for all of them.
+    def _attended(self, layer: int, at_hand: Values, weights: Values, around: Around) -> tuple[Values, Saved]:
+        """Append attention of a layer with the equations around it; return all values, and what attention saves. What
+        outlives a chunk lies in one buffer for all of them.
         """
-        block, around, stop, lasting = self.block, self.block.forward, 0, {self.block.x: x}
+        block, stop, lasting = self.block, 0, dict(at_hand)
         if len(self.chunks) > 1:
-            made = (tensor for one in (*around.before, *after) for tensor in one.results)
-            kept_whole = {*block.saved, block.x.later(1)} - {block.x, block.out}
+            made = (tensor for one in (*around.before, *around.after) for tensor in one.results)
+            kept_whole = {*block.saved, block.x.later(1)} - {block.out, *at_hand}
             lasting |= {
                 tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens))
                 for tensor in dict.fromkeys(made)
@@ -172,21 +202,26 @@ class LayerWriter(NamedTuple):
             start, stop = stop, stop + num_tokens(tokens)
             values = {**weights, **{tensor: view[:, start:stop] for tensor, view in lasting.items()}}
             self._write(around.before, layer, tokens, values)
-            lasting[block.out], kept = self.attention.forward(values[block.q], values[block.k], values[block.v])
+            lasting[block.out], saved = self.attention.forward(values[block.q], values[block.k], values[block.v])
             values[block.out] = lasting[block.out][:, start:stop]
-            self._write(after, layer, tokens, values)
-        values |= lasting
-        at = block.saved.index(block.out)
-        before, later = ({tensor: values[tensor] for tensor in part} for part in (block.saved[:at], block.saved[at:]))
-        return values, Kept(before, kept, later)
+            self._write(around.after, layer, tokens, values)
+        return values | lasting, saved
+
+    def _kept(self, values: Values, saved: Saved, point: Checkpoint) -> Kept:
+        """Return what is kept of a layer's values, and of what attention saves."""
+        held = point.held
+        at = held.index(self.block.out) if self.block.out in held else len(held)
+        before, after = ({tensor: values[tensor] for tensor in part} for part in (held[:at], held[at:]))
+        attention = None if point.attends else saved.without_inputs() if point.lays_out else saved
+        return Kept(before, attention, after)
 
     def _backward(self, unit: Unit, dx: View) -> View:
         """Append the backward pass of a layer; return the gradient of what came into it."""
         weights = self.params.gather(unit)
         kept = self.saving.restore(unit.layer, weights)
-        if kept.attention is None:
-            x = kept.before[self.block.x]
-            kept = self.b.call("forward again", unit.layer, partial(self._again, unit.layer), x, weights)
+        if self.checkpoint.is_needed:
+            again = partial(self._again, unit.layer)
+            kept = self.b.call("forward again", unit.layer, again, kept, weights)
         backward = partial(self._backward_with, unit)
         following, reduced = self.b.call("backward", unit.layer, backward, dx, weights, kept, self.params.room(unit))
         self.params.keep(unit, reduced)
@@ -207,27 +242,23 @@ class LayerWriter(NamedTuple):
         write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
 
 
-def again(block: Block) -> tuple[Equation, ...]:
-    """Return what follows attention up to the last that a block saves."""
-    after = block.forward.after
-    last = max(at for at, one in enumerate(after) if not set(block.saved).isdisjoint(one.results))
-    return after[: last + 1]
-
-
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> Claims:
     """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
-    dp, step = mesh.dp, workload.scope == "step"
-    passes = [workload]
-    if step and options.checkpoint == "full":
-        passes.append(msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward"))
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload)
+    if step:
+        point = checkpoint(LLAMA, options.checkpoint)
+        forward = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
+        passes += [forward] if point.attends else []
+        laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
+        gemms += gemm_flops_again(workload, point)
     flops = dp * sum(attention_flops(one, plan.kernel) for one in passes)
-    wire_bytes = dp * sum(plan.wire_bytes(one) for one in passes)
+    wire_bytes = dp * (sum(plan.wire_bytes(one) for one in passes) + laid_out)
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)
     return Claims(
         attention_flops=workload.layers * flops,
-        gemm_flops=dp * (gemm_flops(workload) + (gemm_flops_again(workload) if len(passes) > 1 else 0)),
+        gemm_flops=dp * gemms,
         wire_bytes=workload.layers * wire_bytes + of_weights,
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",
     )
@@ -244,9 +275,9 @@ def gemm_flops(workload: Workload) -> int:
     return per_token * workload.batch * workload.seq
 
 
-def gemm_flops_again(workload: Workload) -> int:
-    """Return the FLOPs of linear layers that full checkpointing computes again, over all ranks of a replica."""
-    per_token = _gemm_flops((*LLAMA.forward.before, *again(LLAMA)), workload)
+def gemm_flops_again(workload: Workload, point: Checkpoint) -> int:
+    """Return the FLOPs of linear layers that checkpointing computes again, over all ranks of a replica."""
+    per_token = _gemm_flops((*point.again.before, *point.again.after), workload)
     return workload.layers * per_token * workload.batch * workload.seq
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from sim.options import Place
+from sim.errors import InputError
+from sim.options import Place, SavingName
 from sim.schedule.ir.ops import OFFLOAD, HostSync
 from sim.schedule.ir.views import View
 from sim.schedule.model.write import Kept, Values
@@ -40,7 +41,52 @@ class Keep:
         return self._kept[layer]
 
 
-class Offload(Keep):
+class _Elsewhere(Keep):
+    """Keeps what layers save in a host's memory of a kind."""
+
+    def __init__(self, b: ProgramBuilder, place: Place, *, waits: bool) -> None:
+        super().__init__()
+        self._b, self._place, self._waits = b, place, waits
+
+    def _copied(self, layer: int, place: Place, label: str, kept: Kept) -> Kept:
+        """Append a copy of every buffer of what is kept but inputs, which stay; return the views of the copies."""
+        b = self._b
+        copies: dict[int, View] = {}
+
+        def moved(view: View) -> View:
+            if b.is_input(view):
+                return view
+            if view.buffer not in copies:
+                whole = b.whole(view)
+                copies[view.buffer] = b.elsewhere(whole, place)
+                b.host_copy(whole, copies[view.buffer], label, layer)
+                if self._waits and place != "hbm":
+                    b.add(HostSync(label="wait for the copy", streams=(OFFLOAD,)))
+            return View(copies[view.buffer].buffer, view.slices)
+
+        return mapped(kept, moved)
+
+
+class SaveOnCpu(_Elsewhere):
+    """Copies every layer to pinned memory behind it, for which the host waits, and back when its backward pass begins,
+    behind the kernels before it (torch/autograd/graph.py, save_on_cpu with pin_memory).
+    """
+
+    def __init__(self, b: ProgramBuilder) -> None:
+        super().__init__(b, "host", waits=True)
+
+    def save(self, layer: int, kept: Kept, /) -> None:
+        """See Saving."""
+        self._kept[layer] = self._b.call(
+            "offload", layer, partial(self._copied, layer, self._place, "offload layer"), kept
+        )
+
+    def restore(self, layer: int, _weights: Values, /) -> Kept:
+        """See Saving."""
+        return self._b.call("fetch", layer, partial(self._copied, layer, "hbm", "fetch layer"), self._kept[layer])
+
+
+class Offload(_Elsewhere):
     """Copies layers to the host's memory behind them, and back one layer ahead of their backward pass.
 
     The last layer's stays, since it is needed at once. The host copies a layer out when the layer before is out, and
@@ -49,8 +95,8 @@ class Offload(Keep):
     """
 
     def __init__(self, b: ProgramBuilder, place: Place) -> None:
-        super().__init__()
-        self._b, self._place, self._last = b, place, b.workload.layers - 1
+        super().__init__(b, place, waits=False)
+        self._last = b.workload.layers - 1
 
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
@@ -71,18 +117,21 @@ class Offload(Keep):
         self._b.add(HostSync(label="wait for the layer before", streams=(OFFLOAD,)))
         return self._copied(layer, self._place, "offload layer", kept)
 
-    def _copied(self, layer: int, place: Place, label: str, kept: Kept) -> Kept:
-        """Append a copy of every buffer of what is kept but inputs, which stay; return the views of the copies."""
-        b = self._b
-        copies: dict[int, View] = {}
 
-        def moved(view: View) -> View:
-            if b.is_input(view):
-                return view
-            if view.buffer not in copies:
-                whole = b.whole(view)
-                copies[view.buffer] = b.elsewhere(whole, place)
-                b.host_copy(whole, copies[view.buffer], label, layer)
-            return View(copies[view.buffer].buffer, view.slices)
-
-        return mapped(kept, moved)
+def saving(b: ProgramBuilder, name: SavingName) -> Saving:
+    """Return what an option names, for the layers of a builder; raises InputError where it would copy nothing."""
+    workload = b.workload
+    if name == "hbm":
+        return Keep()
+    if not workload.backward:
+        raise InputError(
+            f"`set` schedule.activations={name}: a forward pass alone saves nothing; leave it out, or set `passes` both"
+        )
+    if name == "save-on-cpu":
+        return SaveOnCpu(b)
+    if workload.layers == 1:
+        raise InputError(
+            f"`set` schedule.activations={name} keeps the last layer on the GPU, and there is one: set `layers` 2 or "
+            f"more, or `set` schedule.activations=save-on-cpu"
+        )
+    return Offload(b, name)

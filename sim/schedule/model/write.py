@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     before: Values
     attention: Saved | None
-    """None where nothing but the input is kept."""
+    """None where attention runs again."""
     after: Values
 
 

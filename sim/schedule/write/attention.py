@@ -7,7 +7,7 @@ outputs, so that one pass alone, or later a whole layer, is the same code around
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from sim.errors import InputError
 from sim.options import AttentionName
@@ -39,6 +39,11 @@ class Saved(NamedTuple):
     stages: tuple[Saved, ...] = ()
     """What each stage keeps, of a schedule that attends to some heads at a time. It cannot either."""
 
+    def without_inputs(self) -> Saved:
+        """Return this without q, k and v: where they stood, out stands until they are laid out again."""
+        stages = tuple([stage.without_inputs() for stage in self.stages])
+        return self._replace(q=self.out, k=self.out, v=self.out, stages=stages)
+
 
 class DistributedAttention(Protocol):
     """Attention of one rank, written into the program builder that it was made with.
@@ -60,6 +65,15 @@ class DistributedAttention(Protocol):
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """Append the backward pass; return dq, dk, dv of this rank's own tokens."""
+        ...
+
+
+@runtime_checkable
+class LaysOut(Protocol):
+    """Attention that saves q, k and v otherwise than it is given them. All other saves them as they are."""
+
+    def lay_out(self, q: View, k: View, v: View) -> tuple[View, View, View]:
+        """Append what brings q, k and v of this rank's own tokens to where ``Saved`` has them; return that."""
         ...
 
 

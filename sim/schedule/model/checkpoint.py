@@ -1,0 +1,81 @@
+"""Activation checkpointing: what is kept of a layer for its backward pass, and what that computes again before it.
+
+One mechanism for all kinds (arXiv:1604.06174 §3): of the tensors that are kept follows which equations of a block run
+again. With a tensor goes what the same kernel makes beside it: the log-sum-exp with attention's output, a norm's rstd
+with its result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sim.errors import InputError
+from sim.schedule.ir.tensors import Tensor
+from sim.schedule.model.block import LLAMA
+from sim.schedule.model.equations import Around, Block, Equation
+
+
+class Checkpoint(NamedTuple):
+    """What is kept of a layer between its passes, and what makes the rest of what its backward pass needs."""
+
+    held: tuple[Tensor, ...]
+    """What is kept beside attention's own, in the order in which it is made."""
+    again: Around
+    """The equations that run again."""
+    attends: bool
+    """Whether attention runs again, and keeps nothing."""
+    lays_out: bool
+    """Whether attention keeps its results alone, and is given q, k and v again."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything runs again."""
+        return self.attends or self.lays_out or any(self.again)
+
+
+def checkpoint(block: Block, name: str) -> Checkpoint:
+    """Return what a name means for a block: none keeps all that backward needs; full the layer's input; attention its
+    output, too (DistFlashAttn, arXiv:2310.03294 §3.3); others list tensors, as ``x+out+h2``.
+
+    Raises InputError for what is no tensor that backward needs, and for lists from which some cannot be made.
+    """
+    at = block.saved.index(block.out)
+    needed = (*block.saved[:at], block.q, block.k, block.v, *block.saved[at:])
+    made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
+    names = {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
+    spelled = {"none": "+".join(names), "full": block.x.name, "attention": f"{block.x.name}+{block.out.name}"}
+    chosen = spelled.get(name, name).split("+")
+    for one in chosen:
+        if one not in names:
+            raise InputError(
+                f"`set` schedule.checkpoint={name}: {one!r} is none of the tensors that a layer can keep for its "
+                f"backward pass; allowed are {', '.join(spelled)}, or a list such as x+out of {', '.join(names)}"
+            )
+    kept = {tensor for one in chosen for tensor in made.get(names[one], (names[one],))}
+    missing = set(needed) - kept
+    after = _makers(block.forward.after, missing, kept)
+    attends, inputs = block.out in missing, {block.q, block.k, block.v}
+    missing |= inputs - kept if attends else set()
+    before = _makers(block.forward.before, missing, kept)
+    if block.x in missing:
+        raise InputError(
+            f"`set` schedule.checkpoint={name} lacks {block.x.name}: backward needs a layer's input, and no equation "
+            f"of the layer makes it; add it to the list"
+        )
+    lays_out = not attends and not inputs <= kept
+    apart = kept if attends or lays_out else kept - inputs
+    return Checkpoint(tuple([tensor for tensor in needed if tensor in apart]), Around(before, after), attends, lays_out)
+
+
+def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Tensor]) -> tuple[Equation, ...]:
+    """Return the equations that make what is missing, in their order; what these read is missing then, too."""
+    found: list[Equation] = []
+    for equation in reversed(equations):
+        if not missing.isdisjoint(equation.results):
+            found.insert(0, equation)
+            missing |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - kept
+    return tuple(found)
+
+
+EVERYTHING = checkpoint(LLAMA, "none")
+"""Nothing runs again."""
