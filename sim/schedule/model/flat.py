@@ -43,7 +43,8 @@ class Shards(NamedTuple):
 def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
     hybrid = options.shards == "replica"
-    within, across = mesh.groups(*([] if hybrid else ["dp"]), "ring", "ulysses"), mesh.groups("dp")
+    across = mesh.groups("dp")
+    within = mesh.groups("ring", "ulysses") if hybrid else mesh.groups("dp", "ring", "ulysses")
     several = len(within[0]) > 1
     return Shards(
         Communicator(name="weights", groups=within) if several and options.zero_stage else None,
