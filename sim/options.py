@@ -13,6 +13,7 @@ Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
 LossName = Literal["whole", "chunked"]
+MlpName = Literal["whole", "tiled", "mini"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
@@ -30,6 +31,9 @@ class LayerOptions:
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
+    mlp: MlpName = "whole"
+    """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
+    tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -64,7 +68,9 @@ class LayerOptions:
         return found
 
 
-_OF_STEPS = ("checkpoint", "loss", "zero_stage", "shards", "prefetch", "reduce", "optimiser", "optimiser_states")
+_OF_STEPS = (
+    "checkpoint", "loss", "mlp", "zero_stage", "shards", "prefetch", "reduce", "optimiser", "optimiser_states",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

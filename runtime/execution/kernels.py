@@ -13,6 +13,7 @@ from runtime.execution.dense import run_token_kernel
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
+from sim.schedule.derive.tiles import ends, tiles
 from sim.schedule.ir import ops
 from sim.schedule.ir.views import Split
 
@@ -48,9 +49,30 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         source = parts(op.source, storage)
         parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
         return "aten sum, copy_"
+    if isinstance(op, ops.TiledKernel):
+        return _in_tiles(op, storage, attention)
     if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
+
+
+def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
+    """Run a loop over tiles of tokens, whose temporaries last for one tile. Weights and their gradients are shared by
+    all tiles; tokens are those of batch and sequence, one after the other.
+    """
+    operands = [*map(storage.read, op.reads), *map(storage.write, op.writes)]
+    rows = [tensor.view(1, -1, tensor.shape[-1]) if tensor.dim() == 3 else tensor for tensor in operands]
+    stop, names = 0, dict[str, None]()
+    for tile in tiles(op, storage.program):
+        ended = ends(tile.program, len(operands))
+        for _ in range(tile.times):
+            start, stop = stop, stop + tile.tokens
+            inner = storage.within(tile.program, [some[:, start:stop] if some.dim() == 3 else some for some in rows])
+            for one, after in zip(tile.program.ops, ended, strict=True):
+                assert isinstance(one, ops.Kernel)
+                names[run_kernel(one, inner, attention)] = None
+                inner.drop(after)
+    return f"of each tile {', '.join(names)}"
 
 
 def host_copy(op: ops.HostCopy, storage: Storage) -> Callable[[], list[torch.distributed.Work]]:

@@ -43,6 +43,7 @@ class Storage:
     def __init__(
         self, program: Program, device: torch.device, *, poison: bool = False, rotations: Rotations | None = None
     ) -> None:
+        self.program = program
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
         self._device = device
@@ -51,6 +52,13 @@ class Storage:
         self.rotations: Rotations = {} if rotations is None else rotations
         self.in_use_bytes = 0
         self.peak_bytes = 0
+
+    def within(self, program: Program, given: Iterable[torch.Tensor]) -> Storage:
+        """Return the buffers of what a kernel consists of; the first are tensors that are there."""
+        inner = Storage(program, self._device, poison=self._poison)
+        for buffer, tensor in enumerate(given):
+            inner._take(buffer, tensor)
+        return inner
 
     def read(self, view: View) -> torch.Tensor:
         """Return a view as a tensor that shares memory with its buffer; the buffer must have been written."""

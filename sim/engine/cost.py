@@ -104,8 +104,8 @@ class CostModel:
         return self._kernel(self._cluster.peak_flops_per_s(rank, use.dtype), use)
 
     def _find_kernel(self, peak: float, use: KernelUse) -> Activity:
-        seconds, note = self._seconds(peak, use)
-        self.notes |= {note} if note else set()
+        seconds, _ = self._seconds(peak, use)
+        self.notes |= {note for kernel, _ in use.each for note in self._seconds(peak, kernel)[1:] if note}
         memory = min(self._moved(use) / seconds, self._cluster.spec.hbm.bytes_per_s) if seconds > 0 else 0.0
         return self._on_sms(peak, use, seconds, memory)
 
@@ -114,6 +114,10 @@ class CostModel:
         return self._seconds(self._cluster.peak_flops_per_s(rank, use.dtype), use)
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
+        if use.loop:
+            found_each = [(*self._seconds(peak, kernel), count) for kernel, count in use.loop]
+            note = next((note for _, note, _ in found_each if note), "")
+            return math.fsum(seconds * count for seconds, _, count in found_each), note
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
         found = self._kernels.seconds(use, now, self._cluster.spec.gpu.power_w) if self._kernels else None
         if found:
@@ -130,6 +134,8 @@ class CostModel:
         """Return the bytes that a kernel moves through its memory."""
         if self._profile is None:
             return use.hbm_bytes
+        if use.loop:
+            return math.fsum(self._moved(kernel) * count for kernel, count in use.loop)
         back = self._profile.traffic.get(SLICE_BACK, 0.0) if use.into_slice else 0.0
         return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) + back)
 
@@ -258,7 +264,9 @@ class CostModel:
         return self._collective_cache[key]
 
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
-        """Return what issuing an op costs the host thread."""
+        """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs."""
+        if use and use.loop:
+            return math.fsum(self.issue_s(op, kernel) * count for kernel, count in use.loop)
         issue = self._profile.issue if self._profile else {}
         if isinstance(op, Exchange) and op.num_messages > 1:
             return self._issue_s(issue.get("exchange")) + op.num_messages * self._issue_s(issue.get("message"), 0.0)

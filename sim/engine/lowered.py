@@ -411,7 +411,7 @@ def kind_of(op: ops.Op) -> int:
 def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     """Return what the cost of issuing an op depends on."""
     if use:
-        return use.kernel, use.into_slice
+        return use.kernel, use.into_slice, use.loop
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""

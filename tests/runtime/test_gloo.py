@@ -28,10 +28,11 @@ from sim.memory import walk
 from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.proof.check import check
+from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
 from tests.schedule.test_step import STACKS, make_step, step
+from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
 
 pytestmark = pytest.mark.gloo
@@ -117,8 +118,16 @@ def test_activations_on_the_host(session: Session, name: str) -> None:
 @pytest.mark.parametrize("stack", STACKS)
 def test_steps_equal_the_reference_again_and_again(ranks: Callable[[int], Session], stack: str) -> None:
     """Also the second one, which begins from the same weights; memory is as the walk says."""
-    checked = make_step("zigzag", 2, step(), **STACKS[stack])
-    run = ScheduleRun(ranks(2), checked)
+    step_equals_the_reference(ranks(2), make_step("zigzag", 2, step(), **STACKS[stack]))
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "none"])
+def test_steps_whose_mlp_has_several_tiles(ranks: Callable[[int], Session], checkpoint: str) -> None:
+    step_equals_the_reference(ranks(2), make_step("ulysses", 2, narrow(batch=2), mlp="tiled", checkpoint=checkpoint))
+
+
+def step_equals_the_reference(session: Session, checked: Checked) -> None:
+    run = ScheduleRun(session, checked)
     for _ in range(2):
         played = run.step()
         assert max(run.errors().values()) <= BOUNDS["fp64"]

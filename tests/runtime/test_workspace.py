@@ -18,12 +18,13 @@ from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes
 from sim.schedule.derive.workspace import flash_backward_bytes, workspace_bytes
-from sim.schedule.ir.ops import Attend, AttendBackward, Kernel
+from sim.schedule.ir.ops import Attend, AttendBackward, Kernel, TiledKernel, TiledMlp, TiledMlpBackward
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Dtype, Workload
+from sim.workload import DTYPE_BYTES, Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
+from tests.schedule.test_step import make_step
 
 META = torch.device("meta")
 
@@ -155,6 +156,23 @@ def test_kernels_of_a_step_hold_what_is_said(dtype: Dtype) -> None:
         for op, seen, said, _ in held(folded, rotations):
             if not isinstance(op, Attend | AttendBackward):
                 assert seen == said, op.label
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("seq", "batch", "rows"), [(245, 2, 123), (130, 1, 44)])
+def test_tiles_of_an_mlp_hold_what_is_said(seq: int, batch: int, rows: int, dtype: Dtype) -> None:
+    """To the byte: of several tiles, of which the last is smaller. A backward pass holds five tensors of a tile as wide
+    as the feed-forward dimension (64), or four and the gradient of a weight of 64 x 64.
+    """
+    workload = Workload(model=make_model(4, 4), seq=seq, batch=batch, dtype=dtype, scope="step", layers=1)
+    checked = make_step("single", 1, workload, mlp="tiled", checkpoint="none")
+    loops = [found for found in held(checked, {}) if isinstance(found.op, TiledKernel)]
+    assert [type(found.op) for found in loops] == [TiledMlp, TiledMlpBackward]
+    assert [(found.seen, found.said) for found in loops] == [(found.said, found.said) for found in loops]
+    wide = DTYPE_BYTES[dtype]
+    assert loops[0].said == 3 * rows * 64 * wide
+    assert loops[1].said == max(5 * rows * 64, 4 * rows * 64 + 64 * 64) * wide
 
 
 def test_what_flash_attention_allocates_by_hand() -> None:

@@ -13,11 +13,12 @@ from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Kernel, Op, R
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.model.block import LLAMA
+from sim.schedule.model.block import LLAMA, act, gate, up, with_tiles
 from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
+from tests.schedule.test_step import make_step
 
 
 def layers(**fields: Any) -> Workload:
@@ -70,6 +71,16 @@ def test_what_is_saved_is_what_the_backward_equations_read() -> None:
     assert set(LLAMA.saved) == {tensor for tensor in made & read if tensor.kind == "activation"}
 
 
+def test_what_is_saved_of_a_block_whose_mlp_is_in_tiles() -> None:
+    """Of the MLP what goes into it, and nothing that is as wide as the feed-forward dimension."""
+    block = with_tiles(8, saves=True)
+    made = {tensor for part in block.forward for one in part for tensor in (*one.operands, *one.results)} | {block.out}
+    read = {tensor for part in block.backward for one in part for tensor in one.operands}
+    assert set(block.saved) == {tensor for tensor in made & read if tensor.kind == "activation"}
+    assert set(LLAMA.saved) - set(block.saved) == {gate, up, act}
+    assert block.weights == LLAMA.weights
+
+
 def test_every_kernel_has_a_cost() -> None:
     """No kind of kernel is missing where costs are looked up by type."""
     seen = set()
@@ -78,7 +89,10 @@ def test_every_kernel_has_a_cost() -> None:
     ):  # fmt: skip
         for dtype in ("fp32", "bf16"):
             workload = layers(dtype=dtype, model=make_model(8, kv_heads), scope=scope)
-            for program in make_checked(name, workload, 2).schedule.programs:
+            programs = make_checked(name, workload, 2).schedule.programs
+            if scope == "step":
+                programs = [*programs, make_step("ring", 2, workload, mlp="tiled").schedule.program(0)]
+            for program in programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):
                         seen.add(type(op))

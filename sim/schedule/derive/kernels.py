@@ -8,11 +8,13 @@ that is part of its measured efficiency.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
+from sim.schedule.derive.tiles import tiles
 from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
 from sim.schedule.ir.ops import (
     Attend,
@@ -25,6 +27,8 @@ from sim.schedule.ir.ops import (
     Kernel,
     Merge,
     StreamingKernel,
+    TiledKernel,
+    TiledMlpBackward,
 )
 from sim.schedule.ir.program import Fragment, Program
 from sim.workload import DTYPE_BYTES, Dtype
@@ -48,6 +52,13 @@ class KernelUse(NamedTuple):
     hbm_bytes: int
     into_slice: bool = False
     """Whether a merge changes some rows of its buffer only: code that merges out of place then copies these back."""
+    loop: tuple[tuple[KernelUse, int], ...] = ()
+    """Of a loop over tiles the kernels that it runs, and how often each; ``flops`` and ``hbm_bytes`` are theirs."""
+
+    @property
+    def each(self) -> tuple[tuple[KernelUse, int], ...]:
+        """The kernels that are run, and how often each: itself once, where it is no loop."""
+        return self.loop or ((self, 1),)
 
     @property
     def fused_attention(self) -> bool:
@@ -105,6 +116,8 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
         return _embedding_use(op, program)
+    if isinstance(op, TiledKernel):
+        return _tiled_use(op, program)
     return _streaming_use(op, program)
 
 
@@ -119,6 +132,19 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     if program.dtype(op.out) != program.dtype(op.a):
         variant += f" into {program.dtype(op.out)}"
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+
+
+def _tiled_use(op: TiledKernel, program: Program) -> KernelUse:
+    """Return all kernels of a loop over tiles: those of alike tiles are one kind each."""
+    counts: Counter[KernelUse] = Counter()
+    for tile in tiles(op, program):
+        for use in kernel_uses(tile.program):
+            assert use is not None
+            counts[use] += tile.times
+    name = "tiled_mlp_backward" if isinstance(op, TiledMlpBackward) else "tiled_mlp"
+    flops, moved = (sum(getattr(use, what) * n for use, n in counts.items()) for what in ("flops", "hbm_bytes"))
+    elements = math.prod(op.x.shape)
+    return KernelUse(name, "", program.dtype(op.x), (elements,), flops, moved, loop=tuple(counts.items()))
 
 
 def _embedding_use(op: Embed | EmbedBackward, program: Program) -> KernelUse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TypeAlias, assert_never
 
+from sim.schedule.derive.tiles import held_bytes, tiles
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
@@ -50,6 +51,9 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         casts = program.dtype(op.logits) != program.dtype(op.loss)
         of_label = 9 if casts else 9 + wide  # whether there is one, its index, and its logarithm
         return rows * (op.logits.shape[2] * wide * (1 + casts) + of_label)
+    if isinstance(op, ops.TiledKernel):
+        given = len(op.reads) + len(op.writes)
+        return max(held_bytes(tile.program, given) for tile in tiles(op, program))
     if isinstance(op, ops.SquareSum):
         return program.nbytes(op.square)
     if isinstance(op, ops.AdamW):

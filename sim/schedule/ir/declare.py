@@ -2,9 +2,9 @@
 
 From these declarations follow ``reads`` and ``writes``, the rule of shapes, what is updated in place, and the sides of
 a collective. Letters name extents that have to agree within one op: b batch, q queries, k keys, s tokens, h query
-heads, g key/value heads, d head dim, e width; of weights i fan in, o fan out; n numbers of any meaning. A ``*`` folds
-all remaining dimensions into the next letter; ``...`` stands for any dimensions, the same wherever it stands. Data
-types agree within one op too, but where it is said otherwise.
+heads, g key/value heads, d head dim, e width, f feed-forward width; of weights i fan in, o fan out; n numbers of any
+meaning. A ``*`` folds all remaining dimensions into the next letter; ``...`` stands for any dimensions, the same
+wherever it stands. Data types agree within one op too, but where it is said otherwise.
 """
 
 from __future__ import annotations

@@ -274,6 +274,40 @@ class SwiGluBackward(_Kernel, frozen=True, kw_only=True):
     dup: Annotated[View, Out("bse")]
 
 
+class TiledMlp(_Kernel, frozen=True, kw_only=True):
+    """out = (silu(x w_gate) * (x w_up)) w_down, of ``tile`` tokens at a time: a loop over all tokens of batch and
+    sequence, so that no more of what is ffn wide is held (arXiv:2506.13996 §3.1). ``derive.tiles`` says what it runs.
+
+    x, out (B, S, E); w_gate, w_up (E, F); w_down (F, E).
+    """
+
+    meta = Meta("t", "tiled mlp", "matrix product")
+    x: Annotated[View, In("bse")]
+    w_gate: Annotated[View, In("ef")]
+    w_up: Annotated[View, In("ef")]
+    w_down: Annotated[View, In("fe")]
+    out: Annotated[View, Out("bse")]
+    tile: int
+
+
+class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
+    """dx and the gradients of all weights of TiledMlp, each tile computed again; gradients of weights are summed over
+    tiles in their own data type.
+    """
+
+    meta = Meta("b", "tiled mlp backward", "matrix product")
+    x: Annotated[View, In("bse")]
+    w_gate: Annotated[View, In("ef")]
+    w_up: Annotated[View, In("ef")]
+    w_down: Annotated[View, In("fe")]
+    dout: Annotated[View, In("bse")]
+    dx: Annotated[View, Out("bse")]
+    dw_gate: Annotated[View, Out("ef")]
+    dw_up: Annotated[View, Out("ef")]
+    dw_down: Annotated[View, Out("fe")]
+    tile: int
+
+
 class Embed(_Kernel, frozen=True, kw_only=True):
     """out = the rows of a table (V, E) that token ids (B, S) name."""
 
@@ -471,6 +505,8 @@ EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
 """What a model does to each token by itself."""
+TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
+"""Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
@@ -478,7 +514,7 @@ StreamingKernel: TypeAlias = (
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | StateKernel | Accumulate | Zero | Copy | Fold
+Kernel: TypeAlias = AttentionKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Copy | Fold
 Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}

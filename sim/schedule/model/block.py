@@ -6,8 +6,10 @@ written, counted and proved of a layer follows from here.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.equations import Around, Block, add, back, linear, norm, rope, swiglu
+from sim.schedule.model.equations import Around, Block, add, back, linear, mlp_in_tiles, norm, rope, swiglu
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -47,3 +49,17 @@ LLAMA = Block(
         back(turned_q, turned_k, to_q, to_k, to_v, normed, residual),
     ),
 )
+
+
+@lru_cache(maxsize=64)
+def with_tiles(tile: int, *, saves: bool) -> Block:
+    """Return the block whose MLP is computed in tiles of so many tokens, each again in backward: it saves h2 only.
+
+    ``saves`` as of Equation. The norm before it is not tiled.
+    """
+    mlp = mlp_in_tiles(h2, w_gate, w_up, w_down, following, tile, saves=saves)
+    return LLAMA._replace(
+        saved=(x, rstd1, h1, out, middle, rstd2, h2),
+        forward=Around(LLAMA.forward.before, (from_heads, residual, normed_again, mlp, second_residual)),
+        backward=Around(back(mlp, normed_again, second_residual, from_heads), LLAMA.backward.after),
+    )

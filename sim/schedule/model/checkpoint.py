@@ -68,10 +68,12 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
 
 
 def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Tensor]) -> tuple[Equation, ...]:
-    """Return the equations that make what is missing, in their order; what these read is missing then, too."""
+    """Return the equations that make what is missing, or that save it themselves, in their order; what these read is
+    missing then, too.
+    """
     found: list[Equation] = []
     for equation in reversed(equations):
-        if not missing.isdisjoint(equation.results):
+        if not missing.isdisjoint(equation.operands if equation.saves else equation.results):
             found.insert(0, equation)
             missing |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - kept
     return tuple(found)

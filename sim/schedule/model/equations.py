@@ -16,6 +16,9 @@ from sim.schedule.ir.ops import (
     Rope,
     SwiGlu,
     SwiGluBackward,
+    TiledKernel,
+    TiledMlp,
+    TiledMlpBackward,
     TokenKernel,
 )
 from sim.schedule.ir.tensors import Tensor, d
@@ -25,7 +28,7 @@ from sim.workload import ModelSpec
 class Equation(NamedTuple):
     """What one kernel makes of each token by itself. Operands and results stand in the order of the op's fields."""
 
-    kind: type[TokenKernel | Accumulate]
+    kind: type[TokenKernel | TiledKernel | Accumulate]
     label: str
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -35,11 +38,18 @@ class Equation(NamedTuple):
     """Whether the result is added to what an earlier equation has made of it."""
     backward: tuple[Equation, ...] = ()
     """What makes the gradients of the operands of those of the results."""
+    saves: bool = False
+    """Whether it is a function that saves its own operands, as torch does once it has run: then checkpointing runs it
+    again."""
 
     def gemm_flops(self, model: ModelSpec) -> int:
-        """Return the FLOPs of a matrix product for one token, 2 for each weight; 0 of other kernels."""
-        sizes = [math.prod(tensor.shape(model)) for tensor in (*self.operands, *self.results) if tensor.of_weight]
-        return 2 * sizes[0] if self.kind is Gemm else 0
+        """Return the FLOPs of matrix products for one token: 2 for each weight, and two more products for its gradients
+        where a loop over tiles makes them; 0 of other kernels.
+        """
+        given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
+        if self.kind in {TiledMlp, TiledMlpBackward}:
+            return 2 * sum(given) + 4 * sum(made)
+        return 2 * (given or made)[0] if self.kind is Gemm else 0
 
 
 class Around(NamedTuple):
@@ -114,6 +124,14 @@ def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
     """Return out = silu(gate) * up."""
     backward = Equation(SwiGluBackward, "back through swiglu", (gate, up, d(out)), (d(gate), d(up)))
     return Equation(SwiGlu, "swiglu", (gate, up), (out,), backward=(backward,))
+
+
+def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, tile: int, *, saves: bool) -> Equation:
+    """Return out = (silu(x gate) * (x up)) down for weights gate, up and down, so many tokens at a time."""
+    weights, size = (gate, up, down), (("tile", tile),)
+    gradients = (d(x), *map(d, weights))
+    backward = Equation(TiledMlpBackward, "back through mlp in tiles", (x, *weights, d(out)), gradients, size)
+    return Equation(TiledMlp, "mlp in tiles", (x, *weights), (out,), size, backward=(backward,), saves=saves)
 
 
 def add(x: Tensor, into: Tensor, label: str) -> Equation:

@@ -31,7 +31,7 @@ from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.saving import Saving, saving
 from sim.schedule.model.scope import Unit, units
-from sim.schedule.model.tiling import Tiling, whole, write_all
+from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import (
     DistributedAttention,
@@ -80,7 +80,8 @@ def build_around(
             "`scope` layer"
         )
     step = workload.scope == "step"
-    point = checkpoint(LLAMA, options.checkpoint) if step else EVERYTHING
+    block = block_of(options.mlp if step else "whole", workload, num_tokens(plan.shard(0).tokens))
+    point = checkpoint(block, options.checkpoint) if step else EVERYTHING
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
             f"`set` schedule.checkpoint={options.checkpoint} computes q, k and v again, but {plan.name} keeps them in "
@@ -97,7 +98,7 @@ def build_around(
         mesh=mesh,
         options=options.of_scope(workload.scope),
         communicators=plan.communicators + gradients + shards.declared,
-        claims=_claims(plan, workload, mesh, options),
+        claims=_claims(plan, workload, mesh, options, block),
     )
 
     across_replicas = shards.within is not None and options.shards == "all" and mesh.dp > 1
@@ -111,7 +112,7 @@ def build_around(
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (point, options.loss) if step else ()
-        written = LayerWriter(b, LLAMA, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
+        written = LayerWriter(b, block, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
     return Schedule(header, program, replicated=not across_replicas)
@@ -171,8 +172,9 @@ class LayerWriter(NamedTuple):
     def _again(self, layer: int, kept: Kept, weights: Values) -> Kept:
         """Append what makes the rest of what a backward pass needs of what was kept; return it all."""
         block, point, values = self.block, self.checkpoint, {**kept.before, **kept.after}
+        everything = checkpoint(block, "none")
         if point.attends:
-            return self._kept(*self._attended(layer, values, weights, point.again), EVERYTHING)
+            return self._kept(*self._attended(layer, values, weights, point.again), everything)
         values |= weights
         self._write(point.again.before, layer, self.tokens, values)
         saved = kept.attention
@@ -183,7 +185,7 @@ class LayerWriter(NamedTuple):
                 q, k, v = self.attention.lay_out(q, k, v)
             saved = saved._replace(q=q, k=k, v=v)
         self._write(point.again.after, layer, self.tokens, values)
-        return self._kept(values, saved, EVERYTHING)
+        return self._kept(values, saved, everything)
 
     def _attended(self, layer: int, at_hand: Values, weights: Values, around: Around) -> tuple[Values, Saved]:
         """Append attention of a layer with the equations around it; return all values, and what attention saves. What
@@ -242,11 +244,11 @@ class LayerWriter(NamedTuple):
         write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
 
 
-def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> Claims:
+def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
     """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload)
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
     if step:
-        point = checkpoint(LLAMA, options.checkpoint)
+        point = checkpoint(block, options.checkpoint)
         forward = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
@@ -264,11 +266,11 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
     )
 
 
-def gemm_flops(workload: Workload) -> int:
+def gemm_flops(workload: Workload, block: Block = LLAMA) -> int:
     """Return the FLOPs of all linear layers over all ranks of a replica: 2 per token and weight of each product."""
     if workload.scope == "attention":
         return 0
-    passes = [LLAMA.forward, LLAMA.backward] if workload.backward else [LLAMA.forward]
+    passes = [block.forward, block.backward] if workload.backward else [block.forward]
     per_token = workload.layers * _gemm_flops((one for around in passes for part in around for one in part), workload)
     if workload.scope == "step":
         per_token += _gemm_flops((*HEAD, *HEAD_BACKWARD), workload)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from sim.options import MlpName
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.equations import Equation
+from sim.schedule.model.block import LLAMA, with_tiles
+from sim.schedule.model.equations import Block, Equation
 from sim.schedule.model.params import Params
 from sim.schedule.model.write import TokenWriter
+from sim.workload import Workload
 
 Tiling = Callable[[tuple[Equation, ...], TokenWriter], Iterator[Tensor]]
 """Appends equations for all rows of a writer, some at a time; yields each result once it is complete."""
@@ -25,3 +28,18 @@ def write_all(equations: tuple[Equation, ...], rows: TokenWriter, params: Params
     for tensor in tiling(equations, rows):
         if tensor.kind == "weight gradient":
             params.reduce(tensor.later(rows.layer), rows.values[tensor])
+
+
+def block_of(mlp: MlpName, workload: Workload, tokens: int) -> Block:
+    """Return the block of a rank that has so many tokens of each sequence, with its MLP whole or in tiles.
+
+    Sizes as published. ALST: so many tiles that one has about as many tokens as x has features, and a function of
+    autograd, which saves what it was given once it has run (arXiv:2506.13996 §3.1; DeepSpeed's TiledMLP). MST: 4096
+    tokens of all sequences, at least 1024 of each (wdlctc/mini-s, LlamaMLPWarpper).
+    """
+    batch = workload.batch
+    if mlp == "whole":
+        return LLAMA
+    if mlp == "tiled":
+        return with_tiles(-(-batch * tokens // -(-tokens // workload.model.embed_dim)), saves=True)
+    return with_tiles(batch * max(4096 // batch, 1024), saves=False)

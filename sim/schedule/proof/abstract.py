@@ -11,11 +11,12 @@ from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.derive.show import window
+from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
-from sim.schedule.ir.views import Split
+from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import TERMS, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
@@ -53,8 +54,11 @@ class AbstractPlayer(Interpreter):
 
     def kernel(self, key: Key, op: ops.Kernel | ops.HostAdamW) -> None:
         """See Interpreter."""
-        memory = self.memory[key[0]]
         self._at = key
+        self._run(self.memory[key[0]], op)
+
+    def _run(self, memory: AbstractMemory, op: ops.Kernel | ops.HostAdamW) -> None:
+        """Write what a kernel makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
             out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
@@ -92,12 +96,29 @@ class AbstractPlayer(Interpreter):
             memory.write_parts(op.target, folded)
         elif isinstance(op, ops.TokenKernel | ops.Accumulate):
             self._equation(memory, op)
+        elif isinstance(op, ops.TiledKernel):
+            self._tiled(memory, op)
         elif isinstance(op, ops.StateKernel | ops.HostAdamW):
             made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
             for view, pieces in zip(op.writes, made, strict=True):
                 memory.write(view, pieces)
         else:
             assert_never(op)
+
+    def _tiled(self, memory: AbstractMemory, op: ops.TiledKernel) -> None:
+        """Play what a tile does, for all tokens as one: each token by itself, gradients of weights summed, it makes the
+        same as tiles of some.
+        """
+        batch, tokens, _ = op.x.shape
+        tile = tile_of(op, memory.program, (batch, tokens), first=True)
+        inner = AbstractMemory(tile, self._rules)
+        for number, view in enumerate(op.reads):
+            inner.write(_whole(tile, number), memory.read(view))
+        for one in tile.ops:
+            assert isinstance(one, ops.Kernel)
+            self._run(inner, one)
+        for number, view in enumerate(op.writes, len(op.reads)):
+            memory.write(view, inner.read(_whole(tile, number)))
 
     def _equation(self, memory: AbstractMemory, op: ops.TokenKernel | ops.Accumulate) -> None:
         """Play an equation of the layer, or a sum of two parts of one tensor."""
@@ -153,6 +174,11 @@ class AbstractPlayer(Interpreter):
         if isinstance(op.given, Split):
             return memory.read_parts(op.given)
         return [memory.read(op.given) if op.given else []] * size
+
+
+def _whole(program: Program, number: int) -> View:
+    """Return all of a buffer."""
+    return View(number, tuple([(0, extent) for extent in program.buffers[number].shape]))
 
 
 def attention_rules(schedule: Schedule) -> AttentionRules:

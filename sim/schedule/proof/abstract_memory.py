@@ -41,6 +41,7 @@ class AbstractMemory:
     """The contents of all buffers of one rank. Most views are whole buffers, so those take a short way."""
 
     def __init__(self, program: Program, rules: AttentionRules) -> None:
+        self.program = program
         self._buffers = program.buffers
         self._whole = [tuple([(0, extent) for extent in buffer.shape]) for buffer in program.buffers]
         self._box = [_box(buffer, whole) for buffer, whole in zip(program.buffers, self._whole, strict=True)]

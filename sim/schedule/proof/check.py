@@ -151,7 +151,8 @@ def _check_claims(checked: Checked, sent: int) -> None:
     claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
     alike = num_alike(checked.schedule)
     for name, expected in claimed.items():
-        own = sum(use.flops for uses in checked.kernels for use in uses if use and use.kernel.startswith(name))
+        kernels = (kernel for uses in checked.kernels for use in uses if use for kernel in use.each)
+        own = sum(use.flops * count for use, count in kernels if use.kernel.startswith(name))
         flops = alike * own
         if flops != expected:
             raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")

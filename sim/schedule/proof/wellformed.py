@@ -132,7 +132,7 @@ def _integer_problem(op: ops.Op, program: Program) -> str:
 _TAKE_FLOATS = "take fp64, fp32, bf16 or fp16"
 
 
-_DIMS = {"q": "s", "k": "st", "g": "h", "e": "ei", "n": "i"}
+_DIMS = {"q": "s", "k": "st", "g": "h", "e": "eio", "f": "io", "n": "i"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
@@ -217,6 +217,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         return _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
     if isinstance(op, ops.RmsNorm):
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
+    if isinstance(op, ops.TiledKernel):
+        return "" if op.tile >= 1 else f"has tiles of {op.tile} tokens: allowed is 1 or more"
     if isinstance(op, ops.CrossEntropy):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
         return _number_problem("count", op.count, "the number of labels", labels)
