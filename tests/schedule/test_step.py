@@ -15,8 +15,9 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import InputError
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AdamW, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum
+from sim.schedule.ir.ops import AdamW, Copy, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum, Unpack
 from sim.schedule.ir.program import Port, Schedule
+from sim.schedule.ir.views import Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
@@ -279,6 +280,24 @@ def test_an_update_with_another_gradient() -> None:
         return found.replace(ops=tuple(ops))
 
     refuses(Schedule(schedule.header, program), "updates weights parameters.* with dweights parameters")
+
+
+def test_moments_are_no_weights() -> None:
+    """Nor are updated ones, which have the same shape, and come from the optimiser, too."""
+    schedule = make_step("ring", 2, step(), zero_stage=0).schedule
+    programs = schedule.programs
+    moments = {port.tensor: port.view for port in programs[1].outputs}["new first moments of embedding"]
+    ops = list(programs[1].ops)
+    at = [number for number, op in enumerate(ops) if isinstance(op, Unpack) and op.label == "unpack embedding"][-1]
+    ops[at] = msgspec.structs.replace(ops[at], flat=moments)
+    programs[1] = programs[1].replace(ops=tuple(ops))
+    refuses(Schedule(schedule.header, programs.__getitem__), "unpacks new first moments of embedding.*are needed")
+
+
+def test_a_split_of_a_dimension_that_there_is_not() -> None:
+    schedule = make_step("ring", 2, step(dtype="bf16")).schedule
+    (cast, *_) = [op for op in schedule.program(0).ops if isinstance(op, Copy)]
+    refuses(replaced(schedule, Copy, source=Split(cast.source.view, 2, 1)), "along dimension 2 into 1 parts")
 
 
 def test_options_of_other_scopes() -> None:

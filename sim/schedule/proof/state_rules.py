@@ -42,7 +42,7 @@ class StateRules(NamedTuple):
     def _unpacked(self, piece: Piece) -> list[list[Piece]]:
         """Return the weights that a flat tensor consists of."""
         content, flat = piece.content, tensor_of(piece.content.tensor)
-        if not flat.parts or flat.kind == "weight gradient" or piece.content.tokens != _rows(flat, self._model):
+        if content.tensor not in _FLAT_WEIGHTS or piece.content.tokens != _rows(flat, self._model):
             raise ScheduleError(f"unpacks {brief(content)}: all elements of a unit's weights are needed")
         return [[_whole(part, self._model, content.layer)] for part in flat.parts]
 
@@ -114,6 +114,7 @@ class StateRules(NamedTuple):
                 raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
+_FLAT_WEIGHTS = {flat.name for unit in UNIT_KINDS for flat in (unit.flat, updated(unit.flat))}
 _OF_SQUARE = {unit.square.name: unit for unit in UNIT_KINDS}
 
 

@@ -245,7 +245,8 @@ def _parts_problem(op: ops.Copy | ops.Fold) -> str:
     """Return where parts of one shape do not fall to parts of the other side."""
     source, target = op.source, op.target
     for split in (source, target):
-        if split.sizes or not 0 <= split.dim < 3 or split.parts < 1 or split.view.shape[split.dim] % split.parts:
+        known = 0 <= split.dim < min(3, len(split.view.shape))
+        if split.sizes or not known or split.parts < 1 or split.view.shape[split.dim] % split.parts:
             return f"cuts {split.view.shape} along dimension {split.dim} into {split.sizes or split.parts} parts"
     if source.part_shape != target.part_shape:
         return f"takes parts {source.part_shape} for parts {target.part_shape}"
