@@ -159,7 +159,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """Return what was timed."""
-        schedule = names.schedule_name(self.setup.schedule)
+        schedule = names.schedule_name(self.setup.played)
         return f"{self.measure} in {schedule}" if self.measure and not self.alone else self.measure or schedule
 
     @property
@@ -243,8 +243,8 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
         try:
-            if case.setup.schedule not in list(SCHEDULES):  # a file of data runs no Python file
-                raise unknown("schedule", case.setup.schedule, SCHEDULES, "schedule (case files take no Python file)")
+            if case.setup.played not in list(SCHEDULES):  # a file of data runs no Python file
+                raise unknown("schedule", case.setup.played, SCHEDULES, "schedule (case files take no Python file)")
             found = case.played.resolved()
             schedule = found.built()
             if case.measure:

@@ -27,8 +27,11 @@ class Selection:
     """Global sequence length."""
     batch: int = 1
     """Sequences per context-parallel group."""
-    schedule: str = "ring"
-    """NAME, or my_module.py:build for a schedule of your own."""
+    schedule: OptionalText = None
+    """NAME, or my_module.py:build for a schedule of your own; by default that of --stack, or ring."""
+    stack: OptionalText = None
+    """Techniques of a training step that are used together, such as fsdp: longstep list stacks shows them. What is
+    set of the schedule comes first."""
     ulysses_degree: OptionalInt = None
     """Ranks that split the heads."""
     ring_degree: OptionalInt = None

@@ -21,10 +21,11 @@ from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import one_of
+from sim.setup.stacks import STACKS
 from sim.workload import load_model
 from topology.cluster import load_cluster
 
-KINDS = ("models", "clusters", "schedules", "profiles")
+KINDS = ("models", "clusters", "schedules", "stacks", "profiles")
 FORMATS = ("grid", "json", "dot")
 _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 """First lines of files, by which ``--out`` knows its own."""
@@ -32,10 +33,10 @@ _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 
 @dataclasses.dataclass(frozen=True)
 class List:
-    """List what there is: models, clusters, schedules or profiles; all of them if none is named."""
+    """List what there is: models, clusters, schedules, stacks or profiles; all of them if none is named."""
 
     kind: Annotated[str, tyro.conf.Positional] = "all"
-    """models, clusters, schedules or profiles."""
+    """models, clusters, schedules, stacks or profiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,13 @@ class Show(Writes):
 def list_names(command: List, console: Console) -> None:
     """Print what there is."""
     kinds = KINDS if command.kind == "all" else (one_of("kind", command.kind, KINDS),)
-    tables = {"models": _models, "clusters": _clusters, "schedules": _schedules, "profiles": _profiles}
+    tables = {
+        "models": _models,
+        "clusters": _clusters,
+        "schedules": _schedules,
+        "stacks": _stacks,
+        "profiles": _profiles,
+    }
     for kind in kinds:
         console.print(tables[kind]())
 
@@ -139,6 +146,16 @@ def _schedules() -> Table:
     for name, entry in SCHEDULES.items():
         table.add_row(name, entry.paper, entry.communication)
     table.add_row("my_module.py:build", "yours", "")
+    return table
+
+
+def _stacks() -> Table:
+    table = Table(
+        "stack", "schedule", "schedule.KEY=VALUE", "what it is", "source", title="stacks", title_justify="left"
+    )
+    for name, stack in STACKS.items():
+        options = "\n".join(f"{key}={value}" for key, value in stack.options.items())
+        table.add_row(name, stack.schedule, options or "defaults", stack.about, stack.source)
     return table
 
 

@@ -46,9 +46,9 @@ def simulate(command: Simulate, console: Console) -> None:
     if command.vary:
         _varied(setup, command, console)
         return
-    first, *others = (name.strip() for name in command.selection.schedule.split(","))
-    if others:
-        _several([setup.replace(schedule=name) for name in (first, *others)], command, console)
+    named = [name.strip() for name in (command.selection.schedule or "").split(",")]
+    if len(named) > 1:
+        _several([setup.replace(schedule=name) for name in named], command, console)
         return
     predicted = setup.predicted()
     if trace:

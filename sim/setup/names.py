@@ -18,6 +18,7 @@ from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override, preset_names
 from sim.profile import Profile, load_profile, profile_names
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.setup.stacks import STACKS
 from sim.workload import FLOATS, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
@@ -37,7 +38,7 @@ Overrides = Mapping[str, object] | Sequence[str]
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return the names that can be used: of ``models``, ``clusters``, ``schedules`` or ``profiles``.
+    """Return the names that can be used: of ``models``, ``clusters``, ``schedules``, ``stacks`` or ``profiles``.
 
     >>> names("schedules")[:3]
     ('single', 'ring', 'zigzag')
@@ -46,6 +47,7 @@ def names(kind: str) -> tuple[str, ...]:
         "models": lambda: preset_names("sim/models"),
         "clusters": lambda: preset_names("topology/hardware"),
         "schedules": lambda: list(SCHEDULES),
+        "stacks": lambda: list(STACKS),
         "profiles": lambda: [*profile_names(), DATASHEET],
     }
     return tuple(kinds[one_of("kind", kind, kinds)]())

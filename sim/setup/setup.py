@@ -31,6 +31,7 @@ from sim.setup import names
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
+from sim.setup.stacks import stack_of
 from sim.workload import ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -49,8 +50,9 @@ class Setup:
     4
     """
 
-    schedule: str | Build | Entry = "ring"
-    """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``."""
+    schedule: str | Build | Entry | None = None
+    """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``; by default that of the
+    ``stack``, or ring."""
     _: KW_ONLY
     model: str | Path | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
@@ -100,6 +102,9 @@ class Setup:
     engine: str = "auto"
     """Which engine plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give
     the same times, to the last bit."""
+    stack: str | None = None
+    """Techniques of a training step that are used together, by the name of who published them; what is ``set`` of the
+    schedule comes first."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag", "profile.rates": "sustained"}``, or a list of texts KEY=VALUE."""
@@ -144,14 +149,14 @@ class Setup:
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = override(spec, overrides["cluster"], "`set` cluster.")
-        entry = names.entry(self.schedule)
-        mesh, options = self._overridden(entry, self._mesh(entry, spec, model), overrides["schedule"])
+        entry = names.entry(self.played)
+        mesh, options = self._overridden(entry, self._mesh(entry, spec, model), self._stacked(overrides["schedule"]))
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
             layers=self.layers, passes=self.passes, seed=self.seed,
         )  # fmt: skip
         found = Configuration(
-            schedule=names.schedule_name(self.schedule),
+            schedule=names.schedule_name(self.played),
             workload=workload,
             mesh=mesh,
             options=options,
@@ -168,6 +173,21 @@ class Setup:
     def model_spec(self) -> ModelSpec:
         """The model, with what is set of it."""
         return override(names.model(self.model), _overrides(self.set)["model"], "`set` model.")
+
+    @property
+    def played(self) -> str | Build | Entry:
+        """The schedule that is meant."""
+        if self.schedule is not None:
+            return self.schedule
+        return stack_of(self.stack).schedule if self.stack is not None else "ring"
+
+    def _stacked(self, given: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return what is set of the schedule, with what its stack switches on beside that."""
+        if self.stack is None:
+            return given
+        if self.scope != "step":
+            raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
+        return [pair for pair in stack_of(self.stack).options.items() if pair[0] not in dict(given)] + given
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take."""
@@ -189,7 +209,7 @@ class Setup:
             if (degree or 1) > 1 and name not in entry.degrees:
                 takes = "".join(f", only `{other}_degree`" for other in entry.degrees)
                 raise InputError(
-                    f"`{name}_degree` {degree}: schedule {names.schedule_name(self.schedule)!r} has none{takes}; leave "
+                    f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
         dp, inside = self.dp_degree, (given["ulysses"] or 1) * (given["ring"] or 1)
@@ -226,7 +246,7 @@ class Setup:
                 mesh = msgspec.structs.replace(mesh, order=order)
         beside = ["placement"] if placed else []
         own = [(name, value) for name, value in given if not placed or name != "placement"]
-        return mesh, names.options(entry, names.schedule_name(self.schedule), own, "`set` schedule.", beside)
+        return mesh, names.options(entry, names.schedule_name(self.played), own, "`set` schedule.", beside)
 
     def _sized(self, spec: ClusterSpec, ranks: int) -> ClusterSpec:
         """Return the spec with enough nodes, or as many as were asked for."""

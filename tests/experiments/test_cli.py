@@ -385,7 +385,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (("simulat",), "unknown command 'simulat' (did you mean 'simulate'?): allowed are list, show"),
-        ((), "expected a command: list, show, simulate, run, compare, validate, calibrate; longstep --help"),
+        ((), "expected a command: list, show, simulate, fit, ladder, run, compare, validate, calibrate; longstep --help"),
         (("simulate", "--gpu", "4"), "unknown option '--gpu' (did you mean '--gpus'?): allowed are"),
         (("simulate", "--passes=both"), "unknown option '--passes' (did you mean '--pass'?)"),
         (("simulate", "--verify"), "unknown option '--verify'"),
@@ -476,7 +476,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("show", "--format", "png"), "allowed are grid, json, dot"),
         (("show", "--ranks", "0,9"), "0 to 1"),
         (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
-        (("list", "things"), "allowed are models, clusters, schedules, profiles"),
+        (("list", "things"), "allowed are models, clusters, schedules, stacks, profiles"),
         (("compare", "--gpus", "2"), "run longstep calibrate --quick"),
         (("compare", "--gpus", "2", "--html", "/nowhere/page.html"), "there is no folder"),
         (("validate", "--ranks", "2,x"), "--ranks x"),

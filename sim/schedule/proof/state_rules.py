@@ -114,7 +114,7 @@ class StateRules(NamedTuple):
                 raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
-_FLAT_WEIGHTS = {flat.name for unit in UNIT_KINDS for flat in (unit.flat, updated(unit.flat))}
+_FLAT_WEIGHTS = {one.name for unit in UNIT_KINDS for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
 _OF_SQUARE = {unit.square.name: unit for unit in UNIT_KINDS}
 
 

@@ -1,0 +1,141 @@
+"""``longstep fit`` and ``longstep ladder``: what fits, how long a context may be, and what fitting costs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import longstep
+from experiments.evidence.units import length, seconds, size
+from experiments.pages.ladder_page import page
+from experiments.pages.render import PAGE_FILE
+from experiments.verbs.kinds import OptionalText
+from experiments.verbs.selection import Selection
+from experiments.verbs.terminal import print_json
+from experiments.verbs.writes import Writes
+from sim.errors import InputError
+from sim.files import require_outputs
+from sim.memory import TERMS
+
+ROWS = "zigzag,ulysses,usp,upipe"
+"""Of ``fit`` where none is named: one of each family, beside all stacks."""
+LENGTHS = "32K,64K,128K,256K,512K,1M,2M,4M,8M"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit(Selection):
+    """Show which schedules and stacks fit at which length: the seconds of a training step, or what to switch on."""
+
+    seq: str = LENGTHS
+    """Global sequence lengths, such as 128K,1M,4M."""
+    schedule: OptionalText = None
+    """NAMEs, such as ring,ulysses; by default one of each family."""
+    stack: OptionalText = None
+    """Stacks, such as fsdp,upipe; by default all, unless schedules are named."""
+    scope: Annotated[str, tyro.conf.Suppress] = "step"
+    json: bool = False
+    """Print JSON instead of a table: a list of all cells."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ladder(Writes):
+    """Show what each technique saves and costs: one more switched on each, then all but each."""
+
+    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    most: str = "16M"
+    """Longest context that is tried."""
+    page: OptionalText = None
+    """Write an HTML page with bars of the memory to this file."""
+    json: bool = False
+    """Print JSON instead of a table: a list of all rows."""
+
+
+def fit(command: Fit, console: Console) -> None:
+    """Print what fits where, and what to switch on where nothing does."""
+    lengths = _split(command.seq)
+    rows = [*_split(command.schedule or ("" if command.stack else ROWS))]
+    rows += _split(command.stack or ("" if command.schedule else ",".join(longstep.names("stacks"))))
+    with _progress() as show:
+        found = longstep.fit(
+            command.setup().replace(seq=lengths[0], schedule=None, stack=None), rows, lengths, progress=show
+        )
+    if command.json:
+        print_json(found.rows, console)
+        return
+    title = f"training steps of {command.model} on {command.cluster}"
+    table = Table("", *(length(row["seq"]) for row in found.rows[: len(lengths)]), title=title, title_justify="left")
+    for start in range(0, len(found.rows), len(lengths)):
+        cells = found.rows[start : start + len(lengths)]
+        table.add_row(cells[0]["row"], *map(_cell, cells))
+    console.print(table)
+    for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
+        console.print(f"- {error}", markup=False)
+    console.print("~ at the limit. What is missing stands with a minus, and below it what to switch on.", markup=False)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    """Return the seconds of a step, or what is missing and what helps."""
+    if row["error"]:
+        return "-"
+    if row["step_time_s"] is not None:
+        return f"{'~' if row['fits'] is None else ''}{seconds(row['step_time_s'])}"
+    return f"-{size(-row['free_bytes'])}\n{row['helps'] or 'nothing helps'}"
+
+
+def ladder(command: Ladder, console: Console) -> None:
+    """Print what each technique saves and costs."""
+    out = command.output(command.page, PAGE_FILE)
+    require_outputs([out])
+    setup = command.selection.setup()
+    with _progress() as show:
+        found = longstep.ladder(setup, most=command.most, progress=show)
+    title = f"techniques of training {command.selection.model} on {command.selection.cluster}"
+    if out:
+        capacity = longstep.cluster(setup.cluster).spec.hbm.capacity_bytes
+        out.write(page(title, found.rows, capacity).encode())
+    if command.json:
+        print_json(found.rows, console)
+        return
+    console.print(_ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found))
+
+
+def _ladder_table(title: str, found: longstep.Table) -> Table:
+    terms = [term for term in TERMS if any(row[term] for row in found.rows)]
+    heads = ("techniques", "longest", "step", "peak", "left", "host", *terms)
+    table = Table(*heads, title=title, title_justify="left")
+    for row in found.rows:
+        left = row["free_bytes"]
+        shown = f"{'-' if left < 0 else ''}{size(abs(left))}"
+        table.add_row(
+            row["techniques"],
+            length(row["longest"]) if row["longest"] else "none",
+            seconds(row["step_time_s"]),
+            size(row["peak_hbm_bytes"]),
+            shown,
+            size(row["peak_host_bytes"]),
+            *(size(row[term]) for term in terms),
+        )
+    return table
+
+
+def _split(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")] if text else []
+    if not all(found):
+        raise InputError(f"{text!r}: expected values with commas between them")
+    return found
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Yield what shows on stderr how much is done."""
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("predicting", total=None)
+        yield lambda done, count: progress.update(task, completed=done, total=count, refresh=True)

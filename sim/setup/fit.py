@@ -1,0 +1,195 @@
+"""What fits into memory, how long a context may be, and what fitting costs: the screens ``ladder`` and ``fit``."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sim.errors import InputError
+from sim.memory import TERMS
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup import names
+from sim.setup.room import Room, room
+from sim.setup.setup import Setup
+from sim.setup.stacks import STACKS, TECHNIQUES
+from sim.setup.table import Table
+
+PER_OCTAVE = 16
+"""Lengths that are tried from one power of two to the next."""
+LEAST = 1024
+"""Tokens that each rank has at least where the longest context is looked for."""
+
+Progress = Callable[[int, int], object]
+"""Told how many rows are done, and of how many."""
+
+
+def longest(setup: Setup, most: int) -> int:
+    """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
+    lengths between each power of two and the next.
+    """
+    least = LEAST * setup.resolved().mesh.size
+    octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
+    lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
+    lengths = [tokens for tokens in lengths if tokens <= most]
+    fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
+    return lengths[fitting - 1] if fitting else 0
+
+
+def _room(setup: Setup) -> Room:
+    """Return the memory of a training step; a length that does not divide is padded."""
+    return room(setup.replace(pad=True).resolved())
+
+
+def using(setup: Setup, options: Mapping[str, str]) -> Setup:
+    """Return a setup with some options of its schedule, or with another schedule. Of one that does not split sequences
+    each GPU is a replica.
+    """
+    given = dict(options)
+    changes: dict[str, Any] = {}
+    if schedule := given.pop("schedule", None):
+        alone = not names.entry(schedule).degrees
+        gpus = setup.gpus or setup.replace(schedule="ulysses", stack=None).resolved().mesh.size
+        changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
+        changes |= {"ulysses_degree": None, "ring_degree": None}
+    return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
+
+
+def rungs() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield states of all techniques: none, one more on each, and all but one."""
+    state: dict[str, str] = {}
+    for technique in reversed(TECHNIQUES.values()):
+        state |= technique.off
+    yield "none", state
+    for name, technique in TECHNIQUES.items():
+        state = {**state, **technique.on}
+        yield f"+ {name}", state
+    for name, technique in TECHNIQUES.items():
+        yield f"all - {name}", {**state, **technique.off}
+
+
+def ladder(setup: Setup, *, most: int | str = "16M", progress: Progress | None = None) -> Table:
+    """Return what each technique of ``TECHNIQUES`` saves and costs in a training step: a row for none of them, one with
+    one more of them switched on each, and one for all but each.
+
+    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak of
+    memory in bytes, also by term, whether that fits, and the seconds that the step takes, or would. What the setup says
+    of schedule and stack does not matter, and of its options what no technique sets.
+
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=1, seq="8K")
+    >>> ladder(small, most="8K").to_dict()["longest"][0]
+    8192
+    """
+    limit, base, rows = names.tokens("most", most), setup.replace(scope="step", stack=None, pad=True), []
+    states = list(rungs())
+    for done, (name, options) in enumerate(states, 1):
+        rows.append({"techniques": name, **_rung(using(base, options), limit)})
+        if progress:
+            progress(done, len(states))
+    return Table(rows)
+
+
+def _rung(setup: Setup, most: int) -> dict[str, Any]:
+    predicted = setup.replace(seeds=setup.seeds or 1).predicted()
+    found = predicted.figures
+    assert found.room is not None
+    return {
+        "longest": longest(setup, most),
+        "seq": predicted.checked.schedule.header.workload.seq,
+        "step_time_s": found.step_time_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "fits": found.fits,
+        "free_bytes": found.room.free_bytes,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "peak_host_bytes": found.peak_host_bytes,
+        **{term: found.room.terms.get(term, 0) for term in TERMS},
+    }
+
+
+class Help(NamedTuple):
+    """A technique that makes a step fit."""
+
+    technique: str
+    won_bytes: int
+    lost_s: float
+
+    @property
+    def worth(self) -> float:
+        """GiB that are won for each second that is lost."""
+        return self.won_bytes / 2**30 / self.lost_s if self.lost_s > 0 else float("inf")
+
+
+def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, progress: Progress | None = None) -> Table:
+    """Return for each of some schedules or stacks, at each of some lengths, the seconds of a training step where it
+    fits, and else what is missing and which technique to switch on.
+
+    Of techniques that make it fit alone that one is named which wins most GiB for each second that the step takes
+    longer. If none does alone, all are named that it takes, or, where all together are not enough, none. Where a
+    schedule cannot be built ``error`` says why.
+
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=1)
+    >>> fit(small, ["ulysses"], ["8K"])[0]["fits"]
+    True
+    """
+    base = setup.replace(scope="step", stack=None, pad=True)
+    cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
+    for row in rows:
+        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])
+    found = []
+    for done, (row, tokens) in enumerate(cells, 1):
+        found.append({"row": row, "seq": tokens, **_cell(_row(base, row).replace(seq=tokens))})
+        if progress:
+            progress(done, len(cells))
+    return Table(found)
+
+
+def _row(base: Setup, row: str) -> Setup:
+    """Return the setup of a stack, or of a schedule."""
+    stack = STACKS.get(row)
+    return using(base, {"schedule": stack.schedule, **stack.options} if stack else {"schedule": row})
+
+
+def _cell(setup: Setup) -> dict[str, Any]:
+    cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
+    try:
+        free_bytes = _room(setup).free_bytes
+        cell |= {"free_bytes": free_bytes, "fits": free_bytes >= 0}
+        if free_bytes >= 0:
+            return cell | {"step_time_s": _seconds(setup)}
+        return cell | {"helps": " + ".join(_helping(setup, free_bytes))}
+    except InputError as refused:
+        return cell | {"error": str(refused)}
+
+
+def _seconds(setup: Setup) -> float:
+    return setup.replace(seeds=setup.seeds or 1).predicted().step_time_s
+
+
+def _helping(setup: Setup, free_bytes: int) -> list[str]:
+    """Return the technique to switch on, or those that it takes; none where all together are not enough."""
+    off = _switched_off(setup)
+    alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
+    enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
+    if enough:
+        before_s = _seconds(setup)
+        helps = [Help(name, won, _seconds(using(setup, off[name])) - before_s) for name, won in enough.items()]
+        return [max(helps, key=lambda one: one.worth).technique]
+    taken = list(off)
+    for name in (None, *reversed(off)):
+        fewer = [other for other in taken if other != name]
+        options = {key: value for other in fewer for key, value in off[other].items()}
+        if _room(using(setup, options)).free_bytes >= 0:
+            taken = fewer
+        elif name is None:
+            return []
+    return taken
+
+
+def _switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
+    """Return the techniques of the schedule's options that are off, with what switches them on."""
+    options = setup.resolved().options
+    return {
+        name: technique.on
+        for name, technique in TECHNIQUES.items()
+        if all(str(getattr(options, key, None)) == value for key, value in technique.off.items())
+    }

@@ -1,0 +1,91 @@
+"""Techniques that save memory in a training step, each alone and in the stacks that their authors publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sim.errors import unknown
+
+
+class Technique(NamedTuple):
+    """What saves memory and costs time. Both states are options of schedules; the option ``schedule`` is which one.
+    Where a technique is off, so is what needs it.
+    """
+
+    about: str
+    off: Mapping[str, str]
+    on: Mapping[str, str]
+    source: str
+
+
+class Stack(NamedTuple):
+    """Techniques that are used together, with the schedule that they were published with."""
+
+    about: str
+    schedule: str
+    options: Mapping[str, str]
+    source: str
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "FSDP": Technique(
+        "weights, gradients and optimiser sharded over all GPUs", {"zero_stage": "0", "optimiser": "gpu"},
+        {"zero_stage": "3"}, "arXiv:2304.11277",
+    ),
+    "checkpointing": Technique(
+        "layers keep their input only, and are computed again", {"checkpoint": "none"}, {"checkpoint": "full"},
+        "arXiv:1604.06174",
+    ),
+    "Ulysses": Technique(
+        "tokens of one sequence on all GPUs", {"schedule": "single"}, {"schedule": "ulysses"}, "arXiv:2309.14509"
+    ),
+    "chunked loss": Technique(
+        "logits of some tokens at a time", {"loss": "whole"}, {"loss": "chunked"}, "arXiv:2410.10989 §3.2"
+    ),
+    "offload": Technique(
+        "what layers keep lies in the host's memory", {"activations": "hbm"}, {"activations": "host"},
+        "arXiv:2506.13996",
+    ),
+    "tiled MLP": Technique(
+        "MLP of some tokens at a time", {"mlp": "whole"}, {"mlp": "tiled"}, "arXiv:2506.13996"
+    ),
+    "head chunks": Technique(
+        "attention of some heads at a time", {"schedule": "ulysses"}, {"schedule": "upipe"}, "arXiv:2602.21196"
+    ),
+    "optimiser on the host": Technique(
+        "fp32 weights, moments and AdamW on the host", {"optimiser": "gpu"}, {"optimiser": "host"}, "arXiv:2101.06840"
+    ),
+}  # fmt: skip
+"""In the order in which the ladder switches them on: behind the one whose schedule it needs each."""
+
+STACKS: dict[str, Stack] = {
+    "fsdp": Stack("FSDP and full checkpointing, no context parallelism", "single", {}, "arXiv:2304.11277"),
+    "unsloth": Stack(
+        "inputs of layers offloaded behind the forward pass, loss in chunks", "single",
+        {"activations": "host", "loss": "chunked"}, "unsloth.ai/blog/long-context",
+    ),
+    "mst": Stack(
+        "MLP and loss in mini-sequences, on each GPU by itself", "single", {"mlp": "mini", "loss": "chunked"},
+        "arXiv:2407.15892 §3",
+    ),
+    "alst": Stack(
+        "Ulysses, MLP and loss in tiles, inputs of layers and the optimiser on the host", "ulysses",
+        {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu", "optimiser": "host"}, "arXiv:2506.13996 §3",
+    ),
+    "upipe": Stack(
+        "attention of some heads at a time, MLP and loss in tiles, inputs of layers on the host", "upipe",
+        {"mlp": "tiled", "loss": "chunked", "activations": "host"}, "arXiv:2602.21196 §5",
+    ),
+    "5m": Stack(
+        "what upipe has, and the optimiser on the host", "upipe",
+        {"mlp": "tiled", "loss": "chunked", "activations": "host", "optimiser": "host"}, "this table",
+    ),
+}  # fmt: skip
+
+
+def stack_of(name: str) -> Stack:
+    """Return a stack by its name; raises InputError if there is none."""
+    if name not in STACKS:
+        raise unknown("stack", name, STACKS, "`stack`")
+    return STACKS[name]
