@@ -60,6 +60,8 @@ STACKS: dict[str, dict[str, Any]] = {
     "inputs of layers on the host": {"activations": "host"},
     "attention kept": {"checkpoint": "attention"},
     "a list kept, on the host and back in the way": {"checkpoint": "x+out+h2", "activations": "save-on-cpu"},
+    "optimiser on the host": {"optimiser": "host"},
+    "states in the model's type": {"optimiser_states": "model"},
 }
 
 
