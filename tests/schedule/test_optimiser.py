@@ -42,7 +42,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "host": {"optimiser": "host"},
     "host, weights kept": {"optimiser": "host", "zero_stage": 1},
     "host, gradients sharded": {"optimiser": "host", "zero_stage": 2},
-    "host, reduced in the model's type": {"optimiser": "host", "reduce": "model", "activations": "host"},
+    "host, reduced in the model's type": {"optimiser": "host", "reduce": "model", "activations": "save-on-cpu"},
     "model": {"optimiser_states": "model"},
     "model, weights kept": {"optimiser_states": "model", "zero_stage": 0},
     "model, host": {"optimiser_states": "model", "optimiser": "host"},
