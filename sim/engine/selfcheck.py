@@ -1,4 +1,4 @@
-"""What the native library has to pass before it is kept: ten small schedules, played equally by both engines."""
+"""What the native library has to pass before it is kept: eleven small schedules, played equally by both engines."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ _CELLS = (
     _Cell("usp", 8, "dgx-a100"),
     _Cell("upipe", 2, "host", "layer"),
     _Cell("zigzag", 4, "hgx-h100", "layer", {"activations": "host"}, stretched=True),
+    _Cell("ring", 2, "hgx-h100", "step", {"optimiser": "host"}, stretched=True),
 )
 
 

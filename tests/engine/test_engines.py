@@ -25,7 +25,7 @@ from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.native.library import UnavailableError, load
 from sim.profile import Profile, load_profile
-from sim.schedule.ir.ops import Accumulate, AllReduce, Exchange, HostSync, Message
+from sim.schedule.ir.ops import Accumulate, AllReduce, Exchange, HostAdamW, HostSync, Message
 from sim.schedule.ir.program import Communicator, Header, Schedule
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.builder import ProgramBuilder
@@ -140,8 +140,8 @@ def test_both_engines_give_every_op_the_same_times(seed: int, count: int, ranks:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Ops of all kinds in one order that all ranks share, so that none waits for ever: kernels, copies, messages among
-    any two, collectives of any group, synchronisations.
+    """Ops of all kinds in one order that all ranks share, so that none waits for ever: kernels of GPUs and of hosts,
+    copies, messages among any two, collectives of any group, synchronisations.
     """
     ranks = draw(st.integers(1, 4))
     everyone = tuple(range(ranks))
@@ -149,16 +149,19 @@ def schedules(draw: st.DrawFn) -> Schedule:
     builders = [ProgramBuilder(rank, workload) for rank in everyone]
     views = [[b.tensor(f"x{i}", 256 << (4 * i), 4, "other") for i in range(3)] for b in builders]
     hosts = [[b.elsewhere(view, "host") for view in of_rank] for b, of_rank in zip(builders, views, strict=True)]
+    flat = [[b.buffer("flat", "i", (1 << 20,), "fp32", "optimiser", "host") for _ in range(6)] for b in builders]
+    kinds = ("kernel", "host kernel", "message", "collective", "sync", "to host", "from host")
     for number in range(draw(st.integers(1, 30))):
-        kind, size = (
-            draw(st.sampled_from(("kernel", "message", "collective", "sync", "to host", "from host"))),
-            number % 3,
-        )
+        kind, size = draw(st.sampled_from(kinds)), number % 3
         rank, other = draw(st.integers(0, ranks - 1)), draw(st.integers(0, ranks - 1))
         b, mine, label = builders[rank], views[rank], str(number)
         name = draw(st.sampled_from(("a", "b")))
         if kind == "kernel":
             b.add(Accumulate(label=label, source=mine[size], into=mine[size]))
+        elif kind == "host kernel":
+            weights, gradient, first, second, squares, cast = flat[rank]
+            state = {"weights": weights, "gradient": gradient, "first": first, "second": second, "squares": squares}
+            b.add(HostAdamW(label=label, cast=cast, **state))
         elif kind == "sync":
             b.add(HostSync(label=label, streams=(*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)),)))
         elif kind == "to host":

@@ -31,7 +31,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
-from tests.schedule.test_step import STACKS, make_step, step
+from tests.schedule.test_step import STACKS, make_step, odd, step
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
 
@@ -133,6 +133,17 @@ def step_equals_the_reference(session: Session, checked: Checked) -> None:
         assert max(run.errors().values()) <= BOUNDS["fp64"]
         walks = map(walk, checked.schedule.programs, checked.dependencies)
         assert list(played.peak_bytes) == [found.buffer_peak_bytes for found in walks]
+    run.close()
+
+
+@pytest.mark.sweep
+def test_a_step_whose_ranks_do_not_divide_its_weights(ranks: Callable[[int], Session]) -> None:
+    checked = make_step("ring", 4, odd(seq=32), optimiser="host")
+    run = ScheduleRun(ranks(4), checked)
+    played = run.step()
+    assert max(run.errors().values()) <= BOUNDS["fp64"]
+    walks = map(walk, checked.schedule.programs, checked.dependencies)
+    assert list(played.peak_bytes) == [found.buffer_peak_bytes for found in walks]
     run.close()
 
 

@@ -15,7 +15,20 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import InputError
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AdamW, Copy, CrossEntropy, Embed, EmbedBackward, Op, Pack, RmsNorm, SquareSum, Unpack
+from sim.schedule.ir.ops import (
+    AdamW,
+    Copy,
+    CrossEntropy,
+    Embed,
+    EmbedBackward,
+    Op,
+    Pack,
+    ReduceScatter,
+    RmsNorm,
+    SquareSum,
+    Unpack,
+    Zero,
+)
 from sim.schedule.ir.program import Port, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods.catalog import SCHEDULES
@@ -63,6 +76,8 @@ STACKS: dict[str, dict[str, Any]] = {
     "a list kept, on the host and back in the way": {"checkpoint": "x+out+h2", "activations": "save-on-cpu"},
     "mlp in tiles": {"mlp": "tiled"},
     "mlp in tiles, everything kept": {"mlp": "mini", "checkpoint": "none", "activations": "host"},
+    "optimiser on the host": {"optimiser": "host"},
+    "states in the model's type": {"optimiser_states": "model"},
 }
 
 
@@ -307,10 +322,58 @@ def test_options_of_other_scopes() -> None:
         make_step("ring", 2, step(), prefetch=-1)
 
 
-def test_ranks_that_do_not_divide_weights() -> None:
-    model = make_model(7, 7)
-    with pytest.raises(InputError, match="ranks do not divide the .* weights of"):
-        make_step("ring", 3, step(model=msgspec.structs.replace(model, vocab_size=64), seq=33))
+def odd(**fields: Any) -> Workload:
+    """Of a model whose weights three ranks do not divide, nor all of them four."""
+    model = msgspec.structs.replace(make_model(7, 7, head_dim=14), vocab_size=64)
+    return step(**({"model": model, "seq": 33} | fields))
+
+
+@pytest.mark.parametrize("stage", sweep_but({3}, [1, 2, 3]))
+@pytest.mark.parametrize("place", sweep_but({"gpu"}, ["gpu", "host"]))
+def test_ranks_that_do_not_divide_weights(stage: int, place: str) -> None:
+    """What they send is padded with zeros: the last rank owns less of a unit, and no state is larger for it."""
+    checked = is_exact("ring", 3, odd(), zero_stage=stage, optimiser=place)
+    workload = checked.schedule.header.workload
+    flats = {unit.flat.name: unit.flat.shape(workload.model)[0] for unit in units(workload)}
+    assert any(size % 3 for size in flats.values())
+    for name, size in flats.items():
+        ports = [port for program in checked.schedule.programs for port in program.inputs if port.tensor == name]
+        each = -(-size // 3)
+        assert [port.view.shape[0] for port in ports if port.layer == ports[0].layer] == [each, each, size - 2 * each]
+
+
+def test_padding_that_is_not_zero() -> None:
+    schedule = make_step("ring", 3, odd()).schedule
+
+    def program(rank: int) -> Any:
+        found = schedule.program(rank)
+        return found.replace(ops=tuple(op for op in found.ops if not isinstance(op, Zero)))
+
+    refuses(Schedule(schedule.header, program), "before all of it is written")
+
+
+def test_padding_is_no_part_of_a_gradient() -> None:
+    schedule = make_step("ring", 3, odd()).schedule
+    found = schedule.program(2)
+    shard = next(op.recv for op in found.ops if isinstance(op, ReduceScatter) and op.label == "reduce head")
+    square = next(op for op in found.ops if isinstance(op, SquareSum) and op.gradient.buffer == shard.buffer)
+    assert square.gradient.shape < shard.shape
+    whole = msgspec.structs.replace(square, gradient=shard)
+
+    def program(rank: int) -> Any:
+        own = schedule.program(rank)
+        return own.replace(ops=tuple(whole if op == square else op for op in own.ops)) if rank == 2 else own
+
+    refuses(
+        Schedule(schedule.header, program),
+        "zero.* where the weights of a layer or of an end, or their gradient, are needed",
+    )
+
+
+def test_more_ranks_than_weights() -> None:
+    model = msgspec.structs.replace(make_model(1, 1, head_dim=2), vocab_size=2, ffn_dim=2)
+    with pytest.raises(InputError, match="`gpus`: 5 ranks are too many for the 6 elements of head parameters, 2 each"):
+        make_step("ring", 5, step(model=model, seq=20))
 
 
 def test_what_is_no_step() -> None:

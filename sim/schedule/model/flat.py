@@ -13,7 +13,7 @@ from sim.mesh import Mesh
 from sim.options import LayerOptions, Place
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, HostAdamW, Pack, ReduceScatter, SquareSum, Unpack
+from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, HostAdamW, Pack, ReduceScatter, SquareSum, Unpack, Zero
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
@@ -66,12 +66,18 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     total = gathered = 0
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
+        size = _part(size, ranks) * ranks if stage else size
         total += size
         gathered += size * (2 if stage == 3 and unit.name == LAYER.name else 1 if stage else 0)
     summed = total * on_wire * (1 if stage else 2)
     squares = 2 * len(units(workload)) * wide if stage else 0
     across = 2 * (groups - 1) * total * on_wire * (1 if stage else ranks)
     return groups * (ranks - 1) * (gathered * own + summed + squares) + across
+
+
+def _part(size: int, parts: int) -> int:
+    """Return how many elements each of some equal parts has, the last of which are padded (arXiv:2304.11277 §3.2.1)."""
+    return -(-size // parts)
 
 
 class _Pool:
@@ -133,15 +139,25 @@ class Flat:
 
     def _rows(self, flat: Tensor) -> Tokens:
         """Return the elements that this rank owns."""
-        (whole,) = flat.rows(self._b.workload.model)
-        within, (each, rest) = self._shards.within, divmod(whole.size, self._num_parts)
-        if rest:
+        (whole,), each = flat.rows(self._b.workload.model), self._each(flat)
+        start = self._shards.within.position(self._owner) * each if self._shards.within else 0
+        if start >= whole.size:
             raise InputError(
-                f"`gpus`: {self._num_parts} ranks do not divide the {whole.size} weights of {flat.name}: set "
-                f"`set` schedule.zero_stage=0, or choose a number that does"
+                f"`gpus`: {self._num_parts} ranks are too many for the {whole.size} elements of {flat.name}, {each} "
+                f"each: choose fewer, or `set` schedule.zero_stage=0"
             )
-        start = within.position(self._owner) * each if within else 0
-        return (Span(start, start + each),)
+        return (Span(start, min(start + each, whole.size)),)
+
+    def _each(self, flat: Tensor) -> int:
+        """Return how many elements a rank sends or takes, padding included."""
+        (size,) = flat.shape(self._b.workload.model)
+        return _part(size, self._num_parts)
+
+    def _pad(self, view: View, count: int) -> View:
+        """Append what sets to zero all behind the first elements of a flat view; return these."""
+        if count < view.shape[0]:
+            self._b.add(Zero(label="padding", into=view[count:]))
+        return view[:count]
 
     def _states(self, unit: Unit) -> list[Tensor]:
         return [with_options(state, self._options.optimiser_states) for state in unit.states]
@@ -180,25 +196,24 @@ class Flat:
         }
 
     def _flat(self, unit: Unit) -> View:
-        """Return a new buffer for all of a unit's weights in the model's data type."""
-        b = self._b
-        return b.buffer(
-            f"gathered {unit.name}", "i", unit.flat.shape(b.workload.model), b.workload.dtype, "communication"
-        )
+        """Return a new buffer for all of a unit's weights in the model's data type, padding included."""
+        extent = self._each(unit.flat) * self._num_parts
+        return self._b.buffer(f"gathered {unit.name}", "i", (extent,), self._b.workload.dtype, "communication")
 
     def _gather(self, unit: Unit, own: View, flat: View, weights: Values) -> None:
         """Append what brings the weights of all ranks here, in the model's data type."""
-        b, within = self._b, self._shards.within
-        if self._casts:
-            cast = b.like(f"own {unit.name}", own, "communication", b.workload.dtype) if within else flat
-            b.copy(own, cast, "cast weights")
-            own = cast
+        b, within, each = self._b, self._shards.within, self._each(unit.flat)
+        (count,), (size,) = own.shape, unit.flat.shape(b.workload.model)
+        if self._casts or count < each:
+            sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
+            b.copy(own, self._pad(sent, count), "cast weights")
+            own = sent
         if within:
             recvs = Split(flat, 0, self._num_parts)
             b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
         else:
             flat = own
-        b.add(Unpack(label=f"unpack {unit.name}", flat=flat, weights=tuple(weights.values())))
+        b.add(Unpack(label=f"unpack {unit.name}", flat=flat[:size], weights=tuple(weights.values())))
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
@@ -215,20 +230,21 @@ class Flat:
         if self._stage < 2 or not self._shards.gradients:
             return ()
         if unit.name not in self._packed:
-            gradient = self._gradient(unit)
-            shape = gradient.shape(self._b.workload.model)
-            dtype = dtype_of(gradient, self._b.workload.dtype)
-            self._packed[unit.name] = self._b.buffer(f"gradients of {unit.name}", "i", shape, dtype, "gradient")
+            extent, dtype = (
+                self._each(unit.flat) * self._num_parts,
+                dtype_of(self._gradient(unit), self._b.workload.dtype),
+            )
+            self._packed[unit.name] = self._b.buffer(f"gradients of {unit.name}", "i", (extent,), dtype, "gradient")
         return (self._packed[unit.name],)
 
     def reduced(self, unit: Unit, room: Room) -> Reduced:
         """See Params."""
         b, made = self._b, self._made
         self._made = {}
-        (rows,) = unit.flat.rows(b.workload.model)
-        (flat,) = room or (b.new(self._gradient(unit), rows.size),)
+        (size,) = unit.flat.shape(b.workload.model)
+        (flat,) = room or (b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts),)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
-        b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=flat))
+        b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
         return (flat if self._stage == 1 else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
@@ -236,13 +252,13 @@ class Flat:
         b, (_, gradients, across) = self._b, self._shards
         own = flat
         if gradients and self._stage:
-            own, sends = b.new(self._gradient(unit), num_tokens(self._rows(unit.flat))), Split(flat, 0, self._num_parts)
+            own, sends = b.new(self._gradient(unit), self._each(unit.flat)), Split(flat, 0, self._num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
             b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=flat))
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
-        return own
+        return own[: num_tokens(self._rows(unit.flat))]
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
@@ -265,7 +281,7 @@ class Flat:
                 gradient = cast
             if self._on_host:
                 self._square(number, unit, gradient)
-                there = b.elsewhere(gradient, "host")
+                there = b.buffer("gradient", "i", gradient.shape, b.dtype(gradient), "gradient", "host")
                 b.host_copy(gradient, there, "gradients to the host", unit.layer)
                 gradient = there
             self._summed[unit] = gradient
