@@ -17,6 +17,7 @@ from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.ops import Gemm, Kernel
 from sim.schedule.ir.program import Program
 from sim.schedule.methods import allgather, ring, single, ulysses
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.ring import RingOptions
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Dtype, MaskName, ModelSpec, Workload
@@ -58,6 +59,8 @@ class Sizes(NamedTuple):
     """Of attention by other kernels than flash."""
 
 
+_MOST_BYTES = 2**34
+"""Of what a kernel of a step moves: logits of long sequences are made in chunks."""
 QUICK_CPU = Sizes(range(8, 13), range(8, 13, 2), range(4, 15, 5), full_of_parts=False)
 FULL_CPU = Sizes(range(7, 14), range(7, 14), range(4, 15, 2), unfused=range(7, 12))
 QUICK_GPU = Sizes(range(8, 16, 2), range(7, 16, 4), range(4, 17, 6), full_of_parts=False)
@@ -92,6 +95,8 @@ def _cases(model: ModelSpec, dtype: Dtype, sizes: Sizes) -> Iterator[KernelCase]
         workload = Workload(model=model, seq=tokens, dtype=dtype, scope="layer")
         program = single.build(workload, Mesh()).program(0)
         yield from (case for case in cases_of(program) if case.use.kernel not in ATTENTION_KERNELS)
+    for tokens in (2**n for n in sizes.layer):
+        yield from _of_steps(Workload(model=model, seq=tokens, dtype=dtype, scope="step"))
     for tokens in (2**n for n in sizes.around):
         workload = Workload(model=model, seq=2 * tokens, dtype=dtype)
         for program in _programs_of_two(workload):
@@ -109,6 +114,18 @@ def _programs_of_two(workload: Workload) -> Iterator[Program]:
     for one in (workload, alone):
         with contextlib.suppress(InputError):  # heads that cannot be halved: no copies of Ulysses to time
             yield ulysses.build(one, Mesh(ulysses=2)).program(1)
+
+
+def _of_steps(workload: Workload) -> Iterator[KernelCase]:
+    """Yield what a training step has beside its layers: embedding, loss, gradients packed and summed up, the optimiser;
+    on one rank and on one of two, which has half of all states.
+    """
+    for name, ranks in (("single", 1), ("ring", 2)):
+        workload = msgspec.structs.replace(workload, layers=1, seq=ranks * workload.seq)
+        program = SCHEDULES[name].schedule(workload, Mesh(ring=ranks)).program(0)
+        for case in cases_of(program):
+            if case.use.kernel not in ATTENTION_KERNELS and case.use.hbm_bytes <= _MOST_BYTES:
+                yield case
 
 
 def _attention(

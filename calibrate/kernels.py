@@ -23,7 +23,7 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from sim.profile import Condition, Point, Sustained
-from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Gemm, Kernel
+from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, CrossEntropy, Embed, EmbedBackward, Gemm, Kernel
 from sim.schedule.ir.program import Program
 
 _MIN_RUNS = 5
@@ -209,10 +209,22 @@ def _operands(program: Program, op: Kernel, context: RankContext, attention: Att
     storage = Storage(program, context.device)
     generator = torch.Generator(context.device).manual_seed(context.rank)
     for view in {*op.reads, *op.writes}:
-        storage.write(view).normal_(generator=generator)
+        operand = storage.write(view)
+        if operand.is_floating_point():
+            operand.normal_(generator=generator)
+        else:
+            operand.random_(0, _vocab(op), generator=generator)
     if isinstance(op, AttendBackward):
         run_kernel(_forward_of(op), storage, attention)
     return storage
+
+
+def _vocab(op: Kernel) -> int:
+    """Return how many tokens there are to choose from, for an op that takes token ids or labels."""
+    if isinstance(op, CrossEntropy):
+        return op.logits.shape[-1]
+    assert isinstance(op, Embed | EmbedBackward), op
+    return (op.table if isinstance(op, Embed) else op.dtable).shape[0]
 
 
 def _copied(program: Program, storage: Storage, context: RankContext) -> Storage:

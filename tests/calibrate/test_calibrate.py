@@ -52,7 +52,7 @@ def test_every_kernel_of_the_schedules_is_timed() -> None:
     covered = {(case.use.kernel, case.use.variant) for case in kernel_cases(TINY, "bf16", QUICK_CPU)}
     for name in ("ring", "ulysses"):
         for mask in ("causal", "full"):
-            for scope in ("attention", "layer"):
+            for scope in ("attention", "layer", "step"):
                 workload = Workload(model=make_model(8, 4), seq=64, batch=2, mask=mask, dtype="bf16", scope=scope)
                 for uses in make_checked(name, workload, 4).kernels:
                     assert {(use.kernel, use.variant) for use in uses if use} <= covered
@@ -135,7 +135,7 @@ def test_timing_kernels_and_links_on_real_processes(ranks: Callable[[int], Sessi
     """A few steps of a real calibration."""
     session = ranks(2)
     cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", QUICK_CPU))}
-    assert len(cases) == 14
+    assert len(cases) == 19
     for case in cases.values():
         alone, together = (time_kernel(session, case, when, 0.01).point for when in ("idle", "busy"))  # type: ignore[arg-type]
         assert 0 < alone.low_s <= alone.median_s <= alone.high_s
