@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +15,11 @@ import torch
 
 from runtime.execution import streams as module
 from runtime.execution.streams import CudaStreams, Event
-from sim.schedule.ir.ops import COMPUTE, HostSync, Kernel
+from sim.schedule.ir.ops import COMPUTE, HostAdamW, HostSync, Kernel
 from sim.schedule.proof.check import Checked
 from sim.workload import Workload
 from tests.helpers import make_checked, make_model, slow_but
+from tests.schedule.test_step import make_step, step
 
 
 class Device:
@@ -116,9 +117,16 @@ def play(checked: Checked, device: Device) -> list[tuple[int, int]]:
         device.current.put(lambda: None)
         return []
 
+    def host_work(index: int) -> list[torch.distributed.Work]:
+        begun[index] = device.clock
+        device.clock += 1
+        return []
+
     for index, op in enumerate(program.ops):
         after = [events[other] for other in waits[index]]
-        if isinstance(op, HostSync):
+        if isinstance(op, HostAdamW):
+            events.append(streams.synchronize(after, partial(host_work, index)))
+        elif isinstance(op, HostSync):
             events.append(streams.synchronize(after))
             assert all(events[other].ended.reached for other in waits[index])  # type: ignore[attr-defined]
         else:
@@ -133,12 +141,15 @@ def play(checked: Checked, device: Device) -> list[tuple[int, int]]:
 
 @cache
 def three_layers(name: str) -> Checked:
+    if name == "optimiser on the host":
+        return make_step("zigzag", 2, step(), optimiser="host")
     return make_checked(name, Workload(model=make_model(8, 4), seq=32, scope="layer", layers=3), 4)
 
 
 @pytest.mark.parametrize("device", slow_but({0, 1, 2}, range(8)), indirect=True)
 @pytest.mark.parametrize(
-    "name", ["ring", "zigzag", "ring, no overlap", "ulysses", "upipe over rings", "zigzag, offloaded"]
+    "name",
+    ["ring", "zigzag", "ring, no overlap", "ulysses", "upipe over rings", "zigzag, offloaded", "optimiser on the host"],
 )
 def test_whatever_order_the_device_takes_nothing_begins_before_what_it_needs(name: str, device: Device) -> None:
     """Data that it reads or overwrites, ops of its own stream, and of communication the kernels issued before it."""
@@ -148,7 +159,7 @@ def test_whatever_order_the_device_takes_nothing_begins_before_what_it_needs(nam
     overlapped = 0
     for index, op in enumerate(program.ops):
         needed = set(checked.dependencies[0].data[index]) | ({last[op.stream]} if op.stream in last else set())
-        if not isinstance(op, Kernel | HostSync) and COMPUTE in last:
+        if not isinstance(op, Kernel | HostAdamW | HostSync) and COMPUTE in last:
             needed.add(last[COMPUTE])
         assert all(times[other][1] <= times[index][0] for other in needed), op.label
         overlapped += any(times[index][0] < times[other][1] and times[other][0] < times[index][1]
