@@ -91,6 +91,17 @@ class HostFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     set: tuple[str, ...] = ()
 
 
+class MemoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps whose memory is known: ``memory_cases`` reads and judges them."""
+
+    name: str
+    cases: list[dict[str, Any]]
+    """Each a selection, with ``ran`` (false: out of memory) or ``measured_gib`` by term; ``about`` names it."""
+    target: float | None = None
+    """Largest error of a measured size that counts as met."""
+    set: tuple[str, ...] = ()
+
+
 class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurements of others, or of one's own cluster."""
 
@@ -113,6 +124,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all cases have in common."""
     alike: list[Alike] = []
     host_fit: HostFit | None = None
+    memory: list[MemoryGroup] = []
     notes: str = ""
     """What explains the errors and no command computes, as Markdown."""
 
@@ -243,8 +255,7 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
         try:
-            if case.setup.played not in list(SCHEDULES):  # a file of data runs no Python file
-                raise unknown("schedule", case.setup.played, SCHEDULES, "schedule (case files take no Python file)")
+            _require_shipped(case.setup)
             found = case.played.resolved()
             schedule = found.built()
             if case.measure:
@@ -305,11 +316,8 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     if type(measured_s) not in {int, float} or not 0 < measured_s < math.inf:
         raise InputError(f"{where}: {case} has no measured_s above 0")
     sizes = {key: fields.pop(key) for key in _SIZES if key in fields}
-    given = (file.select.get("set", []), case.get("set", []))
-    if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
-        raise InputError(f'{where}: set is a list such as ["model.num_heads=8"]')
-    alike = [one for one in file.alike if all(key in fields and fields[key] == one.of[key] for key in one.of)]
-    overrides = (*given[0], *(key for one in alike for key in one.set), *group.set, *given[1])
+    alike = _alike(file, fields)
+    overrides = _set_by(file, case, group.set, where)
     measure = fields.pop("measure", "")
     if not isinstance(measure, str):
         raise InputError(f"{where}: measure is {measure}: expected a text")
@@ -323,6 +331,37 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     if left_out and (alone or file.profile == DATASHEET):
         raise InputError(f"{where}: left_out {', '.join(left_out)} takes whole steps, and a profile")
     return Case(group.name, setup, float(measured_s), measure, alone, left_out)
+
+
+def selected(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], where: str) -> Setup:
+    """Return the setup of a case, which says nothing but a selection; raises InputError that names what is wrong."""
+    fields = file.select | case | {"set": _set_by(file, case, of_group, where)}
+    for key in fields:
+        if key not in _KEYS:
+            raise unknown("key", key, _KEYS, where)
+    setup = setup_of(fields, file.profile)
+    _require_shipped(setup)
+    return setup
+
+
+def _require_shipped(setup: Setup) -> None:
+    """Raise InputError where a schedule is not one that ships: a file of data runs no Python file."""
+    if setup.played not in list(SCHEDULES):
+        raise unknown("schedule", setup.played, SCHEDULES, "schedule (case files take no Python file)")
+
+
+def _alike(file: CaseFile, fields: dict[str, Any]) -> list[Alike]:
+    """Return what cases with such fields have in common."""
+    return [one for one in file.alike if all(key in fields and fields[key] == one.of[key] for key in one.of)]
+
+
+def _set_by(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """Return all overrides of a case, the most general first."""
+    given = (file.select.get("set", []), case.get("set", []))
+    if not all(isinstance(some, list) and all(isinstance(one, str) for one in some) for some in given):
+        raise InputError(f'{where}: set is a list such as ["model.num_heads=8"]')
+    common = (key for one in _alike(file, file.select | case) for key in one.set)
+    return (*given[0], *common, *of_group, *given[1])
 
 
 @cache

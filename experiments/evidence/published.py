@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
+from experiments.evidence.memory_cases import MemoryFound
 from experiments.evidence.units import percent
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
@@ -103,6 +104,8 @@ class Evidence(NamedTuple):
     """Of the host, where the file names cases that give them."""
     with_fit: Sequence[CasePrediction] = ()
     """What is then predicted, without intervals."""
+    memory: Sequence[MemoryFound] = ()
+    """What is predicted of the memory of steps, where the file has some."""
 
 
 def predicted(cases: Sequence[Case], title: str = "") -> Iterator[CasePrediction]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from experiments.evidence.coverage import REGIME_HEADS
 from experiments.evidence.headlines import HEADLINE_HEADS
+from experiments.evidence.memory_cases import memory_tables
 from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Kept, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
@@ -147,6 +148,7 @@ def _published_section(evidence: Evidence) -> list[str]:
         _list(map(_escaped, lines)),
         *([file.notes.strip()] if file.notes else []),
         markdown_table(heads, rows),
+        *(markdown_table(heads, rows) for heads, rows in memory_tables(evidence.memory)),
     ]
 
 

@@ -15,6 +15,7 @@ from experiments.evidence.coverage import REGIME_HEADS, StepSet, encoded, learne
 from experiments.evidence.executed_cases import executed_cases
 from experiments.evidence.headlines import headlines, steps_on
 from experiments.evidence.host_fit import host_figures
+from experiments.evidence.memory_cases import memory_tables, predicted_memory
 from experiments.evidence.provenance import command_line
 from experiments.evidence.published import (
     HEADS,
@@ -49,10 +50,12 @@ def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
     for file, cases in read_all(names):
         host = host_figures(fit_cases(file))
         found, with_fit = _tracked(cases, file.title, console, host)
-        shown.append(Evidence(file, found, host, with_fit))
+        shown.append(Evidence(file, found, host, with_fit, predicted_memory(file)))
         for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
             console.print(line, markup=False)
         _print(HEADS, judged_groups(shown[-1]), console)
+        for heads, rows in memory_tables(shown[-1].memory):
+            _print(heads, rows, console)
     return shown
 
 

@@ -133,6 +133,9 @@ _BASES: dict[Basis, str] = {"measured": "measured by others", "derived": "derive
 def _room_rows(room: Room) -> Iterator[tuple[str, str]]:
     """Yield what the memory of a training step goes to, and what that rests on."""
     yield "  by term", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in room.terms.items() if nbytes)
+    states, saved = room.formula.states_bytes, room.formula.saved_bytes
+    layers = "" if saved is None else f", inputs of layers {size(saved)}"
+    yield "  by formula", f"model states {size(states)}{layers}"
     limit = room.limits[0]
     if limit.reserved_bytes:
         yield "taken beside buffers", f"{size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"

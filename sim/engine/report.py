@@ -89,7 +89,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     walked = walks(checked)
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
-    room = room_of(walked, cluster) if workload.scope == "step" else None
+    room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
     lower = floors(checked, cluster)
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     return Report(

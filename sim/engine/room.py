@@ -7,7 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from sim.footprint import Footprint, footprint
 from sim.memory import MemoryWalk, Term
+from sim.schedule.ir.program import Header
 from topology.cluster import Cluster
 from topology.fabrics import socket_of
 from topology.reserved import PARTS, Basis
@@ -55,6 +57,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     """What the GPU's peak consists of, in bytes."""
     limits: tuple[Limit, ...]
     """Of the GPU and, where anything is kept there, of its host."""
+    formula: Footprint
+    """What the formulas of the field say of model states and saved activations."""
 
     @property
     def tightest(self) -> Limit:
@@ -73,8 +77,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
         return False if False in found else None if None in found else True
 
 
-def room_of(walked: list[MemoryWalk], cluster: Cluster) -> Room:
-    """Return the memory of a step, by the walks of the ranks on the first devices of a cluster."""
+def room_of(header: Header, walked: list[MemoryWalk], cluster: Cluster) -> Room:
+    """Return the memory of a schedule's step, by the walks of the ranks on the first devices of a cluster."""
     most, spec = max(walked, key=lambda found: found.peak_bytes), cluster.spec
     shared, reserved = spec.gpu.kind == "cpu", spec.reserved
     held = sum(found.peak_bytes for found in walked) if shared else most.peak_bytes
@@ -82,7 +86,7 @@ def room_of(walked: list[MemoryWalk], cluster: Cluster) -> Room:
     if kept := held_by_socket(walked, cluster):
         assert spec.socket is not None
         limits.append(_limit("host", spec.socket.dram.capacity_bytes, max(kept.values())))
-    return Room(terms=most.by_term, limits=tuple(limits))
+    return Room(terms=most.by_term, limits=tuple(limits), formula=footprint(header))
 
 
 def _limit(memory: str, capacity: int, held: int, reserved: int = 0, within: int = 0) -> Limit:

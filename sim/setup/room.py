@@ -22,4 +22,4 @@ def room(found: Configuration) -> Room:
     if found.one_device:
         checked = Checked(on_one_device(checked))
     folded = fold(checked, found.cluster)
-    return room_of(walks(folded.checked), folded.cluster)
+    return room_of(schedule.header, walks(folded.checked), folded.cluster)

@@ -1,0 +1,147 @@
+"""Memory that others measured, held against the walk: whether a step ran or was out of memory, and what it held.
+
+A case file has these beside its times, in groups of their own: a step needs no play to be judged by its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from experiments.evidence.cases import CaseFile, MemoryGroup, selected
+from experiments.evidence.units import length, percent, size
+from sim.engine.room import Room
+from sim.errors import InputError, unknown
+from sim.memory import TERMS
+from sim.setup import names
+from sim.setup.room import room
+from sim.setup.setup import Setup
+
+Judgement = Literal["right", "at the limit", "wrong"]
+_GIB = 2**30
+
+
+class MemoryCase(NamedTuple):
+    """One step, and what is known of its memory."""
+
+    group: MemoryGroup
+    setup: Setup
+    about: str
+    """What it is called where it was measured."""
+    ran: bool | None
+    """Whether it did, or was out of memory; None where it is not asked."""
+    measured_bytes: dict[str, int]
+    """By terms: of one, or of several joined by " + "."""
+
+
+class MemoryFound(NamedTuple):
+    """A case, and the memory that is predicted."""
+
+    case: MemoryCase
+    room: Room
+
+    @property
+    def judgement(self) -> Judgement:
+        """Whether it was predicted to run, where it is asked."""
+        fits = self.room.fits
+        return "at the limit" if fits is None else "right" if fits is self.case.ran else "wrong"
+
+    @property
+    def predicted_bytes(self) -> dict[str, int]:
+        """What is predicted of all that was measured."""
+        terms = {str(term): nbytes for term, nbytes in self.room.terms.items()}
+        return {what: sum([terms[term] for term in _terms(what)]) for what in self.case.measured_bytes}
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured, minus 1."""
+        return {what: found / self.case.measured_bytes[what] - 1 for what, found in self.predicted_bytes.items()}
+
+
+def memory_cases(file: CaseFile) -> list[MemoryCase]:
+    """Return the cases of a file that are of memory; raises InputError that names what is wrong."""
+    return [_case(file, group, case) for group in file.memory for case in group.cases]
+
+
+def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> MemoryCase:
+    where = f"case file {file.title!r}, memory {group.name!r}"
+    fields = dict(case)
+    about, ran, measured = (fields.pop(key, None) for key in ("about", "ran", "measured_gib"))
+    if not isinstance(ran, bool | None) or (ran is None and not measured):
+        raise InputError(f"{where}: {case} says neither ran = true or false nor measured_gib = {{ TERM = GIB }}")
+    if not isinstance(measured, dict | None) or not all(
+        isinstance(gib, int | float) and gib > 0 for gib in (measured or {}).values()
+    ):
+        raise InputError(f"{where}: measured_gib is {measured}: expected sizes above 0 by term")
+    for term in (term for what in measured or {} for term in _terms(what)):
+        if term not in TERMS:
+            raise unknown("term", term, TERMS, where)
+    setup = selected(file, fields, group.set, where)
+    if setup.scope != "step":
+        raise InputError(f"{where}: scope is {setup.scope!r}: memory is that of a training step; set scope to step")
+    sizes = {what: round(gib * _GIB) for what, gib in (measured or {}).items()}
+    return MemoryCase(group, setup, str(about or names.schedule_name(setup.played)), ran, sizes)
+
+
+def _terms(what: str) -> list[str]:
+    return [term.strip() for term in what.split("+")]
+
+
+def predicted_memory(file: CaseFile) -> list[MemoryFound]:
+    """Return what is predicted of each of them."""
+    return [MemoryFound(case, room(case.setup.resolved())) for case in memory_cases(file)]
+
+
+MARK_HEADS = ("memory", "case", "S", "measured", "predicted", "left", "verdict")
+"""Of the table of steps that ran, or were out of memory."""
+SIZE_HEADS = ("memory", "case", "S", "terms", "measured", "predicted", "error", "target")
+"""Of the table of what was measured of a step's memory."""
+
+
+def memory_tables(found: Sequence[MemoryFound]) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """Return what steps with known memory say, as heads and rows of tables; none without such steps."""
+    tables = [(MARK_HEADS, mark_rows(found)), (SIZE_HEADS, size_rows(found))]
+    return [(heads, rows) for heads, rows in tables if rows]
+
+
+def mark_rows(found: Sequence[MemoryFound]) -> list[list[str]]:
+    """Return a row for each step that ran or did not, and one for all."""
+    marks = [one for one in found if one.case.ran is not None]
+    rows = [
+        [
+            *_named(one.case),
+            "ran" if one.case.ran else "out of memory",
+            {True: "fits", False: "does not", None: "at the limit"}[one.room.fits],
+            f"{'-' if one.room.free_bytes < 0 else ''}{size(abs(one.room.free_bytes))} of {one.room.tightest.memory}",
+            one.judgement,
+        ]
+        for one in marks
+    ]
+    count = Counter(one.judgement for one in marks)
+    total = f"{count['right']} of {len(marks)} right, {count['at the limit']} at the limit, {count['wrong']} wrong"
+    return [*rows, ["all", "", "", "", "", "", total]] if marks else []
+
+
+def size_rows(found: Sequence[MemoryFound]) -> list[list[str]]:
+    """Return a row for each part of a step's memory that was measured."""
+    return [
+        [
+            *_named(one.case),
+            what,
+            size(measured),
+            size(one.predicted_bytes[what]),
+            percent(one.errors[what]),
+            _target(one.case.group.target, one.errors[what]),
+        ]
+        for one in found
+        for what, measured in one.case.measured_bytes.items()
+    ]
+
+
+def _target(target: float | None, error: float) -> str:
+    return "" if target is None else f"{100 * target:g} %" + (": missed" if abs(error) > target else "")
+
+
+def _named(case: MemoryCase) -> list[str]:
+    return [case.group.name, case.about, length(names.tokens("seq", case.setup.seq))]
