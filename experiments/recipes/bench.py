@@ -97,6 +97,12 @@ def desynchronised(workload: Workload, ranks: int) -> Schedule:
     )
 
 
+def everything_on(seq: str, gpus: int, layers: int) -> Schedule:
+    """Return a training step with all techniques, on rings of nodes where there are several."""
+    setup = Setup(stack="5m", model="llama3-8b", cluster="hgx-h100", scope="step", seq=seq, gpus=gpus, layers=layers)
+    return setup.replace(ulysses_degree=8).resolved().built()
+
+
 def cases() -> list[Case]:
     """Return what is timed."""
     model = load_model("llama3-8b")
@@ -120,6 +126,8 @@ def cases() -> list[Case]:
         Case("32 layers, zigzag, P = 8", lambda: ring.build(deep, Mesh(ring=8), balanced), one, known, 0.5),
         Case("32 layers, ulysses, P = 8", lambda: ulysses.build(deep, Mesh(ulysses=8)), one, known, 0.5),
         Case("1 layer, ring, P = 64", lambda: ring.build(layer, Mesh(ring=64)), eight),
+        Case("step of 32 layers, everything on, P = 8", lambda: everything_on("5M", 8, 32), one, known, 1.0),
+        Case("step of 64 layers, everything on, P = 64", lambda: everything_on("4M", 64, 64), eight, known, 15.0),
     ]
 
 
