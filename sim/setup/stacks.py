@@ -75,10 +75,10 @@ STACKS: dict[str, Stack] = {
     ),
     "upipe": Stack(
         "attention of some heads at a time, MLP and loss in tiles, inputs of layers on the host", "upipe",
-        {"mlp": "tiled", "loss": "chunked", "activations": "host"}, "arXiv:2602.21196 §5",
+        {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu"}, "arXiv:2602.21196 §5",
     ),
     "5m": Stack(
-        "what upipe has, and the optimiser on the host", "upipe",
+        "what upipe has with copies beside kernels, and the optimiser on the host", "upipe",
         {"mlp": "tiled", "loss": "chunked", "activations": "host", "optimiser": "host"}, "this table",
     ),
 }  # fmt: skip
