@@ -32,7 +32,7 @@ class MemoryCase(NamedTuple):
     ran: bool | None
     """Whether it did, or was out of memory; None where it is not asked."""
     measured_bytes: dict[str, int]
-    """By terms: of one, or of several joined by " + "."""
+    """By terms: of one, of several joined by " + ", or of all, the peak."""
 
 
 class MemoryFound(NamedTuple):
@@ -85,7 +85,7 @@ def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> Memory
 
 
 def _terms(what: str) -> list[str]:
-    return [term.strip() for term in what.split("+")]
+    return list(TERMS) if what == "peak" else [term.strip() for term in what.split("+")]
 
 
 def predicted_memory(file: CaseFile) -> list[MemoryFound]:

@@ -127,6 +127,13 @@ def _left(limit: Limit) -> str:
     return f"{free}, known to {size(limit.within_bytes)}" if limit.fits is None else free
 
 
+def _taken(limit: Limit) -> Iterator[str]:
+    """Yield what is taken of a memory."""
+    yield f"buffers {size(limit.held_bytes)}"
+    if limit.reserved_bytes:
+        yield f"taken beside them {size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"
+
+
 _BASES: dict[Basis, str] = {"measured": "measured by others", "derived": "derived", "assumed": "assumed"}
 
 
@@ -136,10 +143,9 @@ def _room_rows(room: Room) -> Iterator[tuple[str, str]]:
     states, saved = room.formula.states_bytes, room.formula.saved_bytes
     layers = "" if saved is None else f", inputs of layers {size(saved)}"
     yield "  by formula", f"model states {size(states)}{layers}"
-    limit = room.limits[0]
-    if limit.reserved_bytes:
-        yield "taken beside buffers", f"{size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"
     yield "  they are", "; ".join(f"{_BASES[basis]}: {', '.join(names)}" for basis, names in by_basis().items())
+    for limit in room.limits:
+        yield f"of {size(limit.capacity_bytes)} of {limit.memory}", ", ".join(_taken(limit))
 
 
 def print_json(found: Any, console: Console) -> None:

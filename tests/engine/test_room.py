@@ -69,7 +69,8 @@ def test_what_is_saved_is_what_the_forward_pass_leaves() -> None:
 
 def test_it_fits_or_not_or_is_at_the_limit() -> None:
     """By capacity: what buffers hold and the constant, more or less what that is known to."""
-    peak = figures().peak_hbm_bytes
+    plain = figures()
+    peak = plain.peak_hbm_bytes
     reserved, within = OF_CUDA
     for capacity, fits, verdict in (
         (peak + reserved + within, True, "yes"),
@@ -78,7 +79,7 @@ def test_it_fits_or_not_or_is_at_the_limit() -> None:
         (peak + reserved - within, False, "no"),
     ):
         found = figures(f"cluster.hbm.capacity_bytes={capacity}")
-        assert (found.fits, found.verdict, found.memory) == (fits, verdict, figures().memory)
+        assert (found.fits, found.verdict, found.memory) == (fits, verdict, plain.memory)
         assert room_of(found).free_bytes == capacity - peak - reserved
     exact = (
         f"cluster.hbm.capacity_bytes={peak}",

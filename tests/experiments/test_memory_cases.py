@@ -99,7 +99,7 @@ def test_validate_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_upipes_marks() -> None:
-    """One is wrong: Ulysses at 4M, of which the file says what is known. Model states are within a tenth."""
+    """One is wrong: Ulysses at 4M, of which the notes of the file say what is known. States are within a tenth."""
     found = predicted_memory(load_toml("case file", "upipe_h100", CaseFile, FOLDER, "`cases`"))
     marks = {(one.case.about, one.case.setup.seq): one.judgement for one in found if one.case.ran is not None}
     assert len(marks) == 13
