@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import msgspec
@@ -18,10 +20,14 @@ from sim.schedule.ir.ops import Accumulate, Embed, Op, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
+from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked
-from tests.helpers import sweep_but
+from sim.schedule.proof.contents import coalesced
+from sim.schedule.proof.supersteps import Supersteps
+from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step
+from tests.schedule.test_supersteps import by_all_ops, by_calls, flattened, rebinding
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -176,3 +182,46 @@ def test_what_is_refused() -> None:
         make_step("ring", 2, step(batch=2, scope="layer"), micro_batches=2)
     with pytest.raises(InputError, match="micro_batches=2 adds gradients up in fp32, and below zero_stage 2"):
         make_step("ring", 2, step(batch=2), micro_batches=2, zero_stage=1, reduce="model")
+
+
+def rebuilt(count: int, dp: int = 1) -> Schedule:
+    """Return a step of so many micro-batches of one sequence, written in calls."""
+    return make_step("ring", 2 * dp, step(batch=count, layers=3), dp, micro_batches=count).schedule
+
+
+def test_later_micro_batches_are_remembered_by_the_proof() -> None:
+    """Of them only the sums are played that follow on others, and the ends of the pass."""
+    played = []
+    for count in (2, 3, 4):
+        supersteps = Supersteps(rebuilt(count))
+        supersteps.play()
+        played.append(supersteps.num_played)
+    more, same = (later - before for before, later in pairwise(played))
+    assert more == same < played[0] / 4
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_proof_that_remembers_finds_what_the_flat_one_finds(dp: int) -> None:
+    schedule = rebuilt(3, dp)
+    checked = Checked(flattened(schedule))
+    flat = AbstractPlayer(checked.schedule, checked.matching, checked.dependencies)
+    flat.run()
+    supersteps = Supersteps(schedule)
+    supersteps.play()
+    for rank, memory in enumerate(flat.memory):
+        for number, held in enumerate(memory.held()):
+            found = supersteps.held(rank, number)
+            assert sorted(coalesced(list(found.pieces))) == sorted(coalesced(list(held.pieces)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", slow_but({0}, range(6)))
+def test_a_call_that_is_given_another_buffer(seed: int) -> None:
+    """As that of another micro-batch: what the proof that remembers accepts the flat one accepts."""
+    draw, verdicts, schedule = Random(seed), Counter[tuple[bool, bool]](), rebuilt(3)
+    for _ in range(40):
+        changed = rebinding(draw, schedule)
+        if changed.programs != schedule.programs:
+            verdicts[by_calls(changed), by_all_ops(flattened(changed))] += 1
+    assert not verdicts[True, False]
+    assert verdicts[False, False] > 15
