@@ -4,7 +4,7 @@ States are those of ZeRO (arXiv:1910.02054 §3.1, §5): master weights, both mom
 parameter, and one P-th of that where they are sharded over P ranks. Below stage 3 every rank has all weights in the
 model's data type, 2 bytes more, and at stage 1 all gradients; a shard of such weights stays on the GPU where the
 optimiser is on the host (arXiv:2101.06840 §4). Under full checkpointing (arXiv:1604.06174) a layer
-leaves its input, B · S/P · E elements.
+leaves its input, B · S/P · E elements, of the sequences of one micro-batch.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def footprint(header: Header) -> Footprint:
     total = 3 * states * weights // parts + own * working
     total += sent * weights if stage == 1 else states * weights // parts
     ranks = header.mesh.size // header.mesh.dp
-    layer = workload.batch * workload.seq // ranks * workload.model.embed_dim * own
+    sequences = workload.batch // options["micro_batches"]
+    layer = sequences * workload.seq // ranks * workload.model.embed_dim * own
     full = options["checkpoint"] == "full"
     return Footprint(states_bytes=total, saved_bytes=workload.layers * layer if full else None)

@@ -49,6 +49,9 @@ class LayerOptions:
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
     optimiser_states: Literal["fp32", "model"] = "fp32"
     """Data type of the weights and moments that the optimiser updates: fp32, or the model's for all of them."""
+    micro_batches: int = 1
+    """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
+    add up in fp32."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
@@ -65,12 +68,18 @@ class LayerOptions:
                 "`set` schedule.optimiser=host with schedule.zero_stage=0: the host would hold and update all of the "
                 "optimiser's state once for every GPU; set schedule.zero_stage to 1, 2 or 3"
             )
+        if self.micro_batches > 1 and self.zero_stage < 2 and self.reduce == "model":
+            raise InputError(
+                f"`set` schedule.micro_batches={self.micro_batches} adds gradients up in fp32, and below zero_stage 2 "
+                f"these are what ranks sum: leave out `set` schedule.reduce, or set schedule.zero_stage=2"
+            )
         return found
 
 
 _OF_STEPS = (
-    "checkpoint", "loss", "mlp", "zero_stage", "shards", "prefetch", "reduce", "optimiser", "optimiser_states",
-)  # fmt: skip
+    *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
+    *("optimiser", "optimiser_states"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
-from tests.schedule.test_step import STACKS, make_step, odd, step
+from tests.schedule.test_step import STACKS, enough, make_step, odd
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
 
@@ -118,7 +118,7 @@ def test_activations_on_the_host(session: Session, name: str) -> None:
 @pytest.mark.parametrize("stack", STACKS)
 def test_steps_equal_the_reference_again_and_again(ranks: Callable[[int], Session], stack: str) -> None:
     """Also the second one, which begins from the same weights; memory is as the walk says."""
-    step_equals_the_reference(ranks(2), make_step("zigzag", 2, step(), **STACKS[stack]))
+    step_equals_the_reference(ranks(2), make_step("zigzag", 2, enough(stack), **STACKS[stack]))
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "none"])

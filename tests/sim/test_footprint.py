@@ -93,5 +93,16 @@ def test_saved_activations_on_the_host(activations: str, layers: int) -> None:
     assert walks(checked)[0].host_peak_bytes == said * layers // 3
 
 
+def test_micro_batches() -> None:
+    """Layers leave what one of them leaves; when all gradients are there, these are held once."""
+    one, four = (make_step("zigzag", 4, workload(batch=count), micro_batches=count) for count in (1, 4))
+    said = footprint(four.schedule.header)
+    assert said == footprint(one.schedule.header)
+    held = at(four, AdamW)
+    squares = 4 * len(units(workload()))
+    assert held["parameters"] + held["gradients"] + held["optimiser"] == said.states_bytes + squares
+    assert held == at(one, AdamW) | {"other": held["other"]}, "but for ids, labels and losses"
+
+
 def test_no_formula_where_layers_leave_more() -> None:
     assert footprint(make_step("ring", 2, workload(), checkpoint="none").schedule.header).saved_bytes is None

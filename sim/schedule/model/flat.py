@@ -13,7 +13,19 @@ from sim.mesh import Mesh
 from sim.options import LayerOptions, Place
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import AdamW, AllGather, AllReduce, HostAdamW, Pack, ReduceScatter, SquareSum, Unpack, Zero
+from sim.schedule.ir.ops import (
+    Accumulate,
+    AdamW,
+    AllGather,
+    AllReduce,
+    HostAdamW,
+    HostSync,
+    Pack,
+    ReduceScatter,
+    SquareSum,
+    Unpack,
+    Zero,
+)
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
@@ -21,7 +33,7 @@ from sim.schedule.model.params import Reduced, Room
 from sim.schedule.model.scope import LAYER, Unit, units, updated, with_options
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype
+from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
 
 
 class Shards(NamedTuple):
@@ -57,21 +69,23 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     """Return what is sent of weights and gradients, over all ranks.
 
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
-    layers are gathered for both passes at stage 3, of both ends once; below it all once, where they are sharded.
+    layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
+    where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it once.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
     groups, ranks = (mesh.dp, mesh.size // mesh.dp) if hybrid else (1, mesh.size)
+    gathers, sums = (options.micro_batches if stage >= least else 1 for least in (3, 2))
     total = gathered = 0
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
         size = _part(size, ranks) * ranks if stage else size
         total += size
-        gathered += size * (2 if stage == 3 and unit.name == LAYER.name else 1 if stage else 0)
-    summed = total * on_wire * (1 if stage else 2)
+        gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER.name else 1 if stage else 0)
+    summed = sums * total * on_wire * (1 if stage else 2)
     squares = 2 * len(units(workload)) * wide if stage else 0
-    across = 2 * (groups - 1) * total * on_wire * (1 if stage else ranks)
+    across = 2 * (groups - 1) * sums * total * on_wire * (1 if stage else ranks)
     return groups * (ranks - 1) * (gathered * own + summed + squares) + across
 
 
@@ -103,7 +117,8 @@ class Flat:
 
     Stage 3 gathers weights for each pass, ``prefetch`` units ahead, into a pool of buffers; below it they stay, and are
     gathered when they have been updated. Gradients are summed by a reduce-scatter as soon as a unit has all of its own,
-    at stage 1 when all units have theirs, and at stage 0 by an all-reduce.
+    at stage 1 when all units have theirs, and at stage 0 by an all-reduce. Those of several micro-batches add up in
+    fp32: summed in the shards, as in torch's FSDP2; below stage 2 whole, and are summed once, as behind its no_sync.
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
@@ -128,9 +143,12 @@ class Flat:
         self._packed: dict[str, View] = {}
         self._made: Values = {}
         """Gradients of the unit that is being written."""
+        self._arrived: list[tuple[Unit, View]] = []
+        """Gradients of this micro-batch with which nothing was done yet."""
         self._summed: dict[Unit, View] = {}
-        self._settled = 0
-        """How many of these are as the optimiser takes them, and where."""
+        self._passes_left = options.micro_batches
+        self._sums_late = self._stage == 1 or (self._stage == 0 and options.micro_batches > 1)
+        """Whether gradients are summed over ranks when all units have theirs."""
 
     @property
     def _num_parts(self) -> int:
@@ -245,7 +263,7 @@ class Flat:
         (flat,) = room or (b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts),)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
         b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
-        return (flat if self._stage == 1 else self._sum(unit, flat),)
+        return (flat if self._sums_late else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
         """Append what sums a gradient over all ranks; return what this rank owns of it."""
@@ -262,52 +280,86 @@ class Flat:
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
-        (self._summed[unit],) = reduced
-        if self._stage != 1:
-            self._settle(lag=1)
+        (gradient,) = reduced
+        self._arrived.append((unit, gradient))
+        self._settle(lag=1)
 
     def _settle(self, lag: int) -> None:
-        """Append what is done with each summed gradient by itself, but for the last ``lag`` of them: so kernels of the
-        next unit do not wait for a sum, as they do not in FSDP2 and DeepSpeed, which have streams for this.
+        """Append what is done with each gradient by itself, but for the last ``lag`` of them: so kernels of the next
+        unit do not wait for a sum, as they do not in FSDP2 and DeepSpeed, which have streams for this.
         """
-        b, units = self._b, list(self._summed)
-        for number, unit in enumerate(units[: len(units) - lag]):
-            if number < self._settled:
-                continue
-            gradient, weights = self._summed[unit], self._states(unit)[0]
-            if b.dtype(gradient) != (dtype := dtype_of(weights, b.workload.dtype)):
-                cast = b.like("gradient", gradient, "gradient", dtype)
-                b.copy(gradient, cast, "cast gradients")
-                gradient = cast
-            if self._on_host:
-                self._square(number, unit, gradient)
-                there = b.buffer("gradient", "i", gradient.shape, b.dtype(gradient), "gradient", "host")
-                b.host_copy(gradient, there, "gradients to the host", unit.layer)
-                gradient = there
-            self._summed[unit] = gradient
-            self._settled += 1
+        while len(self._arrived) > lag:
+            unit, gradient = self._arrived.pop(0)
+            self._add(unit, gradient)
+            if self._passes_left == 1 and not self._sums_late:
+                self._finish(unit)
+
+    def _add(self, unit: Unit, gradient: View) -> None:
+        """Append what adds a gradient to those of earlier micro-batches."""
+        b, several = self._b, self._options.micro_batches > 1
+        if unit in self._summed:
+            b.call(f"add {unit.name}", unit.layer, partial(self._added, unit), gradient, self._summed[unit])
+        else:
+            self._summed[unit] = self._cast(gradient, b.sum_dtype) if several else gradient
+
+    def _added(self, unit: Unit, gradient: View, into: View) -> None:
+        self._b.add(Accumulate(label=f"add gradients of {unit.name}", source=gradient, into=into))
+
+    def _cast(self, gradient: View, dtype: Dtype) -> View:
+        """Return a gradient in a data type."""
+        b = self._b
+        if b.dtype(gradient) == dtype:
+            return gradient
+        cast = b.like("gradient", gradient, "gradient", dtype)
+        b.copy(gradient, cast, "cast gradients")
+        return cast
+
+    def _finish(self, unit: Unit) -> None:
+        """Append what makes of a unit's summed gradient what the optimiser takes, and brings it to where that is."""
+        b, weights = self._b, self._states(unit)[0]
+        gradient = self._cast(self._summed[unit], dtype_of(weights, b.workload.dtype))
+        if self._on_host:
+            self._square(unit, gradient)
+            there = b.buffer("gradient", "i", gradient.shape, b.dtype(gradient), "gradient", "host")
+            b.host_copy(gradient, there, "gradients to the host", unit.layer)
+            gradient = there
+        self._summed[unit] = gradient
+
+    def end_pass(self) -> None:
+        """See Params: what is gathered into and packed is freed before the next pass, which waits for the last sums, as
+        FSDP2's does (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, finalize_backward).
+        """
+        self._settle(lag=0)
+        self._pools.clear()
+        self._packed.clear()
+        self._passes_left -= 1
+        sums = [one.name for one in (self._shards.gradients, self._shards.across) if one]
+        if self._passes_left and sums and not self._sums_late:
+            self._b.add(HostSync(label="wait for sums", streams=tuple(sums)))
 
     @cached_property
     def _squares(self) -> View:
         return self._b.buffer("squares of gradients", "i", (len(self._units),), self._b.sum_dtype, "optimiser")
 
-    def _square(self, number: int, unit: Unit, gradient: View) -> None:
-        """Append the sum of squares of what this rank owns of a gradient, the one of such a number."""
+    def _square(self, unit: Unit, gradient: View) -> None:
+        """Append the sum of squares of what this rank owns of a gradient."""
+        number = list(self._summed).index(unit)
         square = self._squares[number : number + 1]
         self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
 
     def update(self) -> None:
         """See Params."""
         b, within = self._b, self._shards.within
-        if self._stage == 1:
+        if self._sums_late:
             self._summed = {
                 unit: b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), flat)
                 for unit, flat in self._summed.items()
             }
-        self._settle(lag=0)
+            for unit in self._summed:
+                self._finish(unit)
         if not self._on_host:
-            for number, (unit, gradient) in enumerate(self._summed.items()):
-                self._square(number, unit, gradient)
+            for unit, gradient in self._summed.items():
+                self._square(unit, gradient)
         squares = self._squares
         if within:
             b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))

@@ -80,7 +80,14 @@ def build_around(
             "`scope` layer"
         )
     step = workload.scope == "step"
-    block = block_of(options.mlp if step else "whole", workload, num_tokens(plan.shard(0).tokens))
+    if options.micro_batches < 1 or workload.batch % options.micro_batches:
+        allowed = [count for count in range(1, min(workload.batch, 64) + 1) if workload.batch % count == 0]
+        raise InputError(
+            f"`set` schedule.micro_batches={options.micro_batches} does not divide the {workload.batch} sequences of a "
+            f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
+        )
+    part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
+    block = block_of(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
     point = checkpoint(block, options.checkpoint) if step else EVERYTHING
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
@@ -111,7 +118,7 @@ def build_around(
             return attention_program(b, plan.shard(role), plan.attention)
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
-        techniques = (point, options.loss) if step else ()
+        techniques = (point, options.loss, options.micro_batches) if step else ()
         written = LayerWriter(b, block, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
@@ -131,6 +138,7 @@ class LayerWriter(NamedTuple):
     tiling: Tiling
     checkpoint: Checkpoint = EVERYTHING
     loss: LossName = "whole"
+    micro_batches: int = 1
 
     @property
     def tokens(self) -> Tokens:
@@ -139,6 +147,15 @@ class LayerWriter(NamedTuple):
 
     def program(self) -> Program:
         """Return the program of this rank."""
+        for number in range(self.micro_batches):
+            self.b.take(number, self.micro_batches)
+            self._passes()
+        if self.b.workload.backward:
+            self.params.update()
+        return self.b.build()
+
+    def _passes(self) -> None:
+        """Append both passes over one micro-batch."""
         b, layers = self.b, units(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
@@ -154,8 +171,7 @@ class LayerWriter(NamedTuple):
             for unit in reversed(layers):
                 view = self._backward(unit, view)
             ends.leave_backward(view)
-            self.params.update()
-        return b.build()
+            self.params.end_pass()
 
     def _forward(self, unit: Unit, x: View) -> View:
         """Append a layer; return what leaves it."""

@@ -43,8 +43,12 @@ class Params(Protocol):
         """Take what ``reduced`` returned, when its call has ended."""
         ...
 
+    def end_pass(self) -> None:
+        """Append what is left to do behind each backward pass."""
+        ...
+
     def update(self) -> None:
-        """Append what the optimiser does, behind the backward pass."""
+        """Append what the optimiser does, behind the last backward pass."""
         ...
 
 
@@ -78,6 +82,9 @@ class Replicated:
         return ()
 
     def keep(self, _unit: Unit, _reduced: Reduced) -> None:
+        """See Params."""
+
+    def end_pass(self) -> None:
         """See Params."""
 
     def update(self) -> None:

@@ -2,12 +2,12 @@
 
     programs = calls of fragments ── the k-th calls of all ranks ──> a superstep, a small schedule of its own
 
-What an op makes of abstract contents depends on these alone, and on layers by their differences only. So a superstep
-whose fragments and whose inputs, with layers counted from the least, were seen before has the results that it had then,
-as many layers later. No induction is needed: every superstep is looked up by all that it is given. This takes
-programs whose calls communicate among the k-th ones only; then playing one superstep after the other is an order that
-the dependencies allow. It proves or declines: what is wrong with a schedule the flat proof says, by ``AbstractPlayer``
-on all ops.
+What an op makes of abstract contents depends on these alone, and on layers and sequences by their differences only. So
+a superstep whose fragments and whose inputs, with both counted from the least, were seen before has the results that it
+had then, as many layers and sequences later. No induction is needed: every superstep is looked up by all that it is
+given. This takes programs whose calls communicate among the k-th ones only; then playing one superstep after the other
+is an order that the dependencies allow. It proves or declines: what is wrong with a schedule the flat proof says, by
+``AbstractPlayer`` on all ops.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class Declined(Exception):  # noqa: N818 - nothing went wrong
 
 
 class _Kept(NamedTuple):
-    """What a buffer holds: contents by number, and the layer from which theirs count; None where they have none."""
+    """What a buffer holds: contents by number, and the layer and the sequence from which theirs count; None where they
+    have none.
+    """
 
     contents: int
     layer: int | None
+    sequence: int | None
 
 
 class Supersteps:
@@ -83,7 +86,10 @@ class Supersteps:
     def held(self, rank: int, number: int) -> Held:
         """Return what a buffer of a rank holds."""
         kept = self._held[rank][number]
-        return _moved(self._contents[kept.contents], kept.layer or 0)
+        return self._moved(kept)
+
+    def _moved(self, kept: _Kept) -> Held:
+        return _moved(self._contents[kept.contents], kept.layer or 0, kept.sequence or 0)
 
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
@@ -98,17 +104,20 @@ class Supersteps:
             layers = [kept.layer for of_rank in given for kept in of_rank if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
             base = min(layers, default=0)
+            sequences = [kept.sequence for of_rank in given for kept in of_rank if kept.sequence is not None]
+            takes = any(call.fragment.inputs for call in calls)  # whose sequences do not count from another
+            first = 0 if takes else min(sequences, default=0)
             # The layer of a call matters by its inputs only.
             own = [call.layer - base if call.fragment.inputs else 0 for call in calls]
             kind = tuple([call.fragment for call in calls])
-            seen = kind, tuple(own), tuple([tuple(_later(of_rank, -base)) for of_rank in given])
+            seen = kind, tuple(own), tuple([tuple(_later(of_rank, -base, -first)) for of_rank in given])
             if seen not in remembered:
                 remembered[seen] = self._play(*seen)
             for rank, (call, (after, made)) in enumerate(zip(calls, remembered[seen], strict=True)):
                 of_rank = held[rank]
-                for number, kept in zip(call.given, _later(after, base), strict=True):
+                for number, kept in zip(call.given, _later(after, base, first), strict=True):
                     of_rank[number] = kept
-                of_rank += _later(made, base)
+                of_rank += _later(made, base, first)
         self._check_outputs()
         check_owners(self._schedule)
 
@@ -120,7 +129,7 @@ class Supersteps:
         player = AbstractPlayer(self._alone(kind, layers), self._matchings[fragments], self._dependencies[fragments])
         for memory, of_rank in zip(player.memory, given, strict=True):
             for number, kept in enumerate(of_rank):
-                memory.hold(number, _moved(self._contents[kept.contents], kept.layer or 0))
+                memory.hold(number, self._moved(kept))
         player.play()
         results = []
         for memory, fragment in zip(player.memory, kind, strict=True):
@@ -129,13 +138,15 @@ class Supersteps:
         return results
 
     def _kept(self, held: Held) -> _Kept:
-        """Return contents by number, layers counted from the least."""
-        layer = min((piece.content.layer for piece in held.pieces if piece.content.tensor != ZERO), default=None)
-        alike = _moved(held, -layer) if layer else held
+        """Return contents by number, layers and sequences counted from the least."""
+        contents = [piece.content for piece in held.pieces if piece.content.tensor != ZERO]
+        layer = min((content.layer for content in contents), default=None)
+        sequence = min((start for content in contents for start in _sequences(content)), default=None)
+        alike = _moved(held, -(layer or 0), -(sequence or 0))
         if alike not in self._numbers:
             self._numbers[alike] = len(self._contents)
             self._contents.append(alike)
-        return _Kept(self._numbers[alike], layer)
+        return _Kept(self._numbers[alike], layer, sequence)
 
     def _check_outputs(self) -> None:
         """Raise where an output does not hold what its port says; each looked at once per distinct contents."""
@@ -144,13 +155,13 @@ class Supersteps:
             for call in program.calls:
                 numbers = call.numbers
                 for place, port in enumerate(call.fragment.outputs):
-                    contents, layer = self._held[rank][numbers[port.view.buffer]]
-                    after = 0 if layer is None else layer - call.layer
-                    seen = (call.fragment, place, contents, after)
+                    contents, layer, sequence = self._held[rank][numbers[port.view.buffer]]
+                    kept = _Kept(contents, 0 if layer is None else layer - call.layer, sequence)
+                    seen = (call.fragment, place, kept)
                     if seen not in known:
                         known.add(seen)
                         memory = AbstractMemory(alone := call.fragment.program(rank), self._rules)
-                        memory.hold(port.view.buffer, _moved(self._contents[contents], after))
+                        memory.hold(port.view.buffer, self._moved(kept))
                         check_output(port, alone, memory, self._rules)
 
 
@@ -183,20 +194,42 @@ def _alike(a: Buffer, b: Buffer) -> bool:
     return msgspec.structs.replace(a, name="") == msgspec.structs.replace(b, name="")
 
 
-def _later(kept: Iterable[_Kept], layers: int) -> list[_Kept]:
-    if not layers:
+def _later(kept: Iterable[_Kept], layers: int, sequences: int) -> list[_Kept]:
+    if not (layers or sequences):
         return list(kept)
-    return [one if one.layer is None else _Kept(one.contents, one.layer + layers) for one in kept]
+    return [
+        _Kept(
+            one.contents,
+            None if one.layer is None else one.layer + layers,
+            None if one.sequence is None else one.sequence + sequences,
+        )
+        for one in kept
+    ]
 
 
-def _moved(held: Held, layers: int) -> Held:
-    """Return the same contents so many layers later; zeros are of no layer."""
-    if not layers:
+def _sequences(content: Content) -> list[int]:
+    """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over."""
+    tensor = tensor_of(content.tensor)
+    if tensor.kind == "weight gradient":
+        return [batch.start for _, batch in content.seen]
+    return [] if tensor.of_weight else [content.batch.start]
+
+
+def _moved(held: Held, layers: int, sequences: int) -> Held:
+    """Return the same contents so many layers and sequences later; zeros are of none."""
+    if not (layers or sequences):
         return held
     pieces = [
-        piece
-        if piece.content.tensor == ZERO
-        else Piece(piece.box, Content(piece.content[0], piece.content[1] + layers, *piece.content[2:]))
+        piece if piece.content.tensor == ZERO else Piece(piece.box, _content_moved(piece.content, layers, sequences))
         for piece in held.pieces
     ]
     return held._replace(pieces=tuple(pieces))
+
+
+def _content_moved(content: Content, layers: int, sequences: int) -> Content:
+    name, layer, (batch, *rest), seen = content
+    if sequences and tensor_of(name).kind == "weight gradient":
+        seen = tuple([(tokens, of.moved(sequences)) for tokens, of in seen])
+    elif sequences and not tensor_of(name).of_weight:
+        batch = batch.moved(sequences)
+    return Content(name, layer + layers, (batch, *rest), seen)  # type: ignore[arg-type]

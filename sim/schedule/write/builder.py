@@ -78,6 +78,11 @@ class ProgramBuilder:
         self._traced: dict[tuple[Hashable, ...], list[_Traced]] = {}
         self._writing = _Writing("", {}, 0, 0)
 
+    def take(self, number: int, count: int) -> None:
+        """Begin with the forward pass of one of so many micro-batches, which has its share of the batch."""
+        each = self.workload.batch // count
+        self.batch, self.part = Span(number * each, (number + 1) * each), "forward"
+
     def build(self) -> Program:
         """Return what has been written."""
         self._end_stretch()

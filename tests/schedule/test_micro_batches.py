@@ -1,0 +1,227 @@
+"""Micro-batches whose gradients add up: exact at every stage, memory and bytes by hand, and what check refuses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from sim.errors import InputError
+from sim.memory import lifetimes, walk
+from sim.options import ZeroStage
+from sim.schedule.ir.masks import Span
+from sim.schedule.ir.ops import Accumulate, Embed, Op, ReduceScatter
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.layer import gemm_flops
+from sim.schedule.model.scope import LAYER, units
+from sim.schedule.proof.abstract import AbstractPlayer
+from sim.schedule.proof.check import Checked
+from sim.schedule.proof.contents import coalesced
+from sim.schedule.proof.supersteps import Supersteps
+from tests.helpers import slow_but, sweep_but
+from tests.schedule.test_check_catches import refuses
+from tests.schedule.test_step import is_exact, make_step, step
+from tests.schedule.test_supersteps import by_all_ops, by_calls, flattened, rebinding
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_is_exact_with_replicas(stage: int) -> None:
+    """As one batch: the loss is the mean over all labels, and what is clipped is the sum of all gradients."""
+    for shards in ("all", "replica"):
+        is_exact("ulysses", 4, step(batch=2), dp=2, zero_stage=stage, micro_batches=2, shards=shards)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimiser": "host", "zero_stage": 2},
+        {"optimiser_states": "model"},
+        {"loss": "chunked", "checkpoint": "attention"},
+        {"activations": "save-on-cpu", "checkpoint": "x+out+h2", "prefetch": 0},
+        {"mlp": "tiled"},
+    ],
+)
+def test_with_other_techniques(options: dict[str, Any]) -> None:
+    is_exact("zigzag", 2, step(batch=2), micro_batches=2, **options)
+
+
+@pytest.mark.parametrize("count", sweep_but({4}, [2, 4]))
+@pytest.mark.parametrize("name", sweep_but({"upipe"}, ["upipe", "allgather", "burst", "single"]))
+def test_other_schedules(name: str, count: int) -> None:
+    is_exact(name, 1 if name == "single" else 4, step(batch=4), micro_batches=count)
+
+
+def labels(checked: Checked) -> list[str]:
+    return [op.label for op in checked.schedule.program(0).ops]
+
+
+def test_what_happens_how_often() -> None:
+    """At stage 3 all but the optimiser happens for each; below stage 2 gradients are summed over ranks once."""
+    one, three = (make_step("ring", 2, step(batch=3), micro_batches=count) for count in (1, 3))
+    for label in ("gather weights", "reduce weights", "attend kv0", "loss", "reduce head"):
+        assert labels(three).count(label) == 3 * labels(one).count(label) > 0, label
+    for label in ("update weights", "norm of gradients", "square weights 0"):
+        assert labels(three).count(label) == labels(one).count(label) > 0, label
+    assert labels(three).count("add gradients of weights") == 2 * 2
+    for stage in (0, 1):
+        once = make_step("ring", 2, step(batch=3), micro_batches=3, zero_stage=stage)
+        assert labels(once).count("reduce weights") == labels(one).count("reduce weights")
+
+
+def test_kernels_do_not_wait_for_sums() -> None:
+    """A gradient is added to those before it behind the backward pass of the next unit, not behind its own."""
+    checked = make_step("ring", 2, step(batch=2, layers=3), micro_batches=2)
+    ops = checked.schedule.program(0).ops
+    sums = [at for at, op in enumerate(ops) if isinstance(op, ReduceScatter)]
+    added = [at for at, op in enumerate(ops) if isinstance(op, Accumulate) and op.label.startswith("add gradients")]
+    assert len(sums) == 2 * len(added)
+    for own, following, at in zip(sums[5:-1], sums[6:], added[:-1], strict=True):
+        assert own < following < at
+
+
+def test_bytes_by_hand() -> None:
+    """2 ranks send each byte of a gathered or reduce-scattered weight once: at stage 3 layers' weights are gathered
+    twice, others once, and gradients summed once, in each of two micro-batches.
+    """
+    workload = step(batch=2)
+    one, two = (
+        make_step("ring", 2, workload, micro_batches=count).schedule.header.claims.wire_bytes for count in (1, 2)
+    )
+    sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
+    of_layers = sum(math.prod(u.flat.shape(workload.model)) for u in units(workload) if u.name == LAYER.name)
+    assert two - one == 8 * (sum(sizes) + of_layers) + 8 * sum(sizes)
+
+
+def test_flops_are_those_of_the_whole_batch() -> None:
+    one, two = (make_step("ring", 2, step(batch=2), micro_batches=count).schedule.header.claims for count in (1, 2))
+    assert one.gemm_flops == two.gemm_flops > gemm_flops(step(batch=2))
+    assert one.attention_flops == two.attention_flops
+
+
+@pytest.mark.parametrize(("stage", "share"), [(3, 2), (1, 1)])
+def test_only_sums_outlive_a_micro_batch(stage: ZeroStage, share: int) -> None:
+    """Of each weight one fp64 number: from stage 2 on of what a rank owns, half on 2 ranks, and below it of all."""
+    workload = step(batch=2, layers=3)
+    checked = make_step("zigzag", 2, workload, micro_batches=2, zero_stage=stage)
+    program = checked.schedule.program(0)
+    parts = [op.part for op in program.ops]
+    second = parts.index("forward", parts.index("backward"))
+    ports = {port.view.buffer for port in (*program.inputs, *program.outputs)}
+    held = Counter[str]()
+    for number, life in enumerate(lifetimes(program, checked.dependencies[0])):
+        if life.first < second < life.end and number not in ports:
+            held[program.buffers[number].category] += program.buffers[number].nbytes
+    total = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+    assert held == {"gradient": 8 * total // share}
+
+
+def test_activations_are_those_of_one_micro_batch() -> None:
+    peaks = {}
+    for batch, count in ((1, 1), (2, 2), (2, 1)):
+        checked = make_step("zigzag", 2, step(batch=batch, seq=512, layers=4), micro_batches=count)
+        peaks[batch, count] = walk(checked.schedule.program(0), checked.dependencies[0]).by_category
+    assert peaks[2, 2]["attention"] == peaks[1, 1]["attention"] == peaks[2, 1]["attention"] / 2
+
+
+def changed(schedule: Schedule, change: Callable[[list[Op]], list[Op]]) -> Schedule:
+    """Return a schedule whose programs' ops are changed."""
+    programs = [program.replace(ops=tuple(change(list(program.ops)))) for program in schedule.programs]
+    return Schedule(schedule.header, programs.__getitem__)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_that_lacks_a_micro_batch_or_has_it_twice(stage: int) -> None:
+    schedule = make_step("ring", 2, step(batch=2), micro_batches=2, zero_stage=stage).schedule
+    for name in ("weights", "embedding", "head"):
+
+        def added(ops: list[Op], name: str = name) -> int:
+            return next(at for at, op in enumerate(ops) if op.label == f"add gradients of {name}")
+
+        refuses(changed(schedule, lambda ops: ops[: added(ops)] + ops[added(ops) + 1 :]), "not complete")
+        refuses(changed(schedule, lambda ops: ops[: added(ops)] + ops[added(ops) :][:1] + ops[added(ops) :]), "twice")
+
+
+def test_a_micro_batch_that_is_played_twice() -> None:
+    """The second pass embeds the ids of the first one; its labels are of others then."""
+    schedule = make_step("ring", 2, step(batch=2), micro_batches=2).schedule
+
+    def first_ids(ops: list[Op]) -> list[Op]:
+        first = next(op.ids for op in ops if isinstance(op, Embed))
+        return [msgspec.structs.replace(op, ids=first) if isinstance(op, Embed) else op for op in ops]
+
+    refuses(changed(schedule, first_ids), "with other tokens")
+
+
+def test_a_batch_that_is_not_played() -> None:
+    """An id port that says it holds another sequence."""
+    schedule = make_step("ring", 2, step(batch=2), micro_batches=2).schedule
+
+    def program(rank: int) -> Program:
+        found = schedule.program(rank)
+        ports = [msgspec.structs.replace(port, batch=Span(0, 1)) if port.tensor in {"ids", "labels"} else port
+                 for port in found.inputs]  # fmt: skip
+        return found.replace(inputs=tuple(ports))
+
+    refuses(Schedule(schedule.header, program), "twice|belong to two|expected")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_batches_that_do_not_divide(count: int) -> None:
+    with pytest.raises(InputError, match=f"micro_batches={count} does not divide the 4 .*: allowed are 1, 2, 4"):
+        make_step("ring", 2, step(batch=4), micro_batches=count)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InputError, match="schedule.micro_batches=2 is of training steps"):
+        make_step("ring", 2, step(batch=2, scope="layer"), micro_batches=2)
+    with pytest.raises(InputError, match="micro_batches=2 adds gradients up in fp32, and below zero_stage 2"):
+        make_step("ring", 2, step(batch=2), micro_batches=2, zero_stage=1, reduce="model")
+
+
+def rebuilt(count: int, dp: int = 1) -> Schedule:
+    """Return a step of so many micro-batches of one sequence, written in calls."""
+    return make_step("ring", 2 * dp, step(batch=count, layers=3), dp, micro_batches=count).schedule
+
+
+def test_later_micro_batches_are_remembered_by_the_proof() -> None:
+    """Of them only the sums are played that follow on others, and the ends of the pass."""
+    played = []
+    for count in (2, 3, 4):
+        supersteps = Supersteps(rebuilt(count))
+        supersteps.play()
+        played.append(supersteps.num_played)
+    more, same = (later - before for before, later in pairwise(played))
+    assert more == same < played[0] / 4
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_proof_that_remembers_finds_what_the_flat_one_finds(dp: int) -> None:
+    schedule = rebuilt(3, dp)
+    checked = Checked(flattened(schedule))
+    flat = AbstractPlayer(checked.schedule, checked.matching, checked.dependencies)
+    flat.run()
+    supersteps = Supersteps(schedule)
+    supersteps.play()
+    for rank, memory in enumerate(flat.memory):
+        for number, held in enumerate(memory.held()):
+            found = supersteps.held(rank, number)
+            assert sorted(coalesced(list(found.pieces))) == sorted(coalesced(list(held.pieces)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", slow_but({0}, range(6)))
+def test_a_call_that_is_given_another_buffer(seed: int) -> None:
+    """As that of another micro-batch: what the proof that remembers accepts the flat one accepts."""
+    draw, verdicts, schedule = Random(seed), Counter[tuple[bool, bool]](), rebuilt(3)
+    for _ in range(40):
+        changed = rebinding(draw, schedule)
+        if changed.programs != schedule.programs:
+            verdicts[by_calls(changed), by_all_ops(flattened(changed))] += 1
+    assert not verdicts[True, False]
+    assert verdicts[False, False] > 15
