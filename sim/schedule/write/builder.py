@@ -207,10 +207,10 @@ class ProgramBuilder:
         shape = (self.batch.size, heads, tokens)
         return self.buffer(name, "bhs", shape, accumulation_dtype(self.workload.dtype), category)
 
-    def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None) -> View:
+    def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None, place: Place = "hbm") -> View:
         """Return a new buffer with the shape and dims of a view, by default with its data type too."""
         buffer = self._buffer(view)
-        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
+        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category, place)
 
     def like_all(
         self,
