@@ -265,6 +265,10 @@ class ProgramBuilder:
         """Return the data type of a view's buffer."""
         return self._buffer(view).dtype
 
+    def place(self, view: View) -> Place:
+        """Return where a view's buffer lies."""
+        return self._buffer(view).place
+
     def parts_are_contiguous(self, split: Split) -> bool:
         """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
         return parts_are_contiguous(split, self._buffer(split.view))
@@ -335,8 +339,8 @@ class ProgramBuilder:
         """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
         pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
         """
-        places = {self._buffer(view).place for view in (source, target)}
-        stream = FETCH if self._buffer(target).place == "hbm" else OFFLOAD
+        places = {self.place(view) for view in (source, target)}
+        stream = FETCH if self.place(target) == "hbm" else OFFLOAD
         self.add(HostCopy(label=label, stream=stream, source=source, target=target), layer)
         if "pageable" in places:
             self.add(HostSync(label="pageable memory", streams=(stream,)))
