@@ -82,7 +82,7 @@ def _chunks(seq: int, chunk: int, ranks: int) -> Tokens:
     size = min(chunk, seq)
     if size < 1 or (size < seq and size % ranks):
         raise InputError(
-            f"`set` schedule.chunk={chunk}: expected the tokens of a chunk over all ranks, a multiple of {ranks} ranks"
+            f"`set` schedule.chunk={chunk}: expected tokens of all {ranks} ranks: allowed are multiples of {ranks}"
         )
     if seq % size or size % ranks:
         raise LengthError(seq, size if size < seq else ranks)
