@@ -145,6 +145,15 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
 }
 """What only layers have: activations in the host's memory."""
 
+DRAWN = [name for name, variant in (VARIANTS | OFFLOADED).items() if "chunk" not in variant.options]
+"""What random cells are made of; chunks of a few tokens are too many where sequences are long."""
+
+
+def uses_host_memory(name: str) -> bool:
+    """Return whether a schedule keeps anything in the host's memory."""
+    return name in OFFLOADED or getattr(VARIANTS[name].chosen, "offload", False)
+
+
 REFUSED = ("allowed are", "the nearest are", "set `passes` both")
 """What a refusal says: the values that are allowed."""
 

@@ -34,6 +34,7 @@ from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_clust
 from tests.schedule.test_step import STACKS, make_step, odd, step
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
+from topology.specs import DramSpec, PcieSpec, SocketSpec
 
 pytestmark = pytest.mark.gloo
 
@@ -163,7 +164,12 @@ def test_both_players_play_the_same_score(session: Session, name: str) -> None:
     step = run.step()
     run.close()
     executed = step.trace
-    simulated = simulate(checked, Cluster(make_cluster_spec(session.ranks)), None).trace
+    pcie, socket = (
+        PcieSpec(bytes_per_s=1e9, latency_s=0.0),
+        SocketSpec(dram=DramSpec(capacity_bytes=2**40, bytes_per_s=1e9)),
+    )
+    cluster = Cluster(make_cluster_spec(session.ranks, pcie=pcie, socket=socket))
+    simulated = simulate(checked, cluster, None).trace
     assert executed.schedule_hash == simulated.schedule_hash == checked.schedule.hash
     assert sum(breakdown(executed, 0).values()) == pytest.approx(executed.step_time_s)
     for program, dependencies, peak in zip(

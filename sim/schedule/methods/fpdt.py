@@ -318,7 +318,7 @@ class FpdtAttention:
             if step.is_first:
                 place = queries.empty("dout", held["q"]) if tools.trade.size > 1 else None
                 here |= tools.to_heads({"dout": dout[:, tools.rows(step.queries)]}, place)
-                here["dq"] = queries.empty("dq sum", held["q"], gradient_dtype(b.workload, tools.options))
+                here["dq"] = queries.empty("dq", held["q"], gradient_dtype(b.workload, tools.options))
                 if not step.is_last:
                     held["dout"] = tools.kept("dout", here["dout"])
             return here
@@ -339,7 +339,7 @@ class FpdtAttention:
                 tools.to_tokens("dq", dq.finished("dq"), local["dq"][:, tools.rows(step.queries)])
             elif following and following.queries != step.queries:
                 held = chunks[step.queries]
-                held["dq"] = tools.kept("dq sum", dq.total, held.get("dq"))
+                held["dq"] = tools.kept("dq", dq.total, held.get("dq"))
             tools.wait()
             if step.closes:
                 for name, total in zip(("dk", "dv"), sums, strict=True):
