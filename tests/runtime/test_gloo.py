@@ -127,6 +127,13 @@ def test_steps_whose_mlp_has_several_tiles(ranks: Callable[[int], Session], chec
     step_equals_the_reference(ranks(2), make_step("ulysses", 2, narrow(batch=2), mlp="tiled", checkpoint=checkpoint))
 
 
+@pytest.mark.parametrize("pipeline", ["ideal", "published"])
+def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None:
+    """Four chunks that wait on the host, as do inputs of layers, copied by threads of their own."""
+    options = {"pipeline": pipeline, "activations": "host", "loss": "chunked"}
+    step_equals_the_reference(ranks(2), make_step("fpdt", 2, step(), chunk=8, **options))
+
+
 def step_equals_the_reference(session: Session, checked: Checked) -> None:
     run = ScheduleRun(session, checked)
     for _ in range(2):
