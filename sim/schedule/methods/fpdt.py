@@ -73,6 +73,7 @@ def build(workload: Workload, mesh: Mesh, options: FpdtOptions = FpdtOptions()) 
         attention=lambda b: FpdtAttention(b, ulysses, chunks, options),
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
         source="arXiv:2408.16978 §4; all-to-alls as in arXiv:2309.14509 §3.2",
+        keeps_inputs=True,
     )
     return build_around(plan, workload, mesh, options)
 
@@ -247,11 +248,9 @@ class FpdtAttention:
         """Chunk by chunk: all-to-alls of q, k and v; attention of the queries whose keys are all there."""
         if len(self._held) in {0, self._count}:
             self._begin()
-        chunk, first = self._tools.rows(0).stop, len(self._held)
-        for start in range(0, q.shape[TOKENS], chunk):
-            rows = slice(start, start + chunk)
+        for chunk in range(q.shape[TOKENS] // self._tools.rows(0).stop):
+            rows = self._tools.rows(chunk)
             self._take({"q": q[:, rows], "k": k[:, rows], "v": v[:, rows]})
-        assert len(self._held) > first
         done = tuple([_saved(held) for held in self._held if "out" in held])
         return self._out[:, : self._tools.rows(len(self._held) - 1).stop], done[0]._replace(stages=done)
 
