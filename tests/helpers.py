@@ -128,6 +128,9 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "upipe over rings": Variant("upipe", {"layout": "zigzag"}, ulysses=2),
     "upipe, kept": Variant("upipe", {"recompute": False, "packed": True}, ulysses=4),
     "upipe of 1": Variant("upipe", {"layout": "striped"}, ulysses=1, order=RING_INNER),
+    "fpdt in chunks": Variant("fpdt", {"chunk": 8}),
+    "fpdt on the GPU": Variant("fpdt", {"chunk": 8, "offload": False, "gradients": "model"}),
+    "fpdt as published": Variant("fpdt", {"chunk": 16, "pipeline": "published"}),
     "standard attention": Variant("single", {"kernel": "standard"}),
     "memory-efficient attention": Variant("single", {"kernel": "memory-efficient"}),
 }
@@ -142,6 +145,15 @@ OFFLOADED: dict[str, Variant] = {f"{name}, offloaded": Variant(name, {"activatio
 }
 """What only layers have: activations in the host's memory."""
 
+DRAWN = [name for name, variant in (VARIANTS | OFFLOADED).items() if "chunk" not in variant.options]
+"""What random cells are made of; chunks of a few tokens are too many where sequences are long."""
+
+
+def uses_host_memory(name: str) -> bool:
+    """Return whether a schedule keeps anything in the host's memory."""
+    return name in OFFLOADED or getattr(VARIANTS[name].chosen, "offload", False)
+
+
 REFUSED = ("allowed are", "the nearest are", "set `passes` both")
 """What a refusal says: the values that are allowed."""
 
@@ -153,10 +165,13 @@ def is_refused(name: str, workload: Workload, ranks: int) -> bool:
         return True
     if variant.schedule == "balanced-ring" and (workload.mask == "full" or workload.window):
         return True
-    if variant.schedule == "ulysses" and workload.model.num_heads % ranks:
+    if variant.schedule in {"ulysses", "fpdt"} and workload.model.num_heads % ranks:
+        return True
+    chunk = variant.options.get("chunk", workload.seq)
+    if chunk < workload.seq and (chunk % ranks or workload.seq % chunk):
         return True
     chosen = variant.options.values()
-    keeps_more = variant.schedule == "upipe" or "kv-at-hand" in chosen or "standard" in chosen
+    keeps_more = variant.schedule in {"upipe", "fpdt"} or "kv-at-hand" in chosen or "standard" in chosen
     return keeps_more and not workload.forward
 
 

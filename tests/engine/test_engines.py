@@ -30,7 +30,7 @@ from sim.schedule.ir.program import Communicator, Header, Schedule
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Dtype, Workload, load_model
-from tests.helpers import OFFLOADED, VARIANTS, make_checked, make_model
+from tests.helpers import DRAWN, OFFLOADED, make_checked, make_model, uses_host_memory
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, LinkSpec, PerGpu
 
@@ -86,7 +86,7 @@ def cells(seed: int, count: int, most_ranks: int = 16) -> Iterator[Cell]:
     draw, of_machines = random.Random(seed), machines()
     models = [load_model("llama3-8b"), make_model(8, 4)]
     while count:
-        name, machine = draw.choice([*VARIANTS, *OFFLOADED]), draw.choice(of_machines)
+        name, machine = draw.choice(DRAWN), draw.choice(of_machines)
         ranks, layers = draw.choice([n for n in (1, 2, 3, 4, 6, 8, 16) if n <= most_ranks]), draw.choice([1, 2, 3])
         whole = name in OFFLOADED or draw.random() < 0.4
         cluster = Cluster(machine.cluster)
@@ -103,7 +103,7 @@ def cells(seed: int, count: int, most_ranks: int = 16) -> Iterator[Cell]:
             checked = make_checked(name, workload, ranks)
         except InputError:
             continue
-        if ranks > len(cluster.devices) or (name in OFFLOADED and not can_offload(cluster.spec)):
+        if ranks > len(cluster.devices) or (uses_host_memory(name) and not can_offload(cluster.spec)):
             continue
         count -= 1
         jitter = draw.choice([STEADY, Jitter(0.1, draw.randrange(100))])

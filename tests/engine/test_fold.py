@@ -21,7 +21,7 @@ from sim.profile import Profile, load_profile
 from sim.schedule.methods import ulysses
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload, load_model
-from tests.helpers import OFFLOADED, VARIANTS, make_model
+from tests.helpers import DRAWN, OFFLOADED, VARIANTS, make_model, uses_host_memory
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, NicSpec, PerGpu
 
@@ -56,7 +56,7 @@ def cells(seed: int, count: int) -> Iterator[Cell]:
         ("l20-pcie", ""),
     ]
     while count:
-        name, ranks, dp = draw.choice([*VARIANTS, *OFFLOADED]), draw.choice([1, 2, 4]), draw.choice([2, 3, 4])
+        name, ranks, dp = draw.choice(DRAWN), draw.choice([1, 2, 4]), draw.choice([2, 3, 4])
         variant = (VARIANTS | OFFLOADED)[name]
         cluster, profile = draw.choice(machines)
         whole = name in OFFLOADED or draw.random() < 0.6
@@ -65,7 +65,7 @@ def cells(seed: int, count: int) -> Iterator[Cell]:
         nodes = -(-ranks * dp // per_node)
         slow = tuple(draw.sample(range(ranks * dp), draw.choice([0, 0, 1, 2])))
         spec = machine(cluster, nodes, per_node, slow)
-        if name in OFFLOADED and spec.socket is None:
+        if uses_host_memory(name) and spec.socket is None:
             continue
         try:
             workload = Workload(

@@ -34,6 +34,7 @@ from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_clust
 from tests.schedule.test_step import STACKS, enough, make_step, odd
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
+from topology.specs import DramSpec, PcieSpec, SocketSpec
 
 pytestmark = pytest.mark.gloo
 
@@ -126,6 +127,13 @@ def test_steps_whose_mlp_has_several_tiles(ranks: Callable[[int], Session], chec
     step_equals_the_reference(ranks(2), make_step("ulysses", 2, narrow(batch=2), mlp="tiled", checkpoint=checkpoint))
 
 
+@pytest.mark.parametrize("pipeline", ["ideal", "published"])
+def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None:
+    """Four chunks that wait on the host, as do inputs of layers, copied by threads of their own."""
+    options = {"pipeline": pipeline, "activations": "host", "loss": "chunked"}
+    step_equals_the_reference(ranks(2), make_step("fpdt", 2, step(), chunk=8, **options))
+
+
 def step_equals_the_reference(session: Session, checked: Checked) -> None:
     run = ScheduleRun(session, checked)
     for _ in range(2):
@@ -163,7 +171,12 @@ def test_both_players_play_the_same_score(session: Session, name: str) -> None:
     step = run.step()
     run.close()
     executed = step.trace
-    simulated = simulate(checked, Cluster(make_cluster_spec(session.ranks)), None).trace
+    pcie, socket = (
+        PcieSpec(bytes_per_s=1e9, latency_s=0.0),
+        SocketSpec(dram=DramSpec(capacity_bytes=2**40, bytes_per_s=1e9)),
+    )
+    cluster = Cluster(make_cluster_spec(session.ranks, pcie=pcie, socket=socket))
+    simulated = simulate(checked, cluster, None).trace
     assert executed.schedule_hash == simulated.schedule_hash == checked.schedule.hash
     assert sum(breakdown(executed, 0).values()) == pytest.approx(executed.step_time_s)
     for program, dependencies, peak in zip(

@@ -197,6 +197,10 @@ WIRE: dict[str, Callable[[int], int]] = {
         ulysses_wire(min(p, 2)) + upipe_again(min(p, 2)) + ring_wire(max(p // 2, 1), kv_heads=HEADS_Q)
     ),
     "upipe, kept": ulysses_wire,
+    "fpdt": ulysses_wire,
+    "fpdt in chunks": ulysses_wire,
+    "fpdt on the GPU": ulysses_wire,
+    "fpdt as published": ulysses_wire,
     "upipe of 1": lambda p: ring_wire(p, kv_heads=HEADS_Q),
     "standard attention": lambda _: 0,
     "memory-efficient attention": lambda _: 0,

@@ -12,7 +12,7 @@ import msgspec
 from sim.errors import InputError
 from sim.mesh import Axis, Mesh, require_ranks
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods import allgather, balanced_ring, double_ring, ring, single, ulysses, upipe, usp
+from sim.schedule.methods import allgather, balanced_ring, double_ring, fpdt, ring, single, ulysses, upipe, usp
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.ring import RingOptions
 from sim.workload import ModelSpec, Workload
@@ -99,6 +99,7 @@ SCHEDULES: dict[str, Entry] = {
     "balanced-ring": Entry(balanced_ring.build, "arXiv:2310.03294", ("ring",), _BALANCED),
     "allgather": Entry(allgather.build, "arXiv:2407.21783", ("ring",), _RING),
     "ulysses": Entry(ulysses.build, "arXiv:2309.14509", ("ulysses",), _ULYSSES),
+    "fpdt": Entry(fpdt.build, "arXiv:2408.16978", ("ulysses",), _ULYSSES),
     "usp": Entry(usp.build, "arXiv:2405.07719", ("ulysses", "ring"), f"{_ULYSSES} + {_ON_RINGS}"),
     "upipe": Entry(upipe.build, "arXiv:2602.21196", ("ulysses", "ring"), f"{_ULYSSES} + H/U * {_ON_RINGS}"),
 }

@@ -83,8 +83,8 @@ class _Recorder(Interpreter):
         self._own(key, op)
 
     def host_sync(self, key: Key, op: ops.HostSync) -> None:
-        """See Interpreter; communicators are gone, copies to the host and back are not."""
-        streams = tuple(stream for stream in op.streams if stream in {ops.OFFLOAD, ops.FETCH})
+        """See Interpreter; communicators are gone, kernels and copies to the host and back are not."""
+        streams = tuple(stream for stream in op.streams if stream in ops.STREAMS)
         if streams:
             self._own(key, msgspec.structs.replace(op, streams=streams))
 

@@ -54,14 +54,8 @@ class UlyssesAttention:
         self._b = builder
         self._trade = HeadTrade(builder, ulysses, options)
         model, size, position = builder.workload.model, self._trade.size, self._trade.position
-        heads, kv_heads = model.num_heads // size, max(1, model.num_kv_heads // size)
-        # Where key/value heads are fewer than members, which one each gets.
-        replicated = ("k", "v") if model.num_kv_heads < size else ()
-        self._replicas = dict.fromkeys(replicated, kv_heads_of(model, size))
-        first = kv_heads_of(model, size)[position]
-        self.saved_shard = Shard(
-            tokens=tokens, heads=Span(position * heads, (position + 1) * heads), kv_heads=Span(first, first + kv_heads)
-        )
+        self._replicas = replicas_of(model, size)
+        self.saved_shard = shard_of_heads(model, size, position, tokens)
         self._inside = inside(builder, self.saved_shard)
         self._local_tokens = num_tokens(tokens) // size
 
@@ -100,6 +94,18 @@ class UlyssesAttention:
 def kv_heads_of(model: ModelSpec, size: int) -> tuple[int, ...]:
     """Return the first key/value head of every member of a group, or the head that each of ``size`` replicas is of."""
     return tuple(member * model.num_kv_heads // size for member in range(size))
+
+
+def replicas_of(model: ModelSpec, size: int) -> dict[str, tuple[int, ...]]:
+    """Return, where key/value heads are fewer than members of a group, which one each gets."""
+    return dict.fromkeys(("k", "v") if model.num_kv_heads < size else (), kv_heads_of(model, size))
+
+
+def shard_of_heads(model: ModelSpec, size: int, position: int, tokens: Tokens) -> Shard:
+    """Return what a member of a group has of these tokens: the heads of its place."""
+    heads, kv_heads = model.num_heads // size, max(1, model.num_kv_heads // size)
+    first = kv_heads_of(model, size)[position]
+    return Shard(tokens, Span(position * heads, (position + 1) * heads), Span(first, first + kv_heads))
 
 
 def check_heads(model: ModelSpec, degree: int) -> None:

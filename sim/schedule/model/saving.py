@@ -11,7 +11,7 @@ from sim.schedule.ir.ops import OFFLOAD, HostSync
 from sim.schedule.ir.views import View
 from sim.schedule.model.write import Kept, Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.nests import mapped
+from sim.schedule.write.nests import flatten, mapped
 
 
 class Saving(Protocol):
@@ -47,14 +47,22 @@ class _Elsewhere(Keep):
     def __init__(self, b: ProgramBuilder, place: Place, *, waits: bool) -> None:
         super().__init__()
         self._b, self._place, self._waits = b, place, waits
+        self._stays: set[int] = set()
+        """Numbers of buffers."""
+
+    def _leave(self, kept: Kept) -> None:
+        """Let what attention keeps in the host's memory itself stay there."""
+        views: list[View] = []
+        flatten(kept, views, [])
+        self._stays.update([view.buffer for view in views if self._b.place(view) != "hbm"])
 
     def _copied(self, layer: int, place: Place, label: str, kept: Kept) -> Kept:
-        """Append a copy of every buffer of what is kept but inputs, which stay; return the views of the copies."""
+        """Append a copy of every buffer of what is kept but those that stay, as inputs do; return where all is."""
         b = self._b
         copies: dict[int, View] = {}
 
         def moved(view: View) -> View:
-            if b.is_input(view):
+            if b.is_input(view) or view.buffer in self._stays:
                 return view
             if view.buffer not in copies:
                 whole = b.whole(view)
@@ -77,6 +85,7 @@ class SaveOnCpu(_Elsewhere):
 
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
+        self._leave(kept)
         self._kept[layer] = self._b.call(
             "offload", layer, partial(self._copied, layer, self._place, "offload layer"), kept
         )
@@ -101,6 +110,7 @@ class Offload(_Elsewhere):
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
         if layer < self._last:
+            self._leave(kept)
             kept = self._b.call("offload", layer, partial(self._offloaded, layer), kept)
         self._kept[layer] = kept
 

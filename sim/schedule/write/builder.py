@@ -212,10 +212,10 @@ class ProgramBuilder:
         shape = (self.batch.size, heads, tokens)
         return self.buffer(name, "bhs", shape, accumulation_dtype(self.workload.dtype), category)
 
-    def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None) -> View:
+    def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None, place: Place = "hbm") -> View:
         """Return a new buffer with the shape and dims of a view, by default with its data type too."""
         buffer = self._buffer(view)
-        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category)
+        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category, place)
 
     def like_all(
         self,
@@ -269,6 +269,10 @@ class ProgramBuilder:
     def dtype(self, view: View) -> Dtype:
         """Return the data type of a view's buffer."""
         return self._buffer(view).dtype
+
+    def place(self, view: View) -> Place:
+        """Return where a view's buffer lies."""
+        return self._buffer(view).place
 
     def parts_are_contiguous(self, split: Split) -> bool:
         """Return whether a split can be sent or received as it is: its parts follow each other in memory."""
@@ -340,8 +344,8 @@ class ProgramBuilder:
         """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
         pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
         """
-        places = {self._buffer(view).place for view in (source, target)}
-        stream = FETCH if self._buffer(target).place == "hbm" else OFFLOAD
+        places = {self.place(view) for view in (source, target)}
+        stream = FETCH if self.place(target) == "hbm" else OFFLOAD
         self.add(HostCopy(label=label, stream=stream, source=source, target=target), layer)
         if "pageable" in places:
             self.add(HostSync(label="pageable memory", streams=(stream,)))

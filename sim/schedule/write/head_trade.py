@@ -54,9 +54,14 @@ class HeadTrade:
         self.position = over.position(builder.rank)
 
     def to_heads(
-        self, local: dict[str, View], category: Category, heads: Mapping[str, Sequence[int]] = NO_HEADS
+        self,
+        local: dict[str, View],
+        category: Category,
+        heads: Mapping[str, Sequence[int]] = NO_HEADS,
+        into: View | None = None,
     ) -> list[View]:
-        """Return (B, S, h, D) of all tokens of the group from (B, S/U, H, D) of this rank's, by name.
+        """Return (B, S, h, D) of all tokens of the group from (B, S/U, H, D) of this rank's, by name; of a single one
+        it may say where that shall be.
 
         Member i gets the i-th H/U heads of a tensor, or the one head ``heads[name][i]``.
         """
@@ -65,7 +70,7 @@ class HeadTrade:
             _, tokens, total, _ = view.shape
             chosen = tuple(heads.get(name, ()))
             each = 1 if chosen else total // self.size
-            whole = self._b.tensor(f"{name} of heads", tokens * self.size, each, category)
+            whole = into or self._b.tensor(f"{name} of heads", tokens * self.size, each, category)
             sends = Split(view, HEADS, total if chosen else self.size)
             parts.append(_Part(name, sends, Split(whole, TOKENS, self.size), chosen))
         return self._trade(parts)
