@@ -31,7 +31,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
-from tests.schedule.test_step import STACKS, enough, make_step, odd
+from tests.schedule.test_step import STACKS, enough, make_step, odd, step
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
 from topology.specs import DramSpec, PcieSpec, SocketSpec
