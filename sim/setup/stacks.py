@@ -73,6 +73,10 @@ STACKS: dict[str, Stack] = {
         "Ulysses, MLP and loss in tiles, inputs of layers and the optimiser on the host", "ulysses",
         {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu", "optimiser": "host"}, "arXiv:2506.13996 §3",
     ),
+    "fpdt": Stack(
+        "attention over chunks that wait on the host, MLP and loss in tiles, inputs of layers on the host", "fpdt",
+        {"pipeline": "published", "mlp": "tiled", "loss": "chunked", "activations": "host"}, "arXiv:2408.16978 §4",
+    ),
     "upipe": Stack(
         "attention of some heads at a time, MLP and loss in tiles, inputs of layers on the host", "upipe",
         {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu"}, "arXiv:2602.21196 §5",

@@ -33,7 +33,7 @@ ROOT = FOLDER.parents[1]
 PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments", "tests")
 PAGES = [ROOT / "README.md", *sorted(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))]
 FILES = [path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.*")]
-SHOWN = ("list", "show", "simulate")
+SHOWN = ("list", "show", "simulate", "fit")
 """Verbs that are quick enough to be run for what they print."""
 
 
