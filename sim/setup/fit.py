@@ -76,7 +76,7 @@ def ladder(setup: Setup, *, most: int | str = "16M", progress: Progress | None =
     memory in bytes, also by term, whether that fits, and the seconds that the step takes, or would. What the setup says
     of schedule and stack does not matter, and of its options what no technique sets.
 
-    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=1, seq="8K")
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> ladder(small, most="8K").to_dict()["longest"][0]
     8192
     """
@@ -127,7 +127,7 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     longer. If none does alone, all are named that it takes, or, where all together are not enough, none. Where a
     schedule cannot be built ``error`` says why.
 
-    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=1)
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2)
     >>> fit(small, ["ulysses"], ["8K"])[0]["fits"]
     True
     """

@@ -19,7 +19,7 @@ from tests.helpers import make_checked, make_model
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [2, 3])
 def test_as_much_is_pinned_as_a_step_holds(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
     checked = make_checked(
         "single, offloaded", Workload(model=make_model(8, 4), seq=64, scope="layer", layers=layers), 1
