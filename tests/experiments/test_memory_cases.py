@@ -104,7 +104,7 @@ def test_upipes_marks() -> None:
     marks = {(one.case.about, one.case.setup.seq): one.judgement for one in found if one.case.ran is not None}
     assert len(marks) == 13
     assert [mark for mark, judgement in marks.items() if judgement == "wrong"] == [("ulysses", "4M")]
-    assert [mark for mark, judgement in marks.items() if judgement == "at the limit"] == [("zigzag", "4M")]
+    assert list(marks.values()).count("right") == 12
     states = [one.errors["parameters + gradients + optimiser"] for one in found if one.case.measured_bytes]
     assert len(states) == 2
     assert max(map(abs, states)) < 0.1

@@ -140,6 +140,10 @@ class Flat:
             whole = {unit: partial(self._whole, unit) for unit in self._units}
             self._weights = {unit: b.call(unit.name, unit.layer, made) for unit, made in whole.items()}
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
+        self._sets: list[tuple[View, Values]] = []
+        """Of units that are on their way."""
+        self._begun = self._gathered = 0
+        """How many are in this pass, and have arrived."""
         self._packed: dict[str, View] = {}
         self._made: Values = {}
         """Gradients of the unit that is being written."""
@@ -193,17 +197,35 @@ class Flat:
         return {w: b.input_of(w.later(unit.layer), w.rows(b.workload.model)) for w in unit.weights}
 
     def gather(self, unit: Unit) -> Values:
-        """See Params."""
+        """See Params. Weights of the next units are on their way before the kernels of this one are issued, as those of
+        FSDP2 are, which has streams for what is done before they are sent.
+        """
         if self._stage < 3:
             return self._weights[unit]
+        for ahead in self._order[self._begun : self._gathered + 1 + self._options.prefetch]:
+            self._sets.append(self._begin(ahead))
+            self._begun += 1
+        assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
+        self._gathered += 1
+        flat, weights = self._sets.pop(0)
+        self._b.call(f"unpack {unit.name}", unit.layer, partial(self._unpack, unit), flat, weights)
+        return weights
+
+    @cached_property
+    def _order(self) -> tuple[Unit, ...]:
+        """In which order a pass gathers: weights of both ends once, those of layers for backward again."""
+        again = reversed(self._units[1:-1]) if self._b.workload.backward else ()
+        return (*self._units, *again)
+
+    def _begin(self, unit: Unit) -> tuple[View, Values]:
+        """Append what sends a unit's weights; return where they arrive, and where they are to be."""
         pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._units)
         if len(pool.sets) < min(alike, 1 + self._options.prefetch):
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
         flat, weights = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
         own = self._kept[unit].gathered
-        self._b.call(f"gather {unit.name}", unit.layer, partial(self._gather, unit), own, flat, weights)
-        return weights
+        return self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, flat), weights
 
     def _room(self, unit: Unit) -> tuple[View, Values]:
         b = self._b
@@ -218,20 +240,23 @@ class Flat:
         extent = self._each(unit.flat) * self._num_parts
         return self._b.buffer(f"gathered {unit.name}", "i", (extent,), self._b.workload.dtype, "communication")
 
-    def _gather(self, unit: Unit, own: View, flat: View, weights: Values) -> None:
-        """Append what brings the weights of all ranks here, in the model's data type."""
+    def _send(self, unit: Unit, own: View, flat: View) -> View:
+        """Append what brings the weights of all ranks here, in the model's data type; return where they are."""
         b, within, each = self._b, self._shards.within, self._each(unit.flat)
-        (count,), (size,) = own.shape, unit.flat.shape(b.workload.model)
+        (count,) = own.shape
         if self._casts or count < each:
             sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
             b.copy(own, self._pad(sent, count), "cast weights")
             own = sent
-        if within:
-            recvs = Split(flat, 0, self._num_parts)
-            b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
-        else:
-            flat = own
-        b.add(Unpack(label=f"unpack {unit.name}", flat=flat[:size], weights=tuple(weights.values())))
+        if within is None:
+            return own
+        recvs = Split(flat, 0, self._num_parts)
+        b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
+        return flat
+
+    def _unpack(self, unit: Unit, flat: View, weights: Values) -> None:
+        (size,) = unit.flat.shape(self._b.workload.model)
+        self._b.add(Unpack(label=f"unpack {unit.name}", flat=flat[:size], weights=tuple(weights.values())))
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
@@ -331,6 +356,7 @@ class Flat:
         """
         self._settle(lag=0)
         self._pools.clear()
+        self._begun = self._gathered = 0
         self._packed.clear()
         self._passes_left -= 1
         sums = [one.name for one in (self._shards.gradients, self._shards.across) if one]
@@ -387,7 +413,7 @@ class Flat:
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
-            self._gather(unit, gathered, self._flat(unit), weights)
+            self._unpack(unit, self._send(unit, gathered, self._flat(unit)), weights)
             for weight, view in weights.items():
                 whole = updated(weight).later(unit.layer)
                 b.output_of(whole, whole.rows(b.workload.model), view)
