@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
@@ -105,17 +106,23 @@ class StateRules(NamedTuple):
         """Raise where squares are not those of all gradients, each once and complete; layers count from any."""
         first = min(square.layer for square in squares)
         found = sorted((square.tensor, square.layer - first) for square in squares)
-        wanted = {(unit.square.name, unit.layer): unit.flat for unit in units(self.workload)}
-        if found != sorted(wanted):
+        wanted = _squares(self.workload)
+        if found != list(wanted):
             lacking = sorted(wanted.keys() - set(found)) or [("none", 0)]
             raise ScheduleError(f"updates by a norm that lacks {lacking[0][0]} of layer {lacking[0][1]}, or has others")
         for square in squares:
-            if sum(rows.size for rows, _ in square.seen) != _rows(_OF_SQUARE[square.tensor].flat, self._model).size:
+            if sum(rows.size for rows, _ in square.seen) != wanted[square.tensor, square.layer - first]:
                 raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
 _FLAT_WEIGHTS = {one.name for unit in UNIT_KINDS for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
-_OF_SQUARE = {unit.square.name: unit for unit in UNIT_KINDS}
+
+
+@lru_cache(maxsize=16)
+def _squares(workload: Workload) -> dict[tuple[str, int], int]:
+    """Return how many elements the sums of squares of a step are of, by name and layer, in order."""
+    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in units(workload)}
+    return dict(sorted(found.items()))
 
 
 def _unit(content: Content) -> Unit:
