@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def seconds(value: float) -> str:
-    """Return a time with a fitting unit: 1.234 s, 12.34 ms, 56.7 us."""
+    """Return a time with a fitting unit: 12345 s, 1.234 s, 12.34 ms, 56.7 us."""
+    if abs(value) >= 1e4:
+        return f"{value:.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
@@ -12,8 +14,8 @@ def seconds(value: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a size in GiB = 2^30 B, MiB or KiB."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+    """Return a size in TiB = 2^40 B, GiB, MiB or KiB."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 2**power:
             return f"{nbytes / 2**power:.4g} {unit}"
     return f"{nbytes:g} B"

@@ -23,6 +23,7 @@ def page(title: str, rows: Sequence[dict[str, Any]], capacity_bytes: int) -> str
         seq=length(rows[0]["seq"]),
         key=legend([[look] for look in looks], _WIDTH),
         plot=bars(rows, capacity_bytes),
+        heads=("techniques", "longest context", "step", "peak", "left", "host", *TERMS),
         rows=rows,
         terms=TERMS,
         length=length,

@@ -106,20 +106,18 @@ def ladder(command: Ladder, console: Console) -> None:
 
 
 def _ladder_table(title: str, found: longstep.Table) -> Table:
-    terms = [term for term in TERMS if any(row[term] for row in found.rows)]
-    heads = ("techniques", "longest", "step", "peak", "left", "host", *terms)
+    heads = ("techniques", "longest", "step", "peak", "left", "host", "most of the peak")
     table = Table(*heads, title=title, title_justify="left")
     for row in found.rows:
-        left = row["free_bytes"]
-        shown = f"{'-' if left < 0 else ''}{size(abs(left))}"
+        largest = sorted(TERMS, key=lambda term: -row[term])[:2]
         table.add_row(
             row["techniques"],
             length(row["longest"]) if row["longest"] else "none",
             seconds(row["step_time_s"]),
             size(row["peak_hbm_bytes"]),
-            shown,
+            f"{'-' if row['free_bytes'] < 0 else ''}{size(abs(row['free_bytes']))}",
             size(row["peak_host_bytes"]),
-            *(size(row[term]) for term in terms),
+            ", ".join(f"{term} {size(row[term])}" for term in largest),
         )
     return table
 
