@@ -96,7 +96,9 @@ class MemoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     cases: list[dict[str, Any]]
-    """Each a selection, with ``ran`` (false: out of memory) or ``measured_gib`` by term; ``about`` names it."""
+    """Each a selection, with ``ran`` (false: out of memory), ``measured_gib`` by term, or ``longest`` in place of
+    ``seq``: the longest context that ran. ``about`` names it.
+    """
     target: float | None = None
     """Largest error of a measured size that counts as met."""
     set: tuple[str, ...] = ()
@@ -112,7 +114,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str
     """Of the machine, as ``--profile`` takes it, FILE.json from the folder of the case file; at datasheet rates there
     are no intervals."""
-    group: list[Group]
+    group: list[Group] = []
     profile_sha256: str = ""
     """Of the profile's file when the cases were written, or the beginning of it; where the file is another one since,
     the evidence says so."""
@@ -235,8 +237,11 @@ def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
-    if not file.group or not all(group.cases for group in file.group):
-        raise InputError(f"case file {name!r}: a group holds no case; give each [[group]] its cases = [{{ … }}]")
+    groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
+    if not groups or not all(group.cases for group in groups):
+        raise InputError(
+            f"case file {name!r}: a group holds no case; give each [[group]] and [[memory]] its cases = [{{ … }}]"
+        )
     names = [*(group.name for group in file.group), *(together.name for together in file.together)]
     if len(set(names)) < len(names):
         raise InputError(f"case file {name!r}: two groups have one name: {', '.join(names)}; give each its own")

@@ -102,8 +102,12 @@ def _coverage(cells: Sequence[Judged]) -> float | None:
 
 
 def _published(evidence: Evidence) -> Iterator[Headline]:
-    """Yield the row of a case file; where some of its groups are judged together, one of these, and of each other."""
+    """Yield the row of a case file; where some of its groups are judged together, one of these, and of each other;
+    none where only memory is known.
+    """
     file, found = evidence.file, evidence.found
+    if not file.group:
+        return
     if not file.together:
         yield _headline(file.title, found, file.target)
         return

@@ -1,4 +1,4 @@
-"""Memory that others measured, held against the walk: whether a step ran or was out of memory, and what it held.
+"""Memory that others measured, held against the walk: whether a step ran, what it held, and how long it could be.
 
 A case file has these beside its times, in groups of their own: a step needs no play to be judged by its memory.
 """
@@ -15,11 +15,16 @@ from sim.engine.room import Room
 from sim.errors import InputError, unknown
 from sim.memory import TERMS
 from sim.setup import names
+from sim.setup.fit import longest
 from sim.setup.room import room
 from sim.setup.setup import Setup
 
 Judgement = Literal["right", "at the limit", "wrong"]
 _GIB = 2**30
+_WITHIN = 2.0
+"""A longest context is right within one power of two."""
+_MOST = 16
+"""Up to how many times the longest context that was measured a longer one is looked for."""
 
 
 class MemoryCase(NamedTuple):
@@ -33,6 +38,8 @@ class MemoryCase(NamedTuple):
     """Whether it did, or was out of memory; None where it is not asked."""
     measured_bytes: dict[str, int]
     """By terms: of one, of several joined by " + ", or of all, the peak."""
+    longest: int | None = None
+    """Tokens of the longest context that ran, which the setup has then; None where it is not asked."""
 
 
 class MemoryFound(NamedTuple):
@@ -40,6 +47,8 @@ class MemoryFound(NamedTuple):
 
     case: MemoryCase
     room: Room
+    longest: int | None = None
+    """Tokens of the longest context that fits, where it is asked."""
 
     @property
     def judgement(self) -> Judgement:
@@ -58,6 +67,11 @@ class MemoryFound(NamedTuple):
         """Predicted over measured, minus 1."""
         return {what: found / self.case.measured_bytes[what] - 1 for what, found in self.predicted_bytes.items()}
 
+    @property
+    def ratio(self) -> float | None:
+        """Longest context, predicted over measured."""
+        return None if self.longest is None or not self.case.longest else self.longest / self.case.longest
+
 
 def memory_cases(file: CaseFile) -> list[MemoryCase]:
     """Return the cases of a file that are of memory; raises InputError that names what is wrong."""
@@ -67,9 +81,13 @@ def memory_cases(file: CaseFile) -> list[MemoryCase]:
 def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> MemoryCase:
     where = f"case file {file.title!r}, memory {group.name!r}"
     fields = dict(case)
-    about, ran, measured = (fields.pop(key, None) for key in ("about", "ran", "measured_gib"))
-    if not isinstance(ran, bool | None) or (ran is None and not measured):
-        raise InputError(f"{where}: {case} says neither ran = true or false nor measured_gib = {{ TERM = GIB }}")
+    about, ran, measured, tokens = (fields.pop(key, None) for key in ("about", "ran", "measured_gib", "longest"))
+    if not isinstance(ran, bool | None) or (ran is None and not measured and tokens is None):
+        raise InputError(
+            f"{where}: {case} says neither ran = true or false nor measured_gib = {{ TERM = GIB }} nor longest = LENGTH"
+        )
+    if tokens is not None and "seq" in fields:
+        raise InputError(f"{where}: {case} says both longest and seq: longest is the length; leave out seq")
     if not isinstance(measured, dict | None) or not all(
         isinstance(gib, int | float) and gib > 0 for gib in (measured or {}).values()
     ):
@@ -77,11 +95,12 @@ def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> Memory
     for term in (term for what in measured or {} for term in _terms(what)):
         if term not in TERMS:
             raise unknown("term", term, TERMS, where)
-    setup = selected(file, fields, group.set, where)
+    setup = selected(file, fields if tokens is None else fields | {"seq": tokens}, group.set, where)
     if setup.scope != "step":
         raise InputError(f"{where}: scope is {setup.scope!r}: memory is that of a training step; set scope to step")
+    measured_longest = None if tokens is None else names.tokens("longest", setup.seq)
     sizes = {what: round(gib * _GIB) for what, gib in (measured or {}).items()}
-    return MemoryCase(group, setup, str(about or names.schedule_name(setup.played)), ran, sizes)
+    return MemoryCase(group, setup, str(about or names.schedule_name(setup.played)), ran, sizes, measured_longest)
 
 
 def _terms(what: str) -> list[str]:
@@ -90,18 +109,25 @@ def _terms(what: str) -> list[str]:
 
 def predicted_memory(file: CaseFile) -> list[MemoryFound]:
     """Return what is predicted of each of them."""
-    return [MemoryFound(case, room(case.setup.resolved())) for case in memory_cases(file)]
+    return [
+        MemoryFound(
+            case, room(case.setup.resolved()), longest(case.setup, _MOST * case.longest) if case.longest else None
+        )
+        for case in memory_cases(file)
+    ]
 
 
 MARK_HEADS = ("memory", "case", "S", "measured", "predicted", "left", "verdict")
 """Of the table of steps that ran, or were out of memory."""
 SIZE_HEADS = ("memory", "case", "S", "terms", "measured", "predicted", "error", "target")
 """Of the table of what was measured of a step's memory."""
+LONGEST_HEADS = ("memory", "case", "measured longest", "predicted", "ratio", "within one power of two")
+"""Of the table of longest contexts."""
 
 
 def memory_tables(found: Sequence[MemoryFound]) -> list[tuple[Sequence[str], list[list[str]]]]:
     """Return what steps with known memory say, as heads and rows of tables; none without such steps."""
-    tables = [(MARK_HEADS, mark_rows(found)), (SIZE_HEADS, size_rows(found))]
+    tables = [(MARK_HEADS, mark_rows(found)), (SIZE_HEADS, size_rows(found)), (LONGEST_HEADS, longest_rows(found))]
     return [(heads, rows) for heads, rows in tables if rows]
 
 
@@ -137,6 +163,17 @@ def size_rows(found: Sequence[MemoryFound]) -> list[list[str]]:
         for one in found
         for what, measured in one.case.measured_bytes.items()
     ]
+
+
+def longest_rows(found: Sequence[MemoryFound]) -> list[list[str]]:
+    """Return a row for each longest context that was measured, and one for all."""
+    asked = [(one, ratio) for one in found if (ratio := one.ratio) is not None]
+    right = [1 / _WITHIN <= ratio <= _WITHIN for _, ratio in asked]
+    rows = [
+        [*_named(one.case), length(one.longest or 0), f"{ratio:.2f}", "right" if within else "wrong"]
+        for (one, ratio), within in zip(asked, right, strict=True)
+    ]
+    return [*rows, ["all", "", "", "", "", f"{sum(right)} of {len(right)} right"]] if asked else []
 
 
 def _target(target: float | None, error: float) -> str:

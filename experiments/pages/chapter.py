@@ -147,7 +147,7 @@ def _published_section(evidence: Evidence) -> list[str]:
         f"### {_escaped(file.title)}",
         _list(map(_escaped, lines)),
         *([file.notes.strip()] if file.notes else []),
-        markdown_table(heads, rows),
+        *([markdown_table(heads, rows)] if rows else []),
         *(markdown_table(heads, rows) for heads, rows in memory_tables(evidence.memory)),
     ]
 

@@ -53,8 +53,8 @@ def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
         shown.append(Evidence(file, found, host, with_fit, predicted_memory(file)))
         for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
             console.print(line, markup=False)
-        _print(HEADS, judged_groups(shown[-1]), console)
-        for heads, rows in memory_tables(shown[-1].memory):
+        groups = [(HEADS, judged_groups(shown[-1]))] if file.group else []
+        for heads, rows in [*groups, *memory_tables(shown[-1].memory)]:
             _print(heads, rows, console)
     return shown
 

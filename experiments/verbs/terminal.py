@@ -57,6 +57,11 @@ def report_table(title: str, report: Report) -> Table:
     table.add_row("tokens per second and GPU", f"{report.tokens_per_s_per_gpu:.4g}")
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")
+    if found := report.training:
+        if found.hfu is not None:
+            table.add_row("HFU, with what is computed again", f"{100 * found.hfu:.3g} %")
+        hours = f"{found.hours_per_billion_tokens:.4g} hours, {found.gpu_hours_per_billion_tokens:.4g} GPU-hours"
+        table.add_row("a billion tokens", hours)
     table.add_row("peak HBM, buffers only", size(report.peak_hbm_bytes))
     if report.room:
         for name, shown in _room_rows(report.room):

@@ -17,6 +17,7 @@ from sim.engine.simulate import Simulation
 from sim.engine.work import Work, links_s, of_routes, played, work_of
 from sim.memory import MemoryWalk, walks
 from sim.profile import Rates
+from sim.schedule.ir.program import Claims
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
@@ -36,6 +37,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """
     notes: list[str]
     """What was extrapolated or came from elsewhere."""
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What training at the speed of one step takes."""
+
+    hfu: float | None
+    """FLOPs of all matrix products and of attention over the peak: with what checkpointing, tiles and fused attention
+    compute again, which ``mfu`` leaves out (arXiv:2204.02311 appendix B); None where a builder claims no FLOPs."""
+    hours_per_billion_tokens: float
+    gpu_hours_per_billion_tokens: float
+    """As many for each GPU, together."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +81,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evidence: Evidence
     room: Room | None = None
     """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""
+    training: Training | None = None
+    """Of a training step, too."""
 
     @property
     def verdict(self) -> Verdict:
@@ -92,11 +106,12 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
     lower = floors(checked, cluster)
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+    tokens_per_s = replicas * workload.batch * workload.real_seq / step_s if step_s else 0.0
     return Report(
         step_time_s=step_s,
         interval_s=interval(simulation) if with_interval else None,
         step_times_s=simulation.step_times_s,
-        tokens_per_s_per_gpu=replicas * workload.batch * workload.real_seq / ranks / step_s if step_s else 0.0,
+        tokens_per_s_per_gpu=tokens_per_s / ranks,
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
@@ -109,6 +124,17 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         schedule_hash=trace.schedule_hash,
         evidence=evidence(simulation, beyond_dram),
         room=room,
+        training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
+    )
+
+
+def _training(claims: Claims | None, peak_flops: float, tokens_per_s: float, ranks: int) -> Training:
+    """Return what training takes, of the FLOPs that all ranks could do in a step."""
+    hours = 1e9 / tokens_per_s / 3600
+    return Training(
+        hfu=(claims.attention_flops + claims.gemm_flops) / peak_flops if claims else None,
+        hours_per_billion_tokens=hours,
+        gpu_hours_per_billion_tokens=ranks * hours,
     )
 
 

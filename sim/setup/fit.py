@@ -18,7 +18,7 @@ from sim.setup.table import Table
 PER_OCTAVE = 16
 """Lengths that are tried from one power of two to the next."""
 LEAST = 1024
-"""Tokens that each rank has at least where the longest context is looked for."""
+"""Tokens of a sequence that each rank has at least where the longest context is looked for."""
 
 Progress = Callable[[int, int], object]
 """Told how many rows are done, and of how many."""
@@ -28,7 +28,8 @@ def longest(setup: Setup, most: int) -> int:
     """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
     lengths between each power of two and the next.
     """
-    least = LEAST * setup.resolved().mesh.size
+    mesh = setup.resolved().mesh
+    least = LEAST * (mesh.size // mesh.dp)
     octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
     lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
     lengths = [tokens for tokens in lengths if tokens <= most]

@@ -154,11 +154,12 @@ def test_the_committed_chapter_names_all_sources() -> None:
     rows = {row[0]: row for row in few[1:]}
     groups = [table for table in rest if table[0][0] == "group"]
     files = [file for file, _ in read_all(["all"])]
-    assert len(groups) == len(files) == len(preset_names(FOLDER))
-    for file, table in zip(files, groups, strict=True):
+    assert len(files) == len(preset_names(FOLDER))
+    for file in files:
         assert f"### {file.title}" in text
         for line in (*rests_on(file), *measured_on(file)):
             assert f"- {line}" in text
+    for file, table in zip([file for file in files if file.group], groups, strict=True):
         names = [group.name for group in file.group] + [some.name for some in file.together]
         all_of = [*names, *(["all"] if len(names) > 1 else [])]
         fitted = [f"{name}, host fitted" for name in all_of if file.host_fit]

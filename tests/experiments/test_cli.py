@@ -80,7 +80,7 @@ H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K")
 
 def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(capsys, *H100)
-    assert [*found, "room"] == list(Report.__struct_fields__), "room is of training steps"
+    assert [*found, "room", "training"] == list(Report.__struct_fields__), "those are of training steps"
     assert {
         "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_hbm_bytes", "fits", "memory", "breakdown", "bound_by",
         "floors", "schedule_hash", "evidence",
@@ -134,6 +134,31 @@ def test_a_step_says_what_its_memory_goes_to_and_what_is_left(capsys: pytest.Cap
     small = ("cluster.socket.dram.capacity_bytes=1000", "schedule.activations=host")
     assert "no: 1.999 MiB too little of host" in printed(*small)
     assert "no: 2 GiB too little of GPU" in printed(f"cluster.hbm.capacity_bytes={needed + reserved - 2**31}")
+
+
+def test_a_step_says_what_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """MFU is of the model's FLOPs. Full checkpointing runs layers again but for their last product, w_down, and fused
+    attention its scores: HFU is of these, too. Matrix products take 2 FLOPs a weight forward and 4 backward.
+    """
+    options = ("--cluster", "hgx-h100", "--model", "tiny", "--seq", "1K", "--gpus", "2", "--scope", "step")
+    hardware = {}
+    for checkpoint in ("none", "full"):
+        found = simulate(capsys, *options, "--set", f"schedule.checkpoint={checkpoint}")
+        training, step_s = found["training"], found["step_time_s"]
+        assert training["gpu_hours_per_billion_tokens"] == 2 * training["hours_per_billion_tokens"]
+        assert 3600 * training["hours_per_billion_tokens"] == pytest.approx(step_s / 1024 * 1e9)
+        hardware[checkpoint] = training["hfu"] * step_s, found["mfu"] * step_s
+    again, head = 2 * (2 * 512**2 + 2 * 512 * 256 + 2 * 512 * 1536), 512 * 32000
+    attention = 2 * 4 * 512 * (1024 * 1025 // 2) / 1024  # forward, a token
+    model = 6 * (again + 2 * 512 * 1536 + head) + 3 * attention
+    executed = {"none": model + attention / 2, "full": model + attention / 2 + 2 * again + attention}
+    for checkpoint, flops in executed.items():
+        hfu, mfu = hardware[checkpoint]
+        assert hfu / mfu == pytest.approx(flops / model)
+    main(["simulate", *options])
+    printed = capsys.readouterr().out
+    assert "HFU, with what is computed again" in printed
+    assert "GPU-hours" in printed
 
 
 def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

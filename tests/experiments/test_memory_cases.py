@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence.cases import FOLDER, CaseFile
-from experiments.evidence.memory_cases import mark_rows, memory_cases, memory_tables, predicted_memory, size_rows
+from experiments.evidence.cases import FOLDER, CaseFile, read_cases
+from experiments.evidence.headlines import headlines
+from experiments.evidence.memory_cases import (
+    longest_rows,
+    mark_rows,
+    memory_cases,
+    memory_tables,
+    predicted_memory,
+    size_rows,
+)
+from experiments.evidence.published import Evidence, judged_groups
 from experiments.verbs.cli import main
 from sim.errors import InputError
 from sim.presets import load_toml
+from sim.setup.fit import PER_OCTAVE
+from sim.setup.room import room
 
 FILE = """
 title = "Our cluster"
@@ -70,12 +81,50 @@ def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
     assert found[0].case.setup.set == ("cluster.hbm.capacity_bytes=8000000000", "schedule.loss=chunked")
 
 
+def test_longest_contexts_are_judged(tmp_path: Path) -> None:
+    """By the ratio to what was measured; a replica's sequence may be as short as 1K, however many GPUs there are."""
+    replicas = 'about = "replicas", schedule = "single", dp_degree = 2'
+    more = ", ".join(
+        f"{{ {case} }}"
+        for case in (
+            f'{replicas}, longest = "128K", measured_gib = {{ peak = 1.0 }}',
+            f'{replicas}, longest = "1K"',
+            'schedule = "ring", longest = "64K", set = ["cluster.hbm.capacity_bytes=3000000000"]',
+        )
+    )
+    found = predicted_memory(read(tmp_path, more))[-3:]
+    assert [one.longest for one in found] == [found[0].longest, 16 * 1024, 0]
+    assert found[0].predicted_bytes == {"peak": sum(found[0].room.terms.values())}
+    lengths = (found[0].longest or 0, (found[0].longest or 0) + 128 * 1024 // PER_OCTAVE)
+    fits, does_not = (room(found[0].case.setup.replace(seq=seq).resolved()) for seq in lengths)
+    assert fits.free_bytes >= 0 > does_not.free_bytes
+    rows = longest_rows(found)
+    assert rows[0][:3] == ["marks", "replicas", "128K"]
+    assert [row[-1] for row in rows] == ["right", "wrong", "wrong", "1 of 3 right"]
+    assert [row[-2] for row in rows[1:]] == ["16.00", "0.00", ""]
+
+
+def test_a_file_may_have_memory_alone(tmp_path: Path) -> None:
+    """It has no row among those of times."""
+    path = tmp_path / "ours.toml"
+    text = FILE.format(more="")
+    path.write_text(text[: text.index("[[group]]")] + text[text.index("[[memory]]") :])
+    file, cases = read_cases(str(path))
+    assert cases == []
+    assert judged_groups(Evidence(file, [])) == headlines([Evidence(file, [])], []) == []
+    path.write_text(text[: text.index("[[group]]")])
+    with pytest.raises(InputError, match="a group holds no case"):
+        read_cases(str(path))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ('{ schedule = "ring" }', "says neither ran = true or false nor measured_gib"),
         ('{ schedule = "ring", ran = 1 }', "says neither ran"),
         ('{ schedule = "ring", measured_gib = { weights = 1.0 } }', "weights"),
+        ('{ schedule = "ring", longest = "64k tokens" }', "expected a positive whole number of tokens"),
+        ('{ schedule = "ring", seq = "1K", longest = "64K" }', "leave out seq"),
         ('{ schedule = "ring", measured_gib = { optimiser = 0.0 } }', "expected sizes above 0"),
         ('{ schedule = "mine.py:build", ran = true }', "case files take no Python file"),
         ('{ schedule = "ring", ran = true, measured_s = 1.0 }', "measured_s"),
@@ -113,3 +162,20 @@ def test_upipes_marks() -> None:
 def test_files_without_memory_show_no_table() -> None:
     file = load_toml("case file", "usp_a100", CaseFile, FOLDER, "`cases`")
     assert memory_tables(predicted_memory(file)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("mst_a100", []),
+        ("bpt_a100", []),
+        ("fpdt_a100", [("checkpoints on the host", "ZeRO-2"), ("checkpoints on the host", "ZeRO-3")]),
+    ],
+)
+def test_longest_contexts_that_were_published(name: str, wrong: list[tuple[str, str]]) -> None:
+    """Files say why some are wrong."""
+    found = predicted_memory(load_toml("case file", name, CaseFile, FOLDER, "`cases`"))
+    judged = [row for row in [*longest_rows(found), *mark_rows(found)] if row[-1] in {"right", "wrong"}]
+    assert len(judged) == len(found)
+    assert [(row[0], row[1]) for row in judged if row[-1] == "wrong"] == wrong
