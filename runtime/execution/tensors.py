@@ -136,7 +136,8 @@ def pinned(buffer: Buffer) -> torch.Tensor:
         why = str(error).partition("\n")[0]
         raise InputError(
             f"pinning {buffer.nbytes} bytes of the host's memory for {buffer.name!r} failed ({why}; locked memory has "
-            f"{limit} here): raise ulimit -l or take a shorter `seq`, or `set` schedule.activations=pageable"
+            f"{limit} here): raise ulimit -l or take a shorter `seq`, or `set` schedule.activations=pageable or "
+            f"schedule.optimiser=gpu"
         ) from error
 
 

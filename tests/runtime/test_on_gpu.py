@@ -64,9 +64,10 @@ ISSUED = {
 def test_issuing_never_waits_for_the_device(what: str) -> None:
     player = RankPlayer(ISSUED[what]().of_rank(0), GPU)
     player.play()
+    fresh = player._fresh()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        player._issue(player._streams, player._fresh(), [])
+        player._issue(player._streams, fresh, [])
     finally:
         torch.cuda.set_sync_debug_mode("default")
         player.close()

@@ -74,7 +74,7 @@ def test_a_system_that_pins_nothing_more_is_a_clear_error(monkeypatch: pytest.Mo
     expected = (
         f"pinning {buffer.nbytes} bytes of the host's memory for '{buffer.name}' failed (CUDA error: out of memory; "
         f"locked memory has a limit of 65536 bytes here): raise ulimit -l or take a shorter `seq`, or `set` "
-        f"schedule.activations=pageable"
+        f"schedule.activations=pageable or schedule.optimiser=gpu"
     )
     with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
         pinned(buffer)
