@@ -25,17 +25,24 @@ class Cell(NamedTuple):
     seq: str
     schedule: str
     target: float
+    stack: str = ""
+    """Techniques of a training step, by name; empty: those of the setup."""
 
     def setup(self, base: Setup) -> Setup:
         """Return it, with everything else as in ``base``."""
         layers = None if self.scope == "attention" else self.layers
         fields = {name: getattr(self, name) for name in ("gpus", "scope", "seq", "schedule")}
-        return dataclasses.replace(base, layers=layers, **fields)
+        return dataclasses.replace(base, layers=layers, stack=self.stack or None, **fields)
 
     @property
     def workload(self) -> tuple[int, str, int, str]:
         """What schedules are compared on."""
         return self[:4]
+
+    @property
+    def method(self) -> str:
+        """The schedule, and the stack if there is one: ulysses, stack alst."""
+        return f"{self.schedule}, stack {self.stack}" if self.stack else self.schedule
 
     @property
     def what(self) -> str:
@@ -45,7 +52,7 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         """All of it, in words."""
-        return f"{self.schedule}, {self.what}, S {self.seq}, P {self.gpus}"
+        return f"{self.method}, {self.what}, S {self.seq}, P {self.gpus}"
 
 
 class Repeated(NamedTuple):

@@ -60,6 +60,11 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     allocated: int
     """Most that a GPU's allocator had given; 0 on a CPU."""
 
+    @property
+    def error(self) -> float:
+        """Of what was simulated beside what was allocated; 0 where there is no allocator."""
+        return self.simulated_hbm / self.allocated - 1 if self.allocated else 0.0
+
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One schedule, simulated and executed.
@@ -218,7 +223,7 @@ def _allocated_line(peak: Peak) -> list[str]:
     """Return what a GPU's allocator says, where there is one."""
     if not peak.allocated:
         return []
-    error = percent(peak.simulated_hbm / peak.allocated - 1)
+    error = percent(peak.error)
     shown = f"simulated {size(peak.simulated_hbm)}, allocated {size(peak.allocated)}"
     return [f"peak with what kernels hold meanwhile: {shown} ({error})"]
 

@@ -126,7 +126,7 @@ def _fields(record: Record, cell: Cell) -> Fields:
     """Return what a case file says of one cell, without its time."""
     layers = {} if cell.scope == "attention" else {"layers": cell.layers}
     named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
-    return record.select | named
+    return record.select | named | ({"stack": cell.stack} if cell.stack else {})
 
 
 def _quality(record: Record, cells: list[Judged]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from experiments.evidence.cells import Cell
-from experiments.evidence.comparison import Comparison, Measured, calibrated, measured
+from experiments.evidence.comparison import Comparison, Measured, Peak, calibrated, measured
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
@@ -26,6 +26,10 @@ from sim.setup.setup import Configuration, Setup
 
 ENOUGH = 0.8
 """Share of the repeats that has to meet the target."""
+
+
+CLOSE = 0.02
+"""How far a simulated peak may be from what an allocator gave."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,6 +173,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Of each repeat, as it came."""
     quiet: list[bool]
     """Whether the machine was, before and after each repeat, the one that was calibrated."""
+    memory: Peak
+    """Of the repeat whose allocator gave most."""
     interval_s: Interval | None = None
     """Where nine of ten executed times should lie."""
 
@@ -206,6 +212,7 @@ def _judge(cell: Cell, found: list[Comparison]) -> Judged:
         times=measured(simulated, [result.step.median_s for result in found]),
         errors=[result.step.error for result in found],
         quiet=[all(abs(drift) <= DRIFT for drift in result.drift) for result in found],
+        memory=max((result.peak_bytes for result in found), key=lambda peak: peak.allocated),
         interval_s=found[0].report.interval_s,
     )
 
@@ -224,7 +231,17 @@ def summary(record: Record) -> list[str]:
     right, clear = order(record)
     said = [f"the faster of two schedules: predicted right in {right} of {clear} clear cases"] if clear else []
     off = f"{verdict}; the median cell is off by {100 * middle:.1f} %"
-    return [off, steadiness(record), *said, *_attention(record)]
+    return [off, steadiness(record), *said, *_memory(cells), *_attention(record)]
+
+
+def _memory(cells: Sequence[Judged]) -> list[str]:
+    """Return how far simulated peaks are from those of allocators, where there are some."""
+    errors = [one.memory.error for one in cells if one.memory.allocated]
+    if not errors:
+        return []
+    close = Tally(sum(abs(error) <= CLOSE for error in errors), len(errors))
+    off = f"{percent(min(errors))} to {percent(max(errors))} beside what the allocator gave"
+    return [f"peak memory: {off}; {close} cells within {percent(CLOSE)[1:]}"]
 
 
 def _attention(record: Record) -> list[str]:

@@ -118,7 +118,7 @@ def _cell(found: Judged) -> list[str]:
         str(found.cell.gpus),
         found.cell.what,
         found.cell.seq,
-        found.cell.schedule,
+        found.cell.method,
         seconds(found.times.simulated_s),
         seconds(found.times.median_s),
         f"{percent(found.times.error)} [{percent(found.low)}, {percent(found.high)}]",

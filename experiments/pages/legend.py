@@ -16,6 +16,7 @@ class Kind(NamedTuple):
     """What shows of a cell."""
 
     schedule: str
+    """And its stack."""
     gpus: int
     scope: str
 

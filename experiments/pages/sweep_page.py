@@ -98,7 +98,7 @@ def figure(record: Record) -> str:
 
 
 def _looks(cells: Sequence[Judged]) -> Looks:
-    return Looks([Kind(one.cell.schedule, one.cell.gpus, one.cell.scope) for one in cells])
+    return Looks([Kind(one.cell.method, one.cell.gpus, one.cell.scope) for one in cells])
 
 
 def _subtitles(record: Record, cells: Sequence[Judged]) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) ->
         plots.Point(
             times=one.times,
             shape=looks.shape(one.cell.gpus),
-            look=looks.look(one.cell.schedule, one.cell.scope),
+            look=looks.look(one.cell.method, one.cell.scope),
             row=number,
             tip=_tip(one),
         )
@@ -172,12 +172,12 @@ def _errors(cells: Sequence[Judged], frame: plots.Frame) -> plots.Axis:
 def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size: tuple[float, float]) -> plots.Plot:
     """Return the error over length of one panel: schedules stand side by side at each length."""
     frame, across, up, slot = axes
-    schedules = [name for name in looks.schedules if any(one.cell.schedule == name for _, one in members)]
+    schedules = [name for name in looks.schedules if any(one.cell.method == name for _, one in members)]
     dodge = min(_DODGE, 0.8 * slot / len(schedules))
     targets: dict[int, float] = {}
     marks: dict[str, list[plots.Mark]] = {name: [] for name in schedules}
     for number, one in sorted(members, key=lambda member: parse_length(member[1].cell.seq, "`seq`")):
-        tokens, name = parse_length(one.cell.seq, "`seq`"), one.cell.schedule
+        tokens, name = parse_length(one.cell.seq, "`seq`"), one.cell.method
         targets[tokens] = max(targets.get(tokens, 0.0), one.cell.target)
         x = round(across.at(tokens) + dodge * (schedules.index(name) - (len(schedules) - 1) / 2), 2)
         marks[name].append(_error_mark(number, one, x, up, looks))
@@ -223,7 +223,7 @@ def _error_mark(number: int, one: Judged, x: float, up: plots.Axis, looks: Looks
         whisker=f"M{x - 4:.2f} {low}h8M{x} {low}V{high}M{x - 4:.2f} {high}h8",
         ends=(low, high),
         shape=looks.shape(one.cell.gpus),
-        look=looks.look(one.cell.schedule, one.cell.scope),
+        look=looks.look(one.cell.method, one.cell.scope),
         row=number,
         tip=_tip(one),
     )

@@ -50,6 +50,17 @@ class GpuPlan(NamedTuple):
     ranks: str = "2,4,8"
     offloaded: str = "16K,64K"
     """Lengths of four layers whose activations lie in the host's memory."""
+    steps: str = "8K,32K,128K"
+    """Lengths of training steps on one rank."""
+    layers: tuple[int, ...] = (2, 4)
+    """Of training steps: the fewer in the part step, the more in the part step-deep."""
+    stacks: str = "fsdp,unsloth,upipe,5m"
+    """Of training steps: FSDP and full checkpointing; inputs of layers on the host and the loss in chunks; the MLP in
+    tiles, too; the optimiser on the host, too."""
+    shared: str = "ring,ulysses"
+    """Schedules of training steps of four ranks."""
+    set: tuple[str, ...] = ()
+    """Figures of training steps to replace."""
 
 
 class Part(NamedTuple):
@@ -178,7 +189,7 @@ def gpu_tests(console: Console) -> None:
 
 
 def _verify(gpu: GpuRun) -> None:
-    """Hold every schedule against one process in fp64: on one device, and over NCCL."""
+    """Hold every schedule against one process in fp64: on one device, and over NCCL; and every stack of a step."""
     for schedule in gpu.plan.schedules:
         alone = schedule == "single"
         one = Selection(
@@ -189,8 +200,19 @@ def _verify(gpu: GpuRun) -> None:
         if gpu.counts and not alone:
             also = [dataclasses.replace(one, gpus=gpu.counts[-1], one_device=False)]
         for selection in (one, *also):
-            command = Run(selection=selection, verify=True, execution=Execution(repeats=1, attention=gpu.attention))
-            gpu.attempt(partial(run, command, gpu.console))
+            _hold(gpu, selection)
+    for stack in gpu.plan.stacks.split(","):
+        step = Selection(
+            cluster=gpu.cluster, schedule="ulysses", stack=stack, gpus=2, seq=gpu.plan.verified, dtype="bf16",
+            scope="step", layers=2, one_device=True, profile=DATASHEET, set=gpu.plan.set
+        )  # fmt: skip
+        _hold(gpu, step)
+
+
+def _hold(gpu: GpuRun, selection: Selection) -> None:
+    """Execute once, and hold the result against one process in fp64."""
+    command = Run(selection=selection, verify=True, execution=Execution(repeats=1, attention=gpu.attention))
+    gpu.attempt(partial(run, command, gpu.console))
 
 
 def _calibrate(gpu: GpuRun) -> None:
@@ -229,6 +251,24 @@ def _offload(gpu: GpuRun) -> None:
     _compare(gpu, "offloaded", dataclasses.replace(_alone(gpu), seq=gpu.plan.offloaded, layers=4, set=(_OFFLOADED,)))
 
 
+def _steps(gpu: GpuRun, layers: int) -> Sweep:
+    """Return training steps on one rank, with every stack."""
+    return dataclasses.replace(
+        _alone(gpu), scope="step", layers=layers, seq=gpu.plan.steps, stack=gpu.plan.stacks, set=gpu.plan.set
+    )
+
+
+def _step(gpu: GpuRun) -> None:
+    steps = _steps(gpu, gpu.plan.layers[0])
+    ranks = dataclasses.replace(steps, seq=gpu.plan.together, ranks="4", schedule=gpu.plan.shared, one_device=True)
+    for what, sweep in (("step", steps), ("step-ranks", ranks)):
+        gpu.attempt(partial(_compare, gpu, what, sweep))
+
+
+def _step_deep(gpu: GpuRun) -> None:
+    _compare(gpu, "step-deep", _steps(gpu, gpu.plan.layers[-1]))
+
+
 def _nccl(gpu: GpuRun) -> None:
     counts = ",".join(map(str, gpu.counts))
     _compare(gpu, "nccl", dataclasses.replace(_together(gpu), ranks=counts, one_device=False))
@@ -248,12 +288,14 @@ def _compare(gpu: GpuRun, what: str, sweep: Sweep) -> None:
 GPU_PARTS: dict[str, Part] = {
     part.name: part
     for part in (
-        Part("test", "the tests that need a GPU", 3, _test),
-        Part("verify", "every schedule against one process in fp64", 3, _verify),
+        Part("test", "the tests that need a GPU", 4, _test),
+        Part("verify", "every schedule, and training steps, against one process in fp64", 5, _verify),
         Part("calibrate", "time kernels, launches and copies: makes the profile", 6, _calibrate),
         Part("layers", "predict and execute a layer by itself at several lengths", 4, _layers),
         Part("schedules", "predict and execute every schedule, all ranks on one GPU", 6, _schedules),
         Part("offloaded", "predict and execute layers whose activations lie in the host's memory", 3, _offload),
+        Part("step", "predict and execute training steps of 2 layers, of one rank and of four on one GPU", 7, _step),
+        Part("step-deep", "predict and execute training steps of 4 layers", 8, _step_deep),
         Part("nccl", "predict and execute every schedule over NCCL, on several GPUs", 6, _nccl, several=True),
     )
 }

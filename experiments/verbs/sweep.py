@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from experiments.evidence.cells import Cell
+from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from sim.errors import InputError
 from sim.mesh import MOST_RANKS
@@ -34,6 +35,8 @@ class Sweep(Selection):
     """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
     schedule: Annotated[str, tyro.conf.arg(name="schedules", aliases=["--schedule"])] = ""
     """NAMEs, such as ring,ulysses, or my_module.py:build for schedules of your own; by default all that share work."""
+    stack: OptionalText = None
+    """Techniques of a training step that are used together, such as fsdp,alst: longstep list stacks shows them."""
     scope: str = _BOTH
     """What is played: attention of one layer, whole layers (layer), both of these, or training steps (step)."""
     target: float = 0.10
@@ -55,12 +58,14 @@ def cells_of(sweep: Sweep) -> list[Cell]:
     if not 0 < sweep.target < 1:
         raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
+    stacks = _split(sweep.stack, "`stack`", "fsdp,alst") if sweep.stack is not None else [""]
     return [
-        Cell(gpus, scope, layers[scope], seq, schedule, sweep.target)
+        Cell(gpus, scope, layers[scope], seq, schedule, sweep.target, stack)
         for gpus in ranks
         for scope in scopes
         for seq in lengths
         for schedule in schedules
+        for stack in stacks
     ]
 
 

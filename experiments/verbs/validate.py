@@ -38,7 +38,7 @@ from experiments.evidence.record import (
     save_record,
     summary,
 )
-from experiments.evidence.units import percent, seconds
+from experiments.evidence.units import percent, seconds, size
 from experiments.pages.chapter import CHAPTER_FILE, FRONT_PAGE, on_front_page
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
@@ -218,6 +218,8 @@ def show(record: Record, console: Console) -> None:
     for cell in cells:
         table.add_row(*_row(cell))
     console.print(table)
+    if any(one.memory.allocated for one in cells):
+        console.print(_memory_table(cells))
     for line in summary(record):
         console.print(line, markup=False)
 
@@ -240,7 +242,7 @@ def _row(found: Judged) -> list[str]:
         str(cell.gpus),
         cell.what,
         cell.seq,
-        cell.schedule,
+        cell.method,
         seconds(found.times.simulated_s),
         seconds(found.times.median_s),
         ", ".join(error if quiet else f"({error})" for error, quiet in errors),
@@ -248,6 +250,19 @@ def _row(found: Judged) -> list[str]:
         _verdict(found.met_when_quiet),
         _verdict(found.met),
     ]
+
+
+def _memory_table(cells: list[Judged]) -> Table:
+    """Return the peaks of GPUs, with what kernels hold beside buffers: of the walk, and of the allocator."""
+    heads = ("P", "what", "S", "schedule", "simulated", "allocated", "error")
+    table = Table(*heads, title="Largest memory of a GPU, simulated and given by its allocator", title_justify="left")
+    for one in cells:
+        cell, peak = one.cell, one.memory
+        table.add_row(
+            str(cell.gpus), cell.what, cell.seq, cell.method, size(peak.simulated_hbm), size(peak.allocated),
+            percent(peak.error),
+        )  # fmt: skip
+    return table
 
 
 def _verdict(met: Tally) -> str:

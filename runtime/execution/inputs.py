@@ -26,6 +26,11 @@ from sim.workload import Workload
 
 _BLOCK = 64
 """Tokens that are drawn from one seed."""
+_PERIOD = 4_194_301
+"""Numbers of a weight that are drawn; then they repeat, since billions would take minutes on a CPU. It is prime, so
+that rows and shards differ.
+"""
+_CPU = torch.device("cpu")
 
 
 def global_tokens(name: str, span: Span, heads: int, workload: Workload) -> torch.Tensor:
@@ -50,27 +55,32 @@ def global_labels(span: Span, workload: Workload) -> torch.Tensor:
     return behind.masked_fill(torch.arange(*span) >= workload.real_seq - 1, NO_LABEL)
 
 
-def global_weight(name: str, layer: int, workload: Workload) -> torch.Tensor:
+def global_weight(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
     shape = tensor_of(name).shape(workload.model)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
-    drawn = torch.randn(shape, generator=generator)
+    drawn = _normal(f"{name} of {layer}", shape, workload, device)
     scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
     return scaled.to(TORCH_DTYPE[workload.dtype])
 
 
-def global_state(name: str, layer: int, workload: Workload) -> torch.Tensor:
+def global_state(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
-    about 1e-3.
+    about 1e-3. The ``device`` that makes it changes no bit.
     """
     tensor = tensor_of(name)
     if tensor.kind == "moment":
-        (elements,) = tensor.shape(workload.model)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {name} of {layer}".encode()))
-        drawn = torch.randn(elements, generator=generator)
+        drawn = _normal(f"{name} of {layer}", tensor.shape(workload.model), workload, device)
         return drawn.mul_(1e-3) if name.startswith("first") else drawn.abs_().add_(1).mul_(1e-3).square_()
-    parts = [global_weight(part.name, layer, workload) for part in tensor.parts or (tensor,)]
+    parts = [global_weight(part.name, layer, workload, device) for part in tensor.parts or (tensor,)]
     return torch.cat([part.flatten() for part in parts]) if tensor.parts else parts[0]
+
+
+def _normal(what: str, shape: tuple[int, ...], workload: Workload, device: torch.device) -> torch.Tensor:
+    """Return normal numbers in fp32, drawn on the CPU, so that every device has the same, then repeated on one."""
+    count = math.prod(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{workload.seed} {what}".encode()))
+    drawn = torch.randn(min(count, _PERIOD), generator=generator).to(device)
+    return drawn.repeat(-(-count // _PERIOD))[:count].view(shape)
 
 
 def _tokens(name: str, span: Span, width: tuple[int, ...], workload: Workload) -> torch.Tensor:
@@ -95,8 +105,9 @@ def _drawn(
 
 def shard_of(weight: torch.Tensor, port: Port) -> torch.Tensor:
     """Return what a port holds of a weight or its gradient."""
-    rows = weight[torch.cat([torch.arange(*span) for span in port.tokens])]
-    return rows if port.features is None else rows[:, torch.arange(*port.features)]
+    parts = [weight[slice(*span)] for span in port.tokens]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows if port.features is None else rows[:, slice(*port.features)]
 
 
 def fill_inputs(
@@ -112,7 +123,9 @@ def fill_inputs(
         if tensor_of(port.tensor).of_weight:
             first = weights.setdefault((port.name, port.tokens, port.features), port.view)
             if first == port.view:
-                storage.write(first).copy_(shard_of(global_state(port.tensor, port.layer, workload), port))
+                storage.write(first).copy_(
+                    shard_of(global_state(port.tensor, port.layer, workload, storage.device), port)
+                )
             else:  # that of another rank on this device
                 storage.write(port.view).copy_(storage.read(first))
             continue

@@ -44,9 +44,9 @@ class Storage:
         self, program: Program, device: torch.device, *, poison: bool = False, rotations: Rotations | None = None
     ) -> None:
         self.program = program
+        self.device = device
         self._buffers = program.buffers
         self._whole = [tuple((0, extent) for extent in buffer.shape) for buffer in program.buffers]
-        self._device = device
         self._poison = poison
         self._tensors: dict[int, torch.Tensor] = {}
         self.rotations: Rotations = {} if rotations is None else rotations
@@ -55,7 +55,7 @@ class Storage:
 
     def within(self, program: Program, given: Iterable[torch.Tensor]) -> Storage:
         """Return the buffers of what a kernel consists of; the first are tensors that are there."""
-        inner = Storage(program, self._device, poison=self._poison)
+        inner = Storage(program, self.device, poison=self._poison)
         for buffer, tensor in enumerate(given):
             inner._take(buffer, tensor)
         return inner
@@ -76,15 +76,15 @@ class Storage:
 
     def _new(self, buffer: Buffer) -> torch.Tensor:
         """Return memory for a buffer; that of a GPU's host is pinned, so that a copy engine can reach it."""
-        if buffer.place == "host" and self._device.type == "cuda":
+        if buffer.place == "host" and self.device.type == "cuda":
             return pinned(buffer)
-        device = self._device if buffer.place == "hbm" else torch.device("cpu")
+        device = self.device if buffer.place == "hbm" else torch.device("cpu")
         return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device)
 
     def put(self, view: View, value: torch.Tensor) -> None:
         """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
         buffer = self._buffers[view.buffer]
-        fits = value.dtype == TORCH_DTYPE[buffer.dtype] and value.is_contiguous() and value.device == self._device
+        fits = value.dtype == TORCH_DTYPE[buffer.dtype] and value.is_contiguous() and value.device == self.device
         if fits and view.slices == self._whole[view.buffer]:
             self.drop([view.buffer])
             self._take(view.buffer, value)
@@ -136,7 +136,8 @@ def pinned(buffer: Buffer) -> torch.Tensor:
         why = str(error).partition("\n")[0]
         raise InputError(
             f"pinning {buffer.nbytes} bytes of the host's memory for {buffer.name!r} failed ({why}; locked memory has "
-            f"{limit} here): raise ulimit -l or take a shorter `seq`, or `set` schedule.activations=pageable"
+            f"{limit} here): raise ulimit -l or take a shorter `seq`, or `set` schedule.activations=pageable or "
+            f"schedule.optimiser=gpu"
         ) from error
 
 
@@ -145,13 +146,19 @@ def reserve_pinned(program: Program, ends: list[list[int]], device: torch.device
     tens of seconds for tens of GB. ``ends`` as of ``ends_at``; ``advance`` is called after each buffer.
     """
     held: dict[int, torch.Tensor] = {}
+
+    def take(view: View) -> None:
+        if view.buffer not in held and program.buffers[view.buffer].place == "host":
+            held[view.buffer] = pinned(program.buffers[view.buffer])
+            advance()
+
+    for port in program.inputs if device.type == "cuda" else ():  # an optimiser's state is there from the beginning
+        take(port.view)
     for op, ended in zip(program.ops if device.type == "cuda" else (), ends, strict=False):
         for buffer in ended:
             held.pop(buffer, None)
         for view in op.writes:
-            if view.buffer not in held and program.buffers[view.buffer].place == "host":
-                held[view.buffer] = pinned(program.buffers[view.buffer])
-                advance()
+            take(view)
 
 
 def watch_allocations(device: torch.device) -> int:

@@ -129,6 +129,7 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS)  # which CUDA reads when it starts
         torch.cuda.set_device(device)
+        torch.set_num_threads(threads_beside(torch.cuda.device_count()))
     try:
         context = RankContext(seat, device, Board(board))
         _join(seat, context)
@@ -139,6 +140,13 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
             dist.destroy_process_group()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)
+
+
+def threads_beside(gpus: int) -> int:
+    """Return the threads of a rank that drives one of the GPUs of its host: its share of the cores, for an optimiser on
+    the host. Ranks that compute on a CPU have one each.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // gpus)
 
 
 def _join(seat: Seat, context: RankContext) -> None:

@@ -22,7 +22,7 @@ def small_plan() -> GpuPlan:
 
     return GpuPlan(
         schedules=("single", "ring"), verified="16", model="tiny", alone="256", together="256", ranks="2",
-        offloaded="128",
+        offloaded="128", steps="128", layers=(2, 3), stacks="fsdp,5m", shared="ulysses", set=("model.vocab_size=512",),
     )  # fmt: skip
 
 

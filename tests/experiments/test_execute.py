@@ -22,7 +22,7 @@ from runtime.execution.verify import BOUNDS
 from sim.profile import Profile, load_profile, save_profile
 from sim.setup.setup import Setup
 from sim.workload import Dtype, ModelSpec, Workload, load_model
-from tests.helpers import traces_in
+from tests.helpers import slow_but, traces_in
 from topology.specs import ClusterSpec
 
 pytestmark = pytest.mark.gloo
@@ -96,6 +96,23 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     assert "attention kernel: aten flash for cpu" in printed
     assert "evidence: profile 'host'" in printed
     assert ", not complete" in printed
+
+
+@pytest.mark.parametrize("schedule", slow_but({"ulysses"}, ["ring", "ulysses"]))
+def test_steps_lie_side_by_side(capsys: pytest.CaptureFixture[str], few_points: None, schedule: str) -> None:
+    """With FSDP and full checkpointing: every kind of op has a row, the optimiser's too; memory is as the walk says."""
+    small = ["--set", "model.vocab_size=512", "--gpus", "2", "--seq", "256", "--repeats", "2", "--json"]
+    main(["compare", "--scope", "step", "--layers", "2", "--schedule", schedule, *small])
+    found = json.loads(capsys.readouterr().out)
+    kinds = {(row["kind"], row["part"]): row["count"] for row in found["kinds"]}
+    ranks, units = 2, 4
+    assert kinds["AdamW", "backward"] == kinds["SquareSum", "backward"] == kinds["Pack", "backward"] == ranks * units
+    assert kinds["AllGather", "forward"] - ranks == kinds["ReduceScatter", "backward"] == ranks * units
+    assert kinds["Attend", "forward"] == kinds["Attend", "backward"] == kinds["AttendBackward", "backward"], "again"
+    assert {("Embed", "forward"), ("CrossEntropy", "forward"), ("EmbedBackward", "backward")} <= kinds.keys()
+    assert all(row["times"]["median_s"] > 0 for row in found["kinds"])
+    assert found["step"]["error"] == pytest.approx(found["step"]["simulated_s"] / found["step"]["median_s"] - 1)
+    assert found["peak_bytes"]["simulated"] == found["peak_bytes"]["executed"]
 
 
 def test_validate_compares_all_cells_in_turn(

@@ -30,7 +30,8 @@ from sim.schedule.methods.catalog import SCHEDULES
 from tests.experiments.rehearsal import in_place_of_a_gpu, small_plan
 from tests.experiments.test_sweep_page import make_profile
 
-SWEEPS = ("layers", "schedules", "offloaded", "nccl")
+SWEEPS = ("layers", "schedules", "offloaded", "step", "step-ranks", "step-deep", "nccl")
+PREDICTED = tuple(name for name in recipe.GPU_PARTS if name not in {"test", "verify", "calibrate"})
 
 
 @pytest.fixture
@@ -53,29 +54,36 @@ def test_it_verifies_calibrates_and_compares(toy: Path, capsys: pytest.CaptureFi
     assert folder.name.endswith("-toy")
     assert {path.name for path in folder.iterdir()} == {
         "test.txt", "verify.txt", "calibrate.txt", "profile.json", "against.txt",
-        *(f"{what}.{kind}" for what in SWEEPS for kind in ("txt", "json", "html", "svg", "toml")),
+        *(f"{part}.txt" for part in PREDICTED),
+        *(f"{what}.{kind}" for what in SWEEPS for kind in ("json", "html", "svg", "toml")),
     }  # fmt: skip
-    assert (folder / "verify.txt").read_text().count("dwq: largest relative error") == 4
-    assert "about 3 minutes on one H200 (an estimate)" in (folder / "test.txt").read_text()
+    verified = (folder / "verify.txt").read_text()
+    assert verified.count("dwq: largest relative error") == 4
+    assert verified.count("new second moments of embedding: largest relative error") == 2
+    assert "about 4 minutes on one H200 (an estimate)" in (folder / "test.txt").read_text()
     said = (folder / "layers.txt").read_text()
     assert f"toy; torch {torch.__version__}, CUDA " in said
     assert "; attention: aten flash for cpu\n" in said
     assert "dwq" not in said
     cells = {
         what: [
-            (cell.gpus, cell.schedule, cell.layers, len(found))
+            (cell.gpus, cell.method, cell.layers, len(found))
             for cell, found in read_record(str(folder / f"{what}.json")).comparisons
         ]
         for what in SWEEPS
     }
     assert cells == {
         "layers": [(1, "single", 1, 1)], "schedules": [(2, "ring", 1, 1)], "offloaded": [(1, "single", 4, 1)],
+        "step": [(1, "single, stack fsdp", 2, 1), (1, "single, stack 5m", 2, 1)],
+        "step-ranks": [(4, "ulysses, stack fsdp", 2, 1), (4, "ulysses, stack 5m", 2, 1)],
+        "step-deep": [(1, "single, stack fsdp", 3, 1), (1, "single, stack 5m", 3, 1)],
         "nccl": [(2, "ring", 1, 1)],
     }  # fmt: skip
     assert "predicted by profile 'a100-sxm'" in (folder / "against.txt").read_text()
     played = {what: [case.setup for case in read_cases(str(folder / f"{what}.toml"))[1]] for what in SWEEPS}
     assert [(one.one_device, one.gpus) for one in played["schedules"]] == [(True, 2)]
     assert [(one.one_device, one.gpus) for one in played["nccl"]] == [(False, 2)]
+    assert [(one.one_device, one.stack) for one in played["step-ranks"]] == [(True, "fsdp"), (True, "5m")]
     assert [(one.layers, one.set) for one in played["offloaded"]] == [(4, ("schedule.activations=host",))]
 
 
@@ -102,7 +110,8 @@ def test_a_part_that_fails_does_not_end_it(
     monkeypatch.setattr(recipe, "validate", lambda command, _: swept.append(command))
     with pytest.raises(RankError, match="2 parts failed: out of memory"):
         recipe.gpu(open_console())
-    assert [command.sweep.one_device for command in swept] == [False, True, False, False]
+    assert [command.sweep.one_device for command in swept] == [False, True, False, False, True, False, False]
+    assert [command.sweep.layers for command in swept] == [None, None, 4, 2, 2, 4, None]
     assert "failed: out of memory" in capsys.readouterr().out
     (folder,) = toy.iterdir()
     assert "failed: out of memory" in (folder / "verify-failed.txt").read_text()
@@ -111,7 +120,7 @@ def test_a_part_that_fails_does_not_end_it(
     assert "verify: took" in (printed := capsys.readouterr().out)
     assert printed.count("done before, see") == len(recipe.GPU_PARTS) - 1
     assert {path.name for path in folder.glob("verify*")} == {"verify.txt"}
-    assert len(swept) == 4
+    assert len(swept) == len(SWEEPS)
 
 
 def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +136,7 @@ def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(recipe, "validate", lambda command, _: done.append(command.sweep.profile))
     with pytest.raises(RankError, match="part layers predicts with out/profile.json, which is not there: do the"):
         recipe.gpu(open_console(), "layers", out="out")
-    for part in ("calibrate", *SWEEPS):
+    for part in ("calibrate", *PREDICTED):
         recipe.gpu(open_console(), part, out="out")
     assert done == ["out/profile.json", "against", *["out/profile.json"] * len(SWEEPS)]
     recipe.gpu(open_console(), "layers", out="other", profile="out/profile.json")
@@ -294,14 +303,15 @@ def test_it_runs_without_pip_and_network(machine: Machine) -> None:
     carried = linked(needed, folder_of(this_python(), machine.checkout))
     for name in ("numpy", "numpy.libs"):
         (carried / name).unlink(missing_ok=True)
-    parts = ("test", "verify", "calibrate", "layers", "schedules")
+    parts = ("test", "verify", "calibrate", "layers", "schedules", "step")
+    swept = ("layers", "schedules", "step", "step-ranks")
     for part in parts:
         done = machine.run(str(machine.python), "-m", "tests.experiments.rehearsal", part, "--out", "results")
         assert done.returncode == 0, done.stdout + done.stderr
     results = machine.checkout / "results"
     assert {path.name for path in results.iterdir()} == {
         *(f"{part}.txt" for part in parts), "profile.json", "against.txt",
-        *(f"{what}.{kind}" for what in ("layers", "schedules") for kind in ("json", "html", "svg", "toml")),
+        *(f"{what}.{kind}" for what in swept for kind in ("json", "html", "svg", "toml")),
     }  # fmt: skip
     assert "skipped" in (results / "test.txt").read_text()
     assert (results / "verify.txt").read_text().count("dwq: largest relative error") == 3

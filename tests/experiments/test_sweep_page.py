@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from experiments.evidence.record import (
 )
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
-from experiments.verbs.cli import main
+from experiments.verbs.cli import main, open_console
 from experiments.verbs.sweep import Sweep, cells_of, playable
 from sim.errors import InputError, RankError
 from sim.profile import Machine, Profile
@@ -215,6 +216,41 @@ def test_what_a_sweep_asks_for() -> None:
     assert {cell.layers for cell in cells_of(Sweep(seq="1K", layers=3)) if cell.scope == "layer"} == {3}
     spread = {cell.schedule for cell in cells_of(Sweep(seq="1K"))}
     assert spread == {name for name, entry in SCHEDULES.items() if entry.degrees}
+
+
+def test_stacks_of_a_step() -> None:
+    """Each is a cell of every schedule; a case file names it, and what plays it has it."""
+    sweep = Sweep(seq="1K", ranks="2", schedule="ring,ulysses", scope="step", stack="fsdp,alst", layers=2)
+    cells = cells_of(sweep)
+    assert [cell.method for cell in cells] == [
+        f"{schedule}, stack {stack}" for schedule in ("ring", "ulysses") for stack in ("fsdp", "alst")
+    ]
+    assert [cell.setup(sweep.setup()).stack for cell in cells] == ["fsdp", "alst"] * 2
+    assert len({cell.workload for cell in cells}) == 1
+    with pytest.raises(InputError, match="unknown stack 'fdsp'.*did you mean 'fsdp'"):
+        playable(cells_of(dataclasses.replace(sweep, stack="fdsp")), sweep)
+    of_layers = dataclasses.replace(sweep, scope="layer")
+    with pytest.raises(InputError, match="`stack` fsdp is of training steps"):
+        playable(cells_of(of_layers), of_layers)
+    with pytest.raises(InputError, match="`stack` : expected values separated by commas"):
+        cells_of(dataclasses.replace(sweep, stack=""))
+
+
+def test_memory_stands_beside_what_the_allocator_gave(capsys: pytest.CaptureFixture[str]) -> None:
+    """The repeat that took most counts; a CPU has no allocator, and so no table."""
+    found = make_found(1.0, [(1.0, 0.0), (1.0, 0.0)])
+    of = found[0].peak_bytes
+    peaks = [msgspec.structs.replace(of, simulated_hbm=99 << 20, allocated=n << 20) for n in (90, 100)]
+    grown = [msgspec.structs.replace(one, peak_bytes=peak) for one, peak in zip(found, peaks, strict=True)]
+    off = [msgspec.structs.replace(one, peak_bytes=peaks[0]) for one in found]
+    record = make_record({RING: grown, ULYSSES._replace(scope="step", stack="alst"): off})
+    said = "peak memory: -1.0 % to +10.0 % beside what the allocator gave; 1 of 2 cells within 2.0 %"
+    assert said in summary(record)
+    verb.show(record, open_console())
+    shown = capsys.readouterr().out
+    assert re.search(r"ulysses, stack alst +│ 99 MiB +│ 90 MiB +│ \+10.0 %", shown)
+    verb.show(make_record({RING: found}), open_console())
+    assert "allocat" not in capsys.readouterr().out
 
 
 def test_cells_that_cannot_be_played_are_left_out() -> None:

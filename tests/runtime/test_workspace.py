@@ -17,7 +17,7 @@ from runtime.execution.cuda_attention import AtenFlash, Window
 from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes
-from sim.schedule.derive.workspace import flash_backward_bytes, workspace_bytes
+from sim.schedule.derive.workspace import embed_backward_bytes, flash_backward_bytes, workspace_bytes
 from sim.schedule.ir.ops import Attend, AttendBackward, Kernel, TiledKernel, TiledMlp, TiledMlpBackward
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
@@ -173,6 +173,14 @@ def test_tiles_of_an_mlp_hold_what_is_said(seq: int, batch: int, rows: int, dtyp
     wide = DTYPE_BYTES[dtype]
     assert loops[0].said == 3 * rows * 64 * wide
     assert loops[1].said == max(5 * rows * 64, 4 * rows * 64 + 64 * 64) * wide
+
+
+def test_what_a_gradient_of_an_embedding_allocates_by_hand() -> None:
+    """10240 tokens of 8 in bf16: of a table of 1000 rows 2024 sums in fp32, of one of 50000 rows 11264."""
+    integers, sums = 8 * 3 * 10240, 8 * 4
+    assert embed_backward_bytes("bf16", (2, 5120, 8), 1000) == integers + 8 * (2 * 1000 + 2024) + 2024 * sums
+    assert embed_backward_bytes("bf16", (1, 10240, 8), 50000) == integers + 8 * (2 * 10240 + 11264) + 11264 * sums
+    assert embed_backward_bytes("bf16", (1, 3072, 8), 1000) == 0
 
 
 def test_what_flash_attention_allocates_by_hand() -> None:

@@ -86,7 +86,7 @@ def test_three_steps(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str]) -> 
         for tensor in (*unit.states, *unit.weights, unit.working)
     }
     given = [held[unit.flat.name, unit.layer].double() for unit in units(workload)]
-    monkeypatch.setattr(inputs, "global_state", lambda name, layer, _: held[name, layer])
+    monkeypatch.setattr(inputs, "global_state", lambda name, layer, *_: held[name, layer])
     for number in (1, 2, 3):
         monkeypatch.setattr(state, "ADAM", ADAM._replace(step=number))
         outputs = execute_virtual(checked, torch.device("cpu"), order_seed=number)

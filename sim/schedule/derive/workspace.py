@@ -22,6 +22,9 @@ QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 LOSS_ROWS = 1024
 """Tokens whose probabilities are held at once in the data type of sums."""
 
+_UNSORTED, _OF_SEGMENT = 3072, 10
+"""Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
+
 _InPlace: TypeAlias = (
     ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
 )
@@ -45,7 +48,9 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.RmsNormBackward):
         return _copied(op, program, [program.dtype(op.x)] * 2)
     if isinstance(op, ops.EmbedBackward):
-        return _copied(op, program, [program.dtype(op.dout)])
+        return embed_backward_bytes(program.dtype(op.dout), op.dout.shape, op.dtable.shape[0]) + _copied(
+            op, program, [program.dtype(op.dout)]
+        )
     if isinstance(op, ops.CrossEntropy):
         rows, wide = min(LOSS_ROWS, math.prod(op.labels.shape)), DTYPE_BYTES[program.dtype(op.loss)]
         casts = program.dtype(op.logits) != program.dtype(op.loss)
@@ -59,6 +64,20 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.AdamW):
         return program.nbytes(op.gradient) + DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
     assert_never(op)
+
+
+def embed_backward_bytes(dtype: Dtype, dout_shape: tuple[int, ...], rows: int) -> int:
+    """Return what torch's gradient of a table of so many rows allocates for dout (B, S, E): of more than 3072 tokens
+    their numbers, sorted, where each id and each ten tokens of an id begin, and a sum in the data type of sums of each
+    of the latter, counted as if every id were there (torch 2.13 aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu).
+    """
+    batch, length, embed_dim = dout_shape
+    if (tokens := batch * length) <= _UNSORTED:
+        return 0
+    segments = min(tokens, rows)
+    partial = tokens // _OF_SEGMENT + segments
+    numbers = 3 * tokens + 2 * segments + partial
+    return numbers * DTYPE_BYTES["int64"] + partial * embed_dim * DTYPE_BYTES[accumulation_dtype(dtype)]
 
 
 def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
