@@ -150,7 +150,9 @@ class Setup:
         spec, profile = equipped(self.cluster, self.profile)
         spec = override(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
-        mesh, options = self._overridden(entry, self._mesh(entry, spec, model), self._stacked(overrides["schedule"]))
+        mesh, options = self._overridden(
+            entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
+        )
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
             layers=self.layers, passes=self.passes, seed=self.seed,
@@ -181,13 +183,16 @@ class Setup:
             return self.schedule
         return stack_of(self.stack).schedule if self.stack is not None else "ring"
 
-    def _stacked(self, given: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return what is set of the schedule, with what its stack switches on beside that."""
+    def _stacked(self, entry: Entry, given: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return what is set of the schedule, with what its stack switches on beside that; of another schedule than the
+        stack's, of what that one has.
+        """
         if self.stack is None:
             return given
         if self.scope != "step":
             raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
-        return [pair for pair in stack_of(self.stack).options.items() if pair[0] not in dict(given)] + given
+        has = {*msgspec.to_builtins(entry.options or {})} - {*dict(given)}
+        return [pair for pair in stack_of(self.stack).options.items() if pair[0] in has] + given
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take."""

@@ -106,7 +106,10 @@ def shown() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("command", "output"), list(shown()))
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if one[0].startswith("longstep fit") else []) for one in shown()],
+)
 def test_commands_print_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
     program, verb, *rest = shlex.split(command)
     assert program == "longstep"

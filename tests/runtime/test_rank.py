@@ -47,6 +47,8 @@ def test_a_rank_on_a_gpu_has_queues_for_its_streams_and_alone_it_starts_no_nccl(
     if given:
         os.environ[name] = given
     monkeypatch.setattr(torch, "set_num_interop_threads", lambda _: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((str(device), os.environ[name])))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("one rank needs no process group"))
     monkeypatch.setattr(module, "Board", lambda _: Board())

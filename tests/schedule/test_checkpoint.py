@@ -131,6 +131,10 @@ def test_what_a_layer_computes_again_counts_among_the_flops() -> None:
 @pytest.mark.parametrize("name", sweep_but({"ulysses"}, SCHEDULES))
 @pytest.mark.parametrize("kept", sweep_but({"attention"}, ["attention", "x+out+k", "x+q+k+v+h2"]))
 def test_every_schedule_is_exact(name: str, kept: str) -> None:
+    if name == "fpdt" and not {"q", "k", "v"} <= set(kept.split("+")):
+        with pytest.raises(InputError, match="computes q, k and v again, but fpdt keeps them in a form of its own"):
+            make_step(name, 4, step(), checkpoint=kept)
+        return
     is_exact(name, 1 if name == "single" else 4, step(), checkpoint=kept)
 
 

@@ -48,6 +48,7 @@ def test_a_ladder_goes_up_and_takes_out_each() -> None:
     assert states["none"]["schedule"] == "single"
 
 
+@pytest.mark.slow
 def test_a_ladder_of_a_small_model() -> None:
     found = longstep.ladder(with_memory(1), most="2M")
     rows = {row["techniques"]: row for row in found.rows}
