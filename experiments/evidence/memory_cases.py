@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from experiments.evidence.cases import CaseFile, MemoryGroup, selected
 from experiments.evidence.units import length, percent, size
+from experiments.evidence.workers import workers
 from sim.engine.room import Room
 from sim.errors import InputError, unknown
 from sim.memory import TERMS
@@ -108,13 +109,17 @@ def _terms(what: str) -> list[str]:
 
 
 def predicted_memory(file: CaseFile) -> list[MemoryFound]:
-    """Return what is predicted of each of them."""
-    return [
-        MemoryFound(
-            case, room(case.setup.resolved()), longest(case.setup, _MOST * case.longest) if case.longest else None
-        )
-        for case in memory_cases(file)
-    ]
+    """Return what is predicted of each of them, on all cores where there are several."""
+    cases = memory_cases(file)
+    if len(cases) < 2:
+        return list(map(_predicted, cases))
+    with workers() as pool:
+        return list(pool.map(_predicted, cases))
+
+
+def _predicted(case: MemoryCase) -> MemoryFound:
+    most = longest(case.setup, _MOST * case.longest) if case.longest else None
+    return MemoryFound(case, room(case.setup.resolved()), most)
 
 
 MARK_HEADS = ("memory", "case", "S", "measured", "predicted", "left", "verdict")

@@ -5,12 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import multiprocessing
-import os
 import statistics
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +14,7 @@ from typing import NamedTuple
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.memory_cases import MemoryFound
 from experiments.evidence.units import percent
+from experiments.evidence.workers import workers
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
 from sim.engine.regime import Regime, regime
@@ -120,21 +117,9 @@ def predicted_twice(
 ) -> Iterator[tuple[CasePrediction, CasePrediction | None]]:
     """Yield what ``predicted`` does and, where there are other figures of the host, what is predicted with these."""
     learned = shipped().without(title)
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent) as pool:
+    with workers() as pool:
         for found, fitted in pool.map(partial(_predicted, host=host), cases):
             yield found.within(learned), fitted
-
-
-def _end_with_parent() -> None:
-    """Let this worker end when its parent does, which a signal may end before it can say so."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, CasePrediction | None]:

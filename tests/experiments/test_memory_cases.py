@@ -62,6 +62,7 @@ def read(tmp_path: Path, more: str = "") -> CaseFile:
     return load_toml("case file", str(path), CaseFile, FOLDER, "`cases`")
 
 
+@pytest.mark.gloo
 def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
     found = predicted_memory(read(tmp_path))
     rows = mark_rows(found)
@@ -81,6 +82,7 @@ def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
     assert found[0].case.setup.set == ("cluster.hbm.capacity_bytes=8000000000", "schedule.loss=chunked")
 
 
+@pytest.mark.gloo
 def test_longest_contexts_are_judged(tmp_path: Path) -> None:
     """By the ratio to what was measured; a replica's sequence may be as short as 1K, however many GPUs there are."""
     replicas = 'about = "replicas", schedule = "single", dp_degree = 2'
