@@ -50,6 +50,8 @@ class Ladder(Writes):
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     most: str = "16M"
     """Longest context that is tried."""
+    techniques: OptionalText = None
+    """Techniques, such as FSDP,checkpointing, in the order in which they are switched on; by default all."""
     page: OptionalText = None
     """Write an HTML page with bars of the memory to this file."""
     json: bool = False
@@ -94,7 +96,8 @@ def ladder(command: Ladder, console: Console) -> None:
     require_outputs([out])
     setup = command.selection.setup()
     with _progress() as show:
-        found = longstep.ladder(setup, most=command.most, progress=show)
+        chosen = {"techniques": _split(command.techniques)} if command.techniques else {}
+        found = longstep.ladder(setup, most=command.most, progress=show, **chosen)
     title = f"techniques of training {command.selection.model} on {command.selection.cluster}"
     if out:
         capacity = longstep.cluster(setup.cluster).spec.hbm.capacity_bytes

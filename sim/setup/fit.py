@@ -56,33 +56,41 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 
 
-def rungs() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield states of all techniques: none, one more on each, and all but one."""
+def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield states of all techniques: none, one more of some on each, and all of these but one."""
     state: dict[str, str] = {}
     for technique in reversed(TECHNIQUES.values()):
         state |= technique.off
     yield "none", state
-    for name, technique in TECHNIQUES.items():
-        state = {**state, **technique.on}
+    for name in techniques:
+        state = {**state, **TECHNIQUES[name].on}
         yield f"+ {name}", state
-    for name, technique in TECHNIQUES.items():
-        yield f"all - {name}", {**state, **technique.off}
+    for name in techniques if len(techniques) > 1 else ():
+        yield f"all - {name}", {**state, **TECHNIQUES[name].off}
 
 
-def ladder(setup: Setup, *, most: int | str = "16M", progress: Progress | None = None) -> Table:
-    """Return what each technique of ``TECHNIQUES`` saves and costs in a training step: a row for none of them, one with
-    one more of them switched on each, and one for all but each.
+def ladder(
+    setup: Setup,
+    *,
+    most: int | str = "16M",
+    techniques: Sequence[str] = tuple(TECHNIQUES),
+    progress: Progress | None = None,
+) -> Table:
+    """Return what some techniques of ``TECHNIQUES`` save and cost in a training step: a row for none of them, one with
+    one more of them switched on each, in their order, and one for all but each.
 
     A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak of
     memory in bytes, also by term, whether that fits, and the seconds that the step takes, or would. What the setup says
     of schedule and stack does not matter, and of its options what no technique sets.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
-    >>> ladder(small, most="8K").to_dict()["longest"][0]
-    8192
+    >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]
+    [8192, 8192]
     """
     limit, base, rows = names.tokens("most", most), setup.replace(scope="step", stack=None, pad=True), []
-    states = list(rungs())
+    for name in techniques:
+        names.one_of("techniques", name, TECHNIQUES)
+    states = list(rungs(techniques))
     for done, (name, options) in enumerate(states, 1):
         rows.append({"techniques": name, **_rung(using(base, options), limit)})
         if progress:

@@ -85,6 +85,7 @@ def session(ranks: Callable[[int], Session]) -> Session:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_calibration_of_two_gpus_keeps_what_it_finds(session: Session) -> None:
     """Played on the CPU: points over NVLink, and how much longer kernels take beside communication."""
     one = calibration(2, quick=True)

@@ -171,6 +171,7 @@ def test_only_a_full_calibration_measures_interference() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_timing_interference_on_real_processes(ranks: Callable[[int], Session]) -> None:
     session, model = ranks(2), make_model(8, 4)
     case = next(case for case in crowded_cases(model, "fp32") if case.use.kernel == "swiglu")

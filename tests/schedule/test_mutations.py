@@ -28,7 +28,7 @@ def test_a_mutant_is_the_same_whoever_came_before() -> None:
     assert list(mutants(3, seed=7, first=5)) == whole[5:]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_a_blind_check_lets_through_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the proof-reader's contents and claims, mutants of every sort are accepted and found to be wrong."""
     monkeypatch.setattr(check.AbstractPlayer, "run", lambda _: None)

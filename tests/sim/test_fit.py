@@ -39,7 +39,7 @@ def test_the_longest_context_has_ends() -> None:
 
 
 def test_a_ladder_goes_up_and_takes_out_each() -> None:
-    states = dict(rungs())
+    states = dict(rungs(list(TECHNIQUES)))
     everything = states[f"+ {list(TECHNIQUES)[-1]}"]
     assert len(states) == 1 + 2 * len(TECHNIQUES)
     for name, technique in TECHNIQUES.items():
