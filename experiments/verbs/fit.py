@@ -38,7 +38,8 @@ class Fit(Selection):
     """NAMEs, such as ring,ulysses; by default one of each family."""
     stack: OptionalText = None
     """Stacks, such as fsdp,upipe; by default all, unless schedules are named."""
-    scope: Annotated[str, tyro.conf.Suppress] = "step"
+    scope: str = "step"
+    """What fits is known of training steps only."""
     json: bool = False
     """Print JSON instead of a table: a list of all cells."""
 
@@ -60,6 +61,8 @@ class Ladder(Writes):
 
 def fit(command: Fit, console: Console) -> None:
     """Print what fits where, and what to switch on where nothing does."""
+    if command.scope != "step":
+        raise InputError(f"`scope` {command.scope}: what fits is known of training steps: set `scope` step")
     lengths = _split(command.seq)
     rows = [*_split(command.schedule or ("" if command.stack else ROWS))]
     rows += _split(command.stack or ("" if command.schedule else ",".join(longstep.names("stacks"))))

@@ -61,9 +61,11 @@ class Jitter(NamedTuple):
             return None
         mesh, arrays = checked.schedule.header.mesh, lowered(checked)
         roles = [rank if self.per_rank else mesh.role(rank) for rank in range(len(arrays.programs))]
-        counts = {role: end - begin for role, (begin, end, _) in zip(roles, arrays.programs.tolist(), strict=True)}
-        drawn = {role: np.random.default_rng([self.seed, role]).standard_normal(n) for role, n in counts.items()}
-        z = np.concatenate([drawn[role] for role in roles])
+        counts = [end - begin for begin, end, _ in arrays.programs.tolist()]
+        # Of replicas that have shards of their own the last one may pad what it sends, which takes more ops.
+        most = max(counts, default=0)
+        drawn = {role: np.random.default_rng([self.seed, role]).standard_normal(most) for role in dict.fromkeys(roles)}
+        z = np.concatenate([drawn[role][:count] for role, count in zip(roles, counts, strict=True)])
         own = arrays.op_use >= 0
         if not cost.cuda:
             return np.where(own, 1.0 + self.share * np.abs(z), 1.0)

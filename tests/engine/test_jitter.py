@@ -120,3 +120,13 @@ def test_without_noise_one_play_is_enough(zigzag: Checked) -> None:
 def test_a_number_of_seeds_without_a_median_is_refused(seeds: int) -> None:
     with pytest.raises(InputError, match=f"`seeds` {seeds}: expected an odd number from 1 to 99"):
         longstep.predict("ring", model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, seeds=seeds)
+
+
+def test_replicas_that_pad_what_they_send_have_the_same_noise_and_more_ops() -> None:
+    """Three ranks do not divide the weights: the last one has less of them, and zeros."""
+    found = longstep.predict(
+        "single", model="tiny", layers=1, seq="1K", cluster="hgx-h100", gpus=3, dp_degree=3, scope="step"
+    )
+    counts = [len(program.ops) for program in found.checked.schedule.programs]
+    assert counts[0] == counts[1] < counts[2]
+    assert found.step_time_s > 0
