@@ -65,6 +65,9 @@ STACKS: dict[str, Stack] = {
         "inputs of layers offloaded behind the forward pass, loss in chunks", "single",
         {"activations": "host", "loss": "chunked"}, "unsloth.ai/blog/long-context",
     ),
+    "bpt": Stack(
+        "attention and MLP block by block, on each GPU by itself", "single", {"mlp": "mini"}, "arXiv:2305.19370 §3"
+    ),
     "mst": Stack(
         "MLP and loss in mini-sequences, on each GPU by itself", "single", {"mlp": "mini", "loss": "chunked"},
         "arXiv:2407.15892 §3",
