@@ -130,7 +130,7 @@ class Help(NamedTuple):
 
 def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, progress: Progress | None = None) -> Table:
     """Return for each of some schedules or stacks, at each of some lengths, the seconds of a training step where it
-    fits, and else what is missing and which technique to switch on.
+    fits, and else what is missing and which technique to switch on; ``fits`` is None at the limit.
 
     Of techniques that make it fit alone that one is named which wins most GiB for each second that the step takes
     longer. If none does alone, all are named that it takes, or, where all together are not enough, none. Where a
@@ -161,11 +161,11 @@ def _row(base: Setup, row: str) -> Setup:
 def _cell(setup: Setup) -> dict[str, Any]:
     cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
     try:
-        free_bytes = _room(setup).free_bytes
-        cell |= {"free_bytes": free_bytes, "fits": free_bytes >= 0}
-        if free_bytes >= 0:
+        found = _room(setup)
+        cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
+        if found.free_bytes >= 0:
             return cell | {"step_time_s": _seconds(setup)}
-        return cell | {"helps": " + ".join(_helping(setup, free_bytes))}
+        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}
     except InputError as refused:
         return cell | {"error": str(refused)}
 

@@ -91,6 +91,9 @@ def test_cells_say_seconds_or_why_not() -> None:
     fitting = found.rows[0]
     alone = with_memory(4, schedule="zigzag", seeds=1).predicted()
     assert (fitting["fits"], fitting["step_time_s"]) == (True, alone.step_time_s)
+    unsure = with_memory(4).replace(set={"cluster.hbm.reserved_within_bytes": 4 * GIB})
+    near = longstep.fit(unsure, ["zigzag"], ["32K"]).rows[0]
+    assert (near["fits"], near["step_time_s"]) == (None, alone.step_time_s)
     heads = longstep.fit(with_memory(4, gpus=16, cluster="hgx-h100"), ["ulysses"], ["32K"]).rows[0]
     assert "heads" in heads["error"]
     with pytest.raises(InputError, match="unknown value of `schedule or stack` 'rings'"):
