@@ -148,6 +148,7 @@ def test_validate_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert verdict in chapter.read_text()
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_upipes_marks() -> None:
     """One is wrong: Ulysses at 4M, of which the notes of the file say what is known. States are within a tenth."""
@@ -166,6 +167,7 @@ def test_files_without_memory_show_no_table() -> None:
     assert memory_tables(predicted_memory(file)) == []
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
