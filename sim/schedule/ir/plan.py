@@ -1,0 +1,28 @@
+"""A plan of attention for one batch: which tokens live on which rank, and which rank attends what, and when.
+
+Planners (``sim/batches``) emit plans, and one schedule plays them all. Tokens are positions in the global sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sim.schedule.ir.masks import Span, Tokens
+
+
+class Task(NamedTuple):
+    """Attention of some queries to some keys, under the mask of the workload."""
+
+    queries: Span
+    keys: Span
+    division: int
+    """When: a rank computes one division after the other, and receives what the next one needs meanwhile."""
+
+
+class Plan(NamedTuple):
+    """What planners decide. A task may need queries and keys that live on other ranks."""
+
+    layout: tuple[Tokens, ...]
+    """Per rank the tokens that live there, in the order of memory. Ranks may have different numbers of them."""
+    tasks: tuple[tuple[Task, ...], ...]
+    """Per rank what it attends, by division."""
