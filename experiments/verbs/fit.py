@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import tyro
@@ -16,14 +14,15 @@ from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import print_json
+from experiments.verbs.selection import Selection, listed
+from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.memory import TERMS
+from sim.setup.stacks import TECHNIQUES
 
-ROWS = "zigzag,ulysses,usp,upipe"
+ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""
 LENGTHS = "32K,64K,128K,256K,512K,1M,2M,4M,8M"
 
@@ -63,13 +62,10 @@ def fit(command: Fit, console: Console) -> None:
     """Print what fits where, and what to switch on where nothing does."""
     if command.scope != "step":
         raise InputError(f"`scope` {command.scope}: what fits is known of training steps: set `scope` step")
-    lengths = _split(command.seq)
-    rows = [*_split(command.schedule or ("" if command.stack else ROWS))]
-    rows += _split(command.stack or ("" if command.schedule else ",".join(longstep.names("stacks"))))
-    with _progress() as show:
-        found = longstep.fit(
-            command.setup().replace(seq=lengths[0], schedule=None, stack=None), rows, lengths, progress=show
-        )
+    lengths = listed(command.seq, "`seq`", LENGTHS)
+    with progress("predicting") as show:
+        base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
+        found = longstep.fit(base, _rows(command), lengths, progress=show)
     if command.json:
         print_json(found.rows, console)
         return
@@ -82,6 +78,13 @@ def fit(command: Fit, console: Console) -> None:
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
         console.print(f"- {error}", markup=False)
     console.print("~ at the limit. What is missing stands with a minus, and below it what to switch on.", markup=False)
+
+
+def _rows(command: Fit) -> list[str]:
+    """Return the schedules and stacks that were named; where none was, some of the one and all of the others."""
+    named = [("`schedule`", command.schedule, "ring,ulysses"), ("`stack`", command.stack, "fsdp,alst")]
+    found = [row for option, text, example in named if text is not None for row in listed(text, option, example)]
+    return found or [*ROWS, *longstep.names("stacks")]
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -98,9 +101,9 @@ def ladder(command: Ladder, console: Console) -> None:
     out = command.output(command.page, PAGE_FILE)
     require_outputs([out])
     setup = command.selection.setup()
-    with _progress() as show:
-        chosen = {"techniques": _split(command.techniques)} if command.techniques else {}
-        found = longstep.ladder(setup, most=command.most, progress=show, **chosen)
+    chosen = TECHNIQUES if command.techniques is None else listed(command.techniques, "`techniques`", "FSDP,offload")
+    with progress("predicting") as show:
+        found = longstep.ladder(setup, most=command.most, techniques=list(chosen), progress=show)
     title = f"techniques of training {command.selection.model} on {command.selection.cluster}"
     if out:
         capacity = longstep.cluster(setup.cluster).spec.hbm.capacity_bytes
@@ -126,20 +129,3 @@ def _ladder_table(title: str, found: longstep.Table) -> Table:
             ", ".join(f"{term} {size(row[term])}" for term in largest),
         )
     return table
-
-
-def _split(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")] if text else []
-    if not all(found):
-        raise InputError(f"{text!r}: expected values with commas between them")
-    return found
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Yield what shows on stderr how much is done."""
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("predicting", total=None)
-        yield lambda done, count: progress.update(task, completed=done, total=count, refresh=True)

@@ -9,6 +9,15 @@ import tyro
 
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from longstep import Setup
+from sim.errors import InputError
+
+
+def listed(text: str, option: str, example: str) -> list[str]:
+    """Return the values of a list with commas, each once."""
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
+        raise InputError(f"{option} {text}: expected values separated by commas, such as {example}")
+    return list(dict.fromkeys(values))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ from rich.console import Console
 
 import longstep
 from experiments.evidence.provenance import evidence_lines
-from experiments.evidence.units import seconds
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import print_json, report_table, schedules_table, sweep_table
+from experiments.verbs.terminal import print_json, progress, report_table, schedules_table, sweep_table
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
@@ -81,18 +80,11 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
 
 def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     """Predict the same step on varied machines, and print a line of each."""
-    from rich.progress import Progress  # which one prediction does without
-
     if command.trace:
         raise InputError("`trace` is of one step: leave it out, or `vary`")
     vary = dict(_values(text) for text in command.vary)
     predicted = setup.predicted()
-    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("simulating", total=None)
-
-        def show(done: int, count: int, left_s: float) -> None:
-            progress.update(task, completed=done, total=count, description=f"{seconds(left_s)} left", refresh=True)
-
+    with progress("simulating") as show:
         seeds = 1 if setup.seeds is None else setup.seeds
         found = longstep.sweep(predicted, vary, seeds=seeds, processes=command.processes, progress=show)
     if command.json:

@@ -11,7 +11,7 @@ import tyro
 
 from experiments.evidence.cells import Cell
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
+from experiments.verbs.selection import Selection, listed
 from sim.errors import InputError
 from sim.mesh import MOST_RANKS
 from sim.schedule.methods.catalog import SCHEDULES
@@ -58,7 +58,7 @@ def cells_of(sweep: Sweep) -> list[Cell]:
     if not 0 < sweep.target < 1:
         raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
-    stacks = _split(sweep.stack, "`stack`", "fsdp,alst") if sweep.stack is not None else [""]
+    stacks = listed(sweep.stack, "`stack`", "fsdp,alst") if sweep.stack is not None else [""]
     return [
         Cell(gpus, scope, layers[scope], seq, schedule, sweep.target, stack)
         for gpus in ranks
@@ -70,7 +70,7 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 
 
 def _lengths(sweep: Sweep) -> list[str]:
-    lengths = _split(sweep.seq or LENGTHS, "`seq`", LENGTHS)
+    lengths = listed(sweep.seq or LENGTHS, "`seq`", LENGTHS)
     for length in lengths:
         parse_length(length, "`seq`")
     return lengths
@@ -80,7 +80,7 @@ def _ranks(sweep: Sweep) -> list[int]:
     if not sweep.ranks:
         cores = host_facts().cores
         return [2**power for power in range(1, max(1, cores.bit_length() - 1) + 1)]
-    ranks = _split(sweep.ranks, "`ranks`", "2,4")
+    ranks = listed(sweep.ranks, "`ranks`", "2,4")
     for count in ranks:
         if not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MOST_RANKS:
             raise InputError(f"`ranks` {count}: expected numbers of processes from 1 to {MOST_RANKS}, such as 2,4")
@@ -90,15 +90,7 @@ def _ranks(sweep: Sweep) -> list[int]:
 def _schedules(sweep: Sweep) -> list[str]:
     if not sweep.schedule:
         return [name for name, entry in SCHEDULES.items() if entry.degrees]
-    return _split(sweep.schedule, "`schedule`", ",".join(SCHEDULES))
-
-
-def _split(text: str, option: str, example: str) -> list[str]:
-    """Return the values of a list with commas, each once."""
-    values = [value.strip() for value in text.split(",")]
-    if not all(values):
-        raise InputError(f"{option} {text}: expected values separated by commas, such as {example}")
-    return list(dict.fromkeys(values))
+    return listed(sweep.schedule, "`schedule`", ",".join(SCHEDULES))
 
 
 def playable(cells: Sequence[Cell], sweep: Sweep) -> tuple[list[Cell], dict[Cell, str]]:

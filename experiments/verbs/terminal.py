@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -151,6 +152,21 @@ def _room_rows(room: Room) -> Iterator[tuple[str, str]]:
     yield "  they are", "; ".join(f"{_BASES[basis]}: {', '.join(names)}" for basis, names in by_basis().items())
     for limit in room.limits:
         yield f"of {size(limit.capacity_bytes)} of {limit.memory}", ", ".join(_taken(limit))
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[Callable[..., None]]:
+    """Yield what shows on stderr how many are done, of how many, and perhaps the seconds that the others will take."""
+    from rich.progress import Progress  # which one prediction does without
+
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def show(done: int, count: int, left_s: float | None = None) -> None:
+            told = doing if left_s is None else f"{seconds(left_s)} left"
+            bar.update(task, completed=done, total=count, description=told, refresh=True)
+
+        yield show
 
 
 def print_json(found: Any, console: Console) -> None:
