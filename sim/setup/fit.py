@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sim.errors import InputError
 from sim.memory import TERMS
@@ -26,7 +28,7 @@ Progress = Callable[[int, int], object]
 
 def longest(setup: Setup, most: int) -> int:
     """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
-    lengths between each power of two and the next.
+    lengths between each power of two and the next; that memory grows with the length is taken for granted.
     """
     mesh = setup.resolved().mesh
     least = LEAST * (mesh.size // mesh.dp)
@@ -50,10 +52,16 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
     changes: dict[str, Any] = {}
     if schedule := given.pop("schedule", None):
         alone = not names.entry(schedule).degrees
-        gpus = setup.gpus or setup.replace(schedule="ulysses", stack=None).resolved().mesh.size
+        gpus = setup.gpus or _gpus(setup)
         changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
         changes |= {"ulysses_degree": None, "ring_degree": None}
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
+
+
+def _gpus(setup: Setup) -> int:
+    """Return how many GPUs a setup has where it does not say so: as many as for any schedule that splits sequences."""
+    of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
+    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved().mesh.size
 
 
 def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -115,19 +123,6 @@ def _rung(setup: Setup, most: int) -> dict[str, Any]:
     }
 
 
-class Help(NamedTuple):
-    """A technique that makes a step fit."""
-
-    technique: str
-    won_bytes: int
-    lost_s: float
-
-    @property
-    def worth(self) -> float:
-        """GiB that are won for each second that is lost."""
-        return self.won_bytes / 2**30 / self.lost_s if self.lost_s > 0 else float("inf")
-
-
 def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, progress: Progress | None = None) -> Table:
     """Return for each of some schedules or stacks, at each of some lengths, the seconds of a training step where it
     fits, and else what is missing and which technique to switch on; ``fits`` is None at the limit.
@@ -153,9 +148,9 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
 
 
 def _row(base: Setup, row: str) -> Setup:
-    """Return the setup of a stack, or of a schedule."""
+    """Return the setup of a stack, or of a schedule; what is set of the schedule comes first."""
     stack = STACKS.get(row)
-    return using(base, {"schedule": stack.schedule, **stack.options} if stack else {"schedule": row})
+    return using(base, {"schedule": stack.schedule if stack else row}).replace(stack=row if stack else None)
 
 
 def _cell(setup: Setup) -> dict[str, Any]:
@@ -181,8 +176,8 @@ def _helping(setup: Setup, free_bytes: int) -> list[str]:
     enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
     if enough:
         before_s = _seconds(setup)
-        helps = [Help(name, won, _seconds(using(setup, off[name])) - before_s) for name, won in enough.items()]
-        return [max(helps, key=lambda one: one.worth).technique]
+        lost_s = {name: _seconds(using(setup, off[name])) - before_s for name in enough}
+        return [max(enough, key=lambda name: enough[name] / lost_s[name] if lost_s[name] > 0 else math.inf)]
     taken = list(off)
     for name in (None, *reversed(off)):
         fewer = [other for other in taken if other != name]

@@ -1,4 +1,8 @@
-"""Techniques that save memory in a training step, each alone and in the stacks that their authors publish."""
+"""Techniques that save memory in a training step, each alone and in the stacks that their authors publish.
+
+What a stack switches on is taken from memory of its authors' paper and code, but for UPipe's, whose table says it
+(``experiments/published/upipe_h100.toml``).
+"""
 
 from __future__ import annotations
 

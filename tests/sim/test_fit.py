@@ -100,6 +100,15 @@ def test_cells_say_seconds_or_why_not() -> None:
         longstep.fit(ON_TWO, ["rings"], ["32K"])
 
 
+def test_what_is_set_comes_before_a_stack() -> None:
+    """Whose other options stay."""
+    setup = with_memory(4, gpus=None).replace(set={"schedule.mlp": "mini", "cluster.gpus_per_node": 2})
+    (row,) = longstep.fit(setup, ["alst"], ["32K"]).rows
+    meant = setup.replace(stack="alst", gpus=2, schedule="ulysses", seeds=1).predicted()
+    assert (meant.checked.schedule.header.options["mlp"], row["step_time_s"]) == ("mini", meant.step_time_s)
+    assert meant.checked.schedule.header.options["optimiser"] == "host"
+
+
 @pytest.mark.parametrize("stack", sweep_but({"fsdp"}, list(STACKS)))
 def test_a_stack_is_its_options_and_its_schedule(stack: str) -> None:
     """What is set comes first."""
