@@ -136,7 +136,7 @@ def test_timing_kernels_and_links_on_real_processes(ranks: Callable[[int], Sessi
     session = ranks(2)
     cases = {case.use.kernel: case for case in reversed(kernel_cases(make_model(8, 4), "bf16", QUICK_CPU))}
     assert len(cases) == 19
-    for case in [cases[kernel] for kernel in ("attention_backward", "gemm", "copy", "embedding", "adamw")]:
+    for case in cases.values():
         alone, together = (time_kernel(session, case, when, 0.01).point for when in ("idle", "busy"))  # type: ignore[arg-type]
         assert 0 < alone.low_s <= alone.median_s <= alone.high_s
         assert (alone.kernel, alone.shape, alone.flops) == (together.kernel, together.shape, together.flops)
@@ -173,7 +173,6 @@ def test_a_calibration_keeps_what_it_has(ranks: Callable[[int], Session]) -> Non
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     command = [sys.executable, "-m", "experiments.verbs.cli", "calibrate", "--quick", "--out", str(out)]

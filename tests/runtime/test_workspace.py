@@ -129,10 +129,11 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
         [name for name, variant in VARIANTS.items() if "kernel" not in variant.options],
     ),
 )
-def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
+def test_every_kernel_holds_what_is_said(request: pytest.FixtureRequest, name: str, dtype: Dtype) -> None:
     """To the byte, but for log-sum-exps, which attention of parts of a buffer gives back early or holds twice."""
-    if name.startswith("fpdt") and dtype == "fp32":
-        pytest.skip("dq goes into a buffer that is there before, and is a copy more: sim/schedule/README.md says so")
+    if name.startswith("fpdt in chunks") or name == "fpdt as published":
+        of_one_type = dtype == "fp32"  # dq then goes into a buffer that is there before: sim/schedule/README.md
+        request.applymarker(pytest.mark.xfail(of_one_type, reason="the walk lacks a copy of dq", strict=True))
     for ranks in (1, 4):
         workload = Workload(model=make_model(8, 4, head_dim=64), seq=64, dtype=dtype, scope="layer", layers=1, batch=2)
         checked = checked_or_refused(name, workload, ranks)

@@ -20,14 +20,12 @@ from sim.schedule.ir.ops import Accumulate, Embed, Op, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
-from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked
-from sim.schedule.proof.contents import coalesced
 from sim.schedule.proof.supersteps import Supersteps
 from tests.helpers import sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step
-from tests.schedule.test_supersteps import by_all_ops, by_calls, flattened, rebinding
+from tests.schedule.test_supersteps import by_all_ops, by_calls, ends_as_the_flat_proof_does, flattened, rebinding
 
 
 @pytest.mark.parametrize("stage", sweep_but({3}, [0, 1, 2, 3]))
@@ -202,16 +200,7 @@ def test_later_micro_batches_are_remembered_by_the_proof() -> None:
 
 @pytest.mark.parametrize("dp", sweep_but({2}, [1, 2]))
 def test_the_proof_that_remembers_finds_what_the_flat_one_finds(dp: int) -> None:
-    schedule = rebuilt(3, dp)
-    checked = Checked(flattened(schedule))
-    flat = AbstractPlayer(checked.schedule, checked.matching, checked.dependencies)
-    flat.run()
-    supersteps = Supersteps(schedule)
-    supersteps.play()
-    for rank, memory in enumerate(flat.memory):
-        for number, held in enumerate(memory.held()):
-            found = supersteps.held(rank, number)
-            assert sorted(coalesced(list(found.pieces))) == sorted(coalesced(list(held.pieces)))
+    ends_as_the_flat_proof_does(rebuilt(3, dp))
 
 
 @pytest.mark.slow
