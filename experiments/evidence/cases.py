@@ -26,7 +26,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES, Entry
 from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
 from sim.setup import names
-from sim.setup.names import DATASHEET
+from sim.setup.names import DATASHEET, SCOPES
 from sim.setup.setup import Setup
 from sim.trace import Trace
 
@@ -36,13 +36,13 @@ _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")
 _KEYS = {"pass": "passes"} | {
     field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile"}
 }
-_ALWAYS = ("model", "cluster")
+_ALWAYS = ("model", "cluster", "scope")
 """What a case file says even where it is the default."""
 _LEFT_OUT = sorted({kind.meta.kernel for kind in KINDS.values() if kind.meta.activity == "compute"} - {""})
 """Kernels that code may leave out: those that memory bounds."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
 _KEYS_ALONE = (
-    "model", "cluster", "nodes", "gpus", "batch", "mask", "window", "dtype", "seed", "jitter", "seeds", "set",
+    "model", "cluster", "nodes", "gpus", "scope", "batch", "mask", "window", "dtype", "seed", "jitter", "seeds", "set",
 )  # fmt: skip
 """What says anything of an op alone, beside how large it is."""
 
@@ -220,7 +220,7 @@ class Case(NamedTuple):
 
 def case_fields(setup: Setup) -> dict[str, Any]:
     """Return what a case file says of a setup: model, cluster, and what is not at its default."""
-    default, found = Setup(), {}
+    default, found = Setup(scope="attention"), {}
     for key, name in _KEYS.items():
         value = getattr(setup, name)
         if name in _ALWAYS or value != getattr(default, name):
@@ -330,7 +330,9 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     for key in fields:
         if key not in allowed:
             raise unknown(what, key, [*allowed, "measured_s", "measure", *_SIZES], where)
-    setup = setup_of(fields | {"set": overrides}, file.profile)
+    if sizes and fields.setdefault("scope", "attention") != "attention":
+        raise InputError(f"{where}: scope is {fields['scope']!r}: an op alone is no part of it; set scope to attention")
+    setup = setup_of(_with_scope(fields, where) | {"set": overrides}, file.profile)
     alone = _alone(measure, sizes, where) if sizes else None
     left_out = tuple([kernel for one in alike for kernel in one.left_out])
     if left_out and (alone or file.profile == DATASHEET):
@@ -344,9 +346,16 @@ def selected(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], wh
     for key in fields:
         if key not in _KEYS:
             raise unknown("key", key, _KEYS, where)
-    setup = setup_of(fields, file.profile)
+    setup = setup_of(_with_scope(fields, where), file.profile)
     _require_shipped(setup)
     return setup
+
+
+def _with_scope(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a case; raises InputError where they leave open what was timed."""
+    if "scope" not in fields:
+        raise InputError(f"{where}: {fields} has no scope: set scope to {', '.join(SCOPES[:-1])} or {SCOPES[-1]}")
+    return fields
 
 
 def _require_shipped(setup: Setup) -> None:

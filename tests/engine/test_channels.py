@@ -92,7 +92,7 @@ def test_without_a_figure_of_the_link_messages_hold_what_collectives_do() -> Non
 def test_what_a_hop_holds_is_taken_from_the_kernels_beside_it() -> None:
     """Backward blocks of a ring over 16 nodes run beside hops, whose kernels hold 1, 2 or 24 of 132 SMs."""
     what: dict[str, Any] = {"cluster": "hgx-h100", "gpus": 16, "nodes": 2, "seq": "256K", "passes": "backward"}
-    base = longstep.predict("zigzag", **what, profile="datasheet", jitter=0)
+    base = longstep.predict("zigzag", **what, scope="attention", profile="datasheet", jitter=0)
 
     def longest(**more: str) -> float:
         trace = base.replace(set=more).simulation.trace

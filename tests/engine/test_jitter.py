@@ -90,7 +90,7 @@ def test_races_that_decide_a_step_are_told() -> None:
     first decides a quarter of the step (104 or 131 ms without noise). Without a race nothing is said.
     """
     what = {"model": "llama3-8b", "cluster": "dgx-a100", "nodes": 2, "gpus": 16, "seq": "64K", "passes": "backward"}
-    plain = longstep.predict("zigzag", **what)  # type: ignore[arg-type]
+    plain = longstep.predict("zigzag", **what, scope="attention")  # type: ignore[arg-type]
     assert not any("which kernel" in note for note in plain.figures.evidence.notes)
     near = plain.replace(set={"cluster.hbm.bytes_per_s": "*6.095"})
     (note,) = [note for note in near.figures.evidence.notes if "which kernel" in note]
@@ -119,7 +119,9 @@ def test_without_noise_one_play_is_enough(zigzag: Checked) -> None:
 @pytest.mark.parametrize("seeds", [0, 2, -1, 101])
 def test_a_number_of_seeds_without_a_median_is_refused(seeds: int) -> None:
     with pytest.raises(InputError, match=f"`seeds` {seeds}: expected an odd number from 1 to 99"):
-        longstep.predict("ring", model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, seeds=seeds)
+        longstep.predict(
+            "ring", model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, seeds=seeds, scope="attention"
+        )
 
 
 def test_replicas_that_pad_what_they_send_have_the_same_noise_and_more_ops() -> None:

@@ -110,7 +110,7 @@ def test_a_weight_gradient_into_fp32_is_a_kernel_of_its_own() -> None:
 
 def predicted(**changes: Any) -> longstep.Prediction:
     fields: dict[str, Any] = {"model": "llama3-8b", "seq": "16K", "cluster": "hgx-b200", "gpus": 1, "seeds": 1}
-    return longstep.predict("single", **(fields | changes))
+    return longstep.predict("single", **({"scope": "attention"} | fields | changes))
 
 
 def test_layers_take_sustained_rates_and_attention_alone_those_of_short_runs() -> None:

@@ -40,7 +40,14 @@ def test_sms_that_are_missed_by_little_are_told() -> None:
     """The kernel for delta takes 4.2 us, a launch 2.5: gradients come before the grid. With twice the memory's rate it
     takes 2.1, all seeds come too late, and the step is longer; launches of half the time would be in time again.
     """
-    what: dict[str, Any] = {"gpus": 16, "nodes": 2, "seq": "32K", "mask": "full", "cluster": "hgx-b200"}
+    what: dict[str, Any] = {
+        "gpus": 16,
+        "nodes": 2,
+        "seq": "32K",
+        "mask": "full",
+        "cluster": "hgx-b200",
+        "scope": "attention",
+    }
     found = longstep.predict("ring", model="llama3-8b", passes="both", **what)
     late = found.replace(set={"cluster.hbm.bytes_per_s": "*2"})
     early = late.replace(set={"cluster.gpu.launch_s": "/2"})

@@ -14,6 +14,7 @@ profile = "a800-ultraattn"
 
 [select]
 cluster = "a800"
+scope = "attention"
 dtype = "bf16"
 set = ["model.head_dim=128"]
 
@@ -37,6 +38,7 @@ profile = "h100-sxm"
 cluster = "hgx-h100"
 dtype = "bf16"
 mask = "full"
+scope = "attention"
 set = ["model.num_heads=16", "model.num_kv_heads=16", "model.head_dim=128"]
 
 [[group]]

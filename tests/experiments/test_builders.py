@@ -58,7 +58,7 @@ def cheapest(workload, mesh, hints):
 
 def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Setup:
     (tmp_path / "own.py").write_text(OWN)
-    selection = Setup(schedule=f"{tmp_path}/own.py:{function}", cluster="hgx-h100", gpus=4, set=set_)
+    selection = Setup(schedule=f"{tmp_path}/own.py:{function}", cluster="hgx-h100", gpus=4, set=set_, scope="attention")
     return dataclasses.replace(selection, **fields)  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def test_a_builder_that_plans_by_cost_asks_the_cost_model_of_the_cluster(tmp_pat
 def test_inner_rings_are_those_of_a_node(per_node: int, width: int) -> None:
     """Of 32 ranks: the largest divisor that fits into a node, all of which are one ring where they do."""
     overrides = (f"cluster.gpus_per_node={per_node}",)
-    selection = Setup(schedule="double-ring", cluster="hgx-h100", gpus=32, set=overrides)
+    selection = Setup(schedule="double-ring", cluster="hgx-h100", gpus=32, set=overrides, scope="attention")
     communicators = {one.name: one.groups for one in selection.resolved().built().header.communicators}
     assert [len(group) for group in communicators.get("outer kv", ())] == ([32 // width] * width if width < 32 else [])
     assert width == 1 or communicators["inner kv"][0] == tuple(range(width))

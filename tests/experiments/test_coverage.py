@@ -24,7 +24,7 @@ SOURCES, POINTS = Reach(0.0, 0.05), Reach(0.1, 0.1)
 def step(error: float, regime: Regime = "links", measure: str = "") -> CasePrediction:
     """A second was measured; ``error`` is the logarithm of measured over predicted time."""
     predicted_s = math.exp(-error)
-    case, reaches = Case("group", Setup(), 1.0, measure), Reaches(regime, SOURCES, POINTS)
+    case, reaches = Case("group", Setup(scope="attention"), 1.0, measure), Reaches(regime, SOURCES, POINTS)
     return CasePrediction(case, predicted_s, predicted_s, predicted_s, "", 2, reaches)
 
 

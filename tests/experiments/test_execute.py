@@ -159,7 +159,9 @@ def test_the_attention_of_a_profile_is_what_runs() -> None:
     """Where it is for the data type, and for windows."""
 
     def timed(kernel: str, dtype: str, window: str | None = None) -> str:
-        setup = Setup(cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype, window=window)
+        setup = Setup(
+            cluster="hgx-h200", model="llama3-8b", profile="h200-sxm", dtype=dtype, window=window, scope="attention"
+        )
         chosen = setup.resolved()
         assert chosen.profile
         machine = msgspec.structs.replace(chosen.profile.machine, software={"attention": kernel})

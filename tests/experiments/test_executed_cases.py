@@ -149,7 +149,7 @@ def test_cases_of_all_scopes_rest_on_the_profile_as_it_was_calibrated(tmp_path: 
     assert profile.sustained
     save_profile(profile, tmp_path / "profile.json")
     for scope in ("attention", "layer"):
-        cell, base = RING._replace(scope=scope), Setup(cluster="hgx-h100")
+        cell, base = RING._replace(scope=scope), Setup(cluster="hgx-h100", scope="attention")
         record = begun(cell.setup(base), common_fields(base))
         save_cases(
             msgspec.structs.replace(record, comparisons=[(cell, found)]), CASES_FILE.at(tmp_path / f"{scope}.toml")

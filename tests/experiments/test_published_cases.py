@@ -37,7 +37,7 @@ from tests.helpers import trace_of
 
 
 def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> CasePrediction:
-    case = Case("group", Setup(schedule=schedule, **fields), measured_s)  # type: ignore[arg-type]
+    case = Case("group", Setup(schedule=schedule, scope="attention", **fields), measured_s)  # type: ignore[arg-type]
     return CasePrediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
 
 
@@ -154,7 +154,7 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
         Row(1, 1, "link", "Exchange", "forward", "", posted_s=0.0, begin_s=0.0, end_s=7.0),
     ]
     trace = trace_of(rows)
-    case = Case("group", Setup(), 1.0)
+    case = Case("group", Setup(scope="attention"), 1.0)
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
 
 
@@ -195,7 +195,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
         raise AssertionError("forked")
 
     monkeypatch.setattr(os, "fork", fork)
-    (found,) = predicted([Case("group", Setup(profile=DATASHEET, cluster="hgx-h100", gpus=2), 1.0)])
+    (found,) = predicted([Case("group", Setup(profile=DATASHEET, cluster="hgx-h100", gpus=2, scope="attention"), 1.0)])
     assert found.predicted_s > 0
 
 

@@ -1,6 +1,6 @@
 import longstep
 
-p = longstep.predict("ring", model="llama3-8b", seq="1M", cluster="hgx-h100")
+p = longstep.predict("ring", model="llama3-8b", seq="1M", cluster="hgx-h100", scope="attention")
 for schedule in ("ring", "zigzag", "ulysses"):
     step = p.replace(schedule=schedule)
     low_s, high_s = step.interval

@@ -35,7 +35,15 @@ def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text()
     """Return a selection of the schedule in ``my_module.py``, or of what ``text`` makes of it."""
     module = folder / "my_module.py"
     module.write_text(text)
-    return Setup(schedule=f"{module}:build", gpus=4, seq="256", cluster="hgx-h100", profile="datasheet", dtype=dtype)
+    return Setup(
+        schedule=f"{module}:build",
+        gpus=4,
+        seq="256",
+        cluster="hgx-h100",
+        profile="datasheet",
+        dtype=dtype,
+        scope="attention",
+    )
 
 
 @pytest.mark.parametrize(("scope", "passes"), [("attention", "both"), ("attention", "backward"), ("layer", "both")])

@@ -353,7 +353,7 @@ def test_the_grid_shows_every_op_once(name: str) -> None:
 def test_options_that_a_schedule_has_no_use_for_are_refused(name: str) -> None:
     unused = {"single": "layout", "ring": "placement", "ulysses": "layout"}.get(name, "kernel")
     value = {"layout": "zigzag", "placement": "ring-inner", "kernel": "standard"}[unused]
-    selection = Setup(schedule=name, cluster="hgx-h100", gpus=1, set=(f"schedule.{unused}={value}",))
+    selection = Setup(schedule=name, cluster="hgx-h100", gpus=1, set=(f"schedule.{unused}={value}",), scope="attention")
     with pytest.raises(InputError, match=f"schedule '{name}' has no option {unused}: it takes .*activations"):
         selection.resolved()
 

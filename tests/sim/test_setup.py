@@ -17,7 +17,7 @@ from tests.helpers import traces_in
 from topology.host import device_name, host_facts
 from topology.specs import LinkSpec
 
-SMALL = {"model": "llama3-8b", "seq": "1K", "cluster": "hgx-h100", "gpus": 2}
+SMALL = {"model": "llama3-8b", "seq": "1K", "cluster": "hgx-h100", "gpus": 2, "scope": "attention"}
 
 
 def test_a_trace_replaces_traces_only(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_replicas_that_do_not_fit_the_gpus_are_refused(fields: dict[str, Any], s
 
 def test_a_prediction_of_replicas_says_what_was_played(tmp_path: Path) -> None:
     """Two replicas on two nodes take as long as one on one: attention alone sends nothing between them."""
-    one = longstep.predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=8)
+    one = longstep.predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=8, scope="attention")
     two = one.replace(gpus=16, dp_degree=2)
     assert two.step_time_s == one.step_time_s
     assert two.report.tokens_per_s_per_gpu == one.report.tokens_per_s_per_gpu

@@ -32,7 +32,7 @@ def test_the_readme_shows_its_parts() -> None:
 
 def test_it_can_be_set() -> None:
     overrides = ("cluster.hbm.reserved_bytes=1000", "cluster.hbm.reserved_within_bytes=10")
-    spec = Setup(cluster="hgx-h100", gpus=8, set=overrides).resolved().cluster.spec
+    spec = Setup(cluster="hgx-h100", gpus=8, set=overrides, scope="attention").resolved().cluster.spec
     assert spec.reserved == Reserved(1000, 10)
     assert spec.figures() == load_cluster("hgx-h100").figures(), "no time depends on it"
     only = msgspec.structs.replace(spec, hbm=msgspec.structs.replace(spec.hbm, reserved_within_bytes=None))
