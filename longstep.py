@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from experiments.evidence.comparison import Comparison, compare
     from experiments.evidence.execution import execute, verify
     from sim.errors import InputError, LongstepError
-    from sim.setup.fit import fit, ladder
+    from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.names import cluster, mesh, model, names, profile, workload
     from sim.setup.prediction import Prediction, build, simulate
     from sim.setup.setup import Setup, predict
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "build", "cluster", "compare",
     "execute", "fit", "ladder", "mesh", "model", "names", "predict", "profile", "simulate", "sweep", "table", "verify",
-    "workload",
+    "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
     "experiments.evidence.execution": ("execute", "verify"),
     "sim.errors": ("InputError", "LongstepError"),
-    "sim.setup.fit": ("fit", "ladder"),
+    "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
     "sim.setup.setup": ("Setup", "predict"),

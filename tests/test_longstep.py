@@ -65,7 +65,7 @@ SLOW_TO_IMPORT = ("torch", "networkx", "jinja2", "matplotlib", "hypothesis", "ty
 @pytest.mark.parametrize(
     "code",
     [
-        "import longstep; longstep.predict('ring', model='llama3-8b', seq='128K', cluster='hgx-h100').report",
+        "import longstep; longstep.predict('ring', model='llama3-8b', seq='8K', cluster='hgx-h100', layers=2).report",
         "from experiments.verbs.cli import main; main(['simulate', '--model', 'llama3-8b', '--gpus', '8'])",
     ],
 )
@@ -78,7 +78,7 @@ def test_a_first_prediction_imports_little(tmp_path: Path, code: str) -> None:
 def test_importing_loads_neither_torch_nor_simpy(tmp_path: Path) -> None:
     code = (
         "import sys, longstep; print(sorted({'torch', 'simpy', 'networkx', 'numpy'} & set(sys.modules)));"
-        "p = longstep.predict('zigzag', model='llama3-8b', seq='1M', cluster='hgx-h100');"
+        "p = longstep.predict('zigzag', model='llama3-8b', seq='1M', cluster='hgx-h100', scope='attention');"
         "print(p.step_time_s > 0, p.report.fits, 'torch' in sys.modules)"
     )
     assert python(code, tmp_path).stdout == "[]\nTrue None False\n"
@@ -123,11 +123,18 @@ def test_wrong_types_are_input_errors() -> None:
 def test_paths_clusters_and_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
     wide = longstep.cluster("hgx-h100", nodes=np.int64(2))
     fields = {"model": "llama3-8b", "seq": "16K", "gpus": 16}
-    named = longstep.predict("ring", cluster="hgx-h100", jitter=0, **fields)  # type: ignore[arg-type]
+    named = longstep.predict("ring", cluster="hgx-h100", jitter=0, scope="attention", **fields)  # type: ignore[arg-type]
     model = ROOT / "sim/models/llama3-8b.toml"
     profile = ROOT / "sim/profiles/h100-sxm.json"
     given = longstep.predict(
-        "ring", model=model, seq=np.int64(2**14), cluster=wide, gpus=np.int32(16), jitter=np.float32(0), profile=profile
+        "ring",
+        model=model,
+        seq=np.int64(2**14),
+        cluster=wide,
+        gpus=np.int32(16),
+        jitter=np.float32(0),
+        profile=profile,
+        scope="attention",
     )
     assert given.step_time_s == named.step_time_s
     assert longstep.simulate(given.checked, wide, profile, jitter=0).step_time_s == named.step_time_s
@@ -184,7 +191,7 @@ def test_the_signature_is_that_of_a_setup() -> None:
 
 def test_what_ifs_start_from_what_was_asked() -> None:
     """A key that is set again is set anew; other fields stay; what is kept is not computed twice."""
-    first = longstep.predict("ring", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2)
+    first = longstep.predict("ring", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2, scope="attention")
     faster = first.replace(set={"cluster.nvlink.bytes_per_s": "*2"})
     again = faster.replace(set={"cluster.nvlink.bytes_per_s": "*2"}, seq="16K")
     assert again.step_time_s == faster.step_time_s < first.step_time_s
@@ -223,7 +230,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert (packages / "sim" / "py.typed").exists()
     code = (
         "import longstep; print(longstep.__file__);"
-        "print(longstep.predict('zigzag', model='llama3-8b', seq='64K', cluster='hgx-h100').step_time_s > 0)"
+        "print(longstep.predict('zigzag', model='llama3-8b', seq='64K', cluster='hgx-h100', layers=2).step_time_s > 0)"
     )
     ran = subprocess.run(
         [fresh / "python", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
@@ -237,7 +244,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
 
 def test_a_sweep_is_the_same_in_any_number_of_processes() -> None:
     """And each row is what a prediction of its own says, with the same noise; what cannot be played says why."""
-    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4)
+    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4, scope="attention")
     vary = {"cluster.nvlink.bytes_per_s": ["/8", "*1", 900e9], "cluster.gpu.name": ["H100-SXM-80GB", "X1"]}
     told: list[tuple[int, int]] = []
     alone = longstep.sweep(first, vary, processes=1)
@@ -269,6 +276,6 @@ def test_a_sweep_is_the_same_in_any_number_of_processes() -> None:
     ],
 )
 def test_what_cannot_be_varied_is_refused_before_anything_is_played(vary: dict[str, Any], said: str) -> None:
-    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4)
+    first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4, scope="attention")
     with pytest.raises(longstep.InputError, match=re.escape(said)):
         longstep.sweep(first, vary)

@@ -35,7 +35,7 @@ def compare_here(console: Console) -> None:
     from runtime.run import ScheduleRun
 
     found: list[tuple[str, str, Comparison]] = []
-    ring = longstep.predict("ring", gpus=2, seq="2K")
+    ring = longstep.predict("ring", gpus=2, seq="2K", scope="attention")
     with open_session(ring.checked, ring.cluster.spec, ring.profile) as session:
         for seq in ("4K", "8K"):
             for schedule in ("ring", "ulysses"):
@@ -58,7 +58,7 @@ def compare_here(console: Console) -> None:
 
 
 def predict_h100(console: Console) -> None:
-    """Predict attention of one layer of Llama 3 8B, forward and backward, on 8 x H100."""
+    """Predict training steps of Llama 3 8B on 8 x H100."""
     for seq in LENGTHS:
         found = [
             longstep.predict(schedule, model="llama3-8b", cluster="hgx-h100", seq=seq)

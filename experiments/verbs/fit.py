@@ -14,7 +14,7 @@ from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection, listed
+from experiments.verbs.selection import StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -28,7 +28,7 @@ LENGTHS = "32K,64K,128K,256K,512K,1M,2M,4M,8M"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit(Selection):
+class Fit(StepSelection):
     """Show which schedules and stacks fit at which length: the seconds of a training step, or what to switch on."""
 
     seq: str = LENGTHS
@@ -47,7 +47,7 @@ class Fit(Selection):
 class Ladder(Writes):
     """Show what each technique saves and costs: one more switched on each, then all but each."""
 
-    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
     most: str = "16M"
     """Longest context that is tried."""
     techniques: OptionalText = None

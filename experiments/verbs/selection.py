@@ -84,3 +84,11 @@ class Selection:
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
         return Setup(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSelection(Selection):
+    """What to look at, by default a training step: what is predicted, not executed or drawn."""
+
+    scope: str = "step"
+    """What is played: a training step with its optimiser (step), whole layers (layer), or attention of one layer."""

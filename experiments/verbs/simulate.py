@@ -12,7 +12,7 @@ from rich.console import Console
 import longstep
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import Selection
+from experiments.verbs.selection import StepSelection
 from experiments.verbs.terminal import print_json, progress, report_table, schedules_table, sweep_table
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -25,7 +25,7 @@ from sim.trace import CHROME_TRACE
 class Simulate(Writes):
     """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
-    selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
+    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
@@ -58,7 +58,10 @@ def simulate(command: Simulate, console: Console) -> None:
     lines = evidence_lines(predicted.report.evidence)
     if predicted.profile is None:  # who reads one line only has to read this one
         console.print(lines.pop(0), markup=False)
-    console.print(report_table(predicted.title, predicted.report))
+    console.print(report_table(predicted))
+    if predicted.room and predicted.fits is False:
+        helps = " + ".join(longstep.what_helps(setup))
+        console.print(f"to make it fit, switch on: {helps or 'no technique is enough'}", markup=False)
     for line in lines:
         console.print(line, markup=False)
 
@@ -72,6 +75,8 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
         print_json(longstep.table(found).rows, console)
         return
     console.print(schedules_table(found))
+    if found[0].techniques:
+        console.print(f"techniques: {', '.join(found[0].techniques)}", markup=False)
     evidence = found[0].report.evidence
     notes = sorted({note for one in found for note in one.report.evidence.notes})
     for line in evidence_lines(msgspec.structs.replace(evidence, notes=notes)):

@@ -46,9 +46,12 @@ class Printer(Console):
         raise BrokenPipeError
 
 
-def report_table(title: str, report: Report) -> Table:
+def report_table(predicted: Prediction) -> Table:
     """Return the figures of one simulated step."""
-    table = Table("figure", "value", title=title, title_justify="left")
+    report = predicted.report
+    table = Table("figure", "value", title=predicted.title, title_justify="left")
+    if predicted.techniques:
+        table.add_row("techniques", ", ".join(predicted.techniques))
     table.add_row("step time", seconds(report.step_time_s))
     if report.interval_s:
         table.add_row("  90 % interval", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")

@@ -147,6 +147,18 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     return Table(found)
 
 
+def what_helps(setup: Setup) -> list[str]:
+    """Return what to switch on in a training step that does not fit: of techniques that make it fit alone the one that
+    wins most GiB for each second that the step takes longer; where none does, all that it takes. None where the step
+    fits, or all together are not enough.
+
+    >>> what_helps(Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=2, layers=2, seq="1M"))
+    ['chunked loss', 'tiled MLP']
+    """
+    free_bytes = _room(setup).free_bytes
+    return _helping(setup, free_bytes) if free_bytes < 0 else []
+
+
 def _row(base: Setup, row: str) -> Setup:
     """Return the setup of a stack, or of a schedule; what is set of the schedule comes first."""
     stack = STACKS.get(row)

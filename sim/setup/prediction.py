@@ -29,6 +29,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
+from sim.setup.stacks import techniques_on
 from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
@@ -113,6 +114,12 @@ class Prediction:
         return self.figures.room
 
     @property
+    def techniques(self) -> list[str]:
+        """What saves memory in this training step, with the options that switch it on; below that scope nothing."""
+        header = self.checked.schedule.header
+        return techniques_on(header.options) if header.workload.scope == "step" else []
+
+    @property
     def peak_hbm_bytes(self) -> int:
         """Peak memory of the rank that needs most, in bytes."""
         return self.figures.peak_hbm_bytes
@@ -126,7 +133,7 @@ class Prediction:
         """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.
 
         >>> from sim.setup.setup import predict
-        >>> p = predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2)
+        >>> p = predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2, layers=2)
         >>> p.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s < p.step_time_s
         True
         """

@@ -93,8 +93,8 @@ class Setup:
     """Draw the noise of every rank by itself, not of one replica for all. It takes longer: all replicas are played."""
     layers: int | None = None
     """Layers of the scopes layer and step, by default 1 and all of the model's."""
-    scope: str = "attention"
-    """attention of one layer, whole layers (layer), or a training step with its optimiser (step)."""
+    scope: str = "step"
+    """A training step with its optimiser (step), whole layers (layer), or attention of one layer."""
     passes: str = "both"
     """forward, backward or both."""
     profile: str | Path | Profile | None = None
@@ -418,7 +418,7 @@ def predict(setup: Setup) -> Prediction:
 
     Raises InputError for a value that cannot be used, with what is allowed.
 
-    >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", gpus=4)
+    >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", gpus=4, layers=2)
     >>> p.report.evidence.profile
     'h100-sxm'
     """

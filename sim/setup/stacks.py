@@ -7,7 +7,7 @@ What a stack switches on is taken from memory of its authors' paper and code, bu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sim.errors import unknown
 
@@ -100,3 +100,17 @@ def stack_of(name: str) -> Stack:
     if name not in STACKS:
         raise unknown("stack", name, STACKS, "`stack`")
     return STACKS[name]
+
+
+def techniques_on(options: Mapping[str, Any]) -> list[str]:
+    """Return which techniques the options of a schedule switch on, with the options that do.
+
+    >>> techniques_on({"zero_stage": 3, "checkpoint": "full", "mlp": "whole"})
+    ['FSDP (zero_stage=3)', 'checkpointing (checkpoint=full)']
+    """
+    found = []
+    for name, technique in TECHNIQUES.items():
+        own = {key: str(options[key]) for key in technique.on if key in options}
+        if own and any(value != technique.off[key] for key, value in own.items()):
+            found.append(f"{name} ({', '.join(f'{key}={value}' for key, value in own.items())})")
+    return found

@@ -74,7 +74,7 @@ def sweep(
     cluster cannot have, before anything is played.
 
     >>> from sim.setup.setup import predict
-    >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100")
+    >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=2)
     >>> found = sweep(p, {"cluster.nvlink.bytes_per_s": ["/2", "*1", "*2"]}, processes=1)
     >>> [row["step_time_s"] < p.step_time_s for row in found.rows]
     [False, False, True]

@@ -75,7 +75,8 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return found
 
 
-H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K")
+ATTENTION = ("--scope", "attention")
+H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K", *ATTENTION)
 
 
 def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +111,25 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
     rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")
     assert [row["schedule"] for row in rows] == ["ring", "ulysses"]
     assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")
+
+
+def test_a_training_step_is_the_default_and_says_what_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """With FSDP and full checkpointing; where it does not fit also what to switch on, and where nothing helps that."""
+    options = ("simulate", "--cluster", "hgx-h100", "--seq", "1K", "--gpus", "2")
+    printed = run(capsys, *options)
+    assert "step of 2 layers of tiny" in printed
+    assert "FSDP (zero_stage=3), checkpointing (checkpoint=full)" in printed
+    assert "switch on" not in printed
+    tight = (*options, "--set", "cluster.hbm.capacity_bytes=1.5e9")
+    assert "to make it fit, switch on: no technique is enough" in run(capsys, *tight)
+    kept = (*options, "--set", "schedule.checkpoint=none", "--set", "cluster.hbm.capacity_bytes=8e9", "--seq", "64K")
+    printed = run(capsys, *kept)
+    assert "FSDP (zero_stage=3)" in printed
+    assert "checkpoint=" not in printed
+    assert "to make it fit, switch on: " in printed
+    assert "no technique" not in printed
+    several = run(capsys, *options, "--schedule", "ring,ulysses")
+    assert "techniques: FSDP (zero_stage=3), checkpointing (checkpoint=full)" in several
 
 
 def test_a_step_says_what_its_memory_goes_to_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +187,8 @@ def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture
     needed = simulate(capsys, *options, "cluster.nodes=1")["peak_hbm_bytes"]
     assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed}")["fits"] is None
     assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed - 1}")["fits"] is False
-    needed = simulate(capsys, "--gpus", "2")["peak_hbm_bytes"]
-    assert simulate(capsys, "--gpus", "2", "--set", f"cluster.hbm.capacity_bytes={needed}")["fits"] is False
+    needed = simulate(capsys, "--gpus", "2", *ATTENTION)["peak_hbm_bytes"]
+    assert simulate(capsys, "--gpus", "2", *ATTENTION, "--set", f"cluster.hbm.capacity_bytes={needed}")["fits"] is False
     main(["simulate", *H100, "--model", "llama3-8b", "--seq", "16M", "--schedule", "ulysses"])
     assert "no: buffers alone exceed the memory" in capsys.readouterr().out
 
@@ -263,7 +283,7 @@ def test_titles_say_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
         (("--seq", "1001", "--pad"), "S 1002 (1 of them padding), B 1"),
         (("--seq", "1K", "--window", "100"), "causal with a window of 100"),
     ):
-        assert title in run(capsys, "simulate", "--gpus", "2", *options)
+        assert title in run(capsys, "simulate", "--gpus", "2", *ATTENTION, *options)
 
 
 def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,7 +294,7 @@ def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.Captu
 
 def test_padding_is_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     """1025 tokens padded to 1056 for 32 chunks of a zigzag of 16, which takes as long as 1056 real ones."""
-    options = ("--cluster", "hgx-h100", "--gpus", "16", "--schedule", "zigzag", "--dtype", "bf16", "--pad")
+    options = ("--cluster", "hgx-h100", "--gpus", "16", "--schedule", "zigzag", "--dtype", "bf16", "--pad", *ATTENTION)
     real, padded = (simulate(capsys, *options, "--seq", seq) for seq in ("1056", "1025"))
     assert padded["step_time_s"] == real["step_time_s"]
     for figure, share in (("tokens_per_s_per_gpu", 1025 / 1056), ("mfu", (1025 / 1056) ** 2)):
@@ -346,7 +366,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], tmp_p
     preset = resources.files("sim").joinpath("models", "tiny.toml").read_text()
     for name in ("[/]", "[red]mine", ":smile:"):
         path.write_text(preset.replace('name = "tiny"', f'name = "{name}"'))
-        assert f"attention of {name}, both" in run(capsys, "simulate", "--gpus", "2", "--model", str(path))
+        assert f"attention of {name}, both" in run(capsys, "simulate", "--gpus", "2", *ATTENTION, "--model", str(path))
     path.write_text(preset.replace('name = "tiny"', r'name = "\u001b[31m"'))
     assert "without control characters" in fails(capsys, "simulate", "--model", str(path))
 
@@ -430,7 +450,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--dtype", "fp8"), "allowed are fp64, fp32, bf16, fp16"),
         (("simulate", "--pass", "sideways"), "allowed are forward, backward, both"),
         (("simulate", "--scope", "steps"), "allowed are attention, layer, step"),
-        (("simulate", "--layers", "2"), "--layers 1"),
+        (("simulate", "--layers", "2", *ATTENTION), "--layers 1"),
         (("simulate", "--layers", "0"), "1 or more"),
         (("simulate", "--seq", "0"), "8K or 1M"),
         (("simulate", "--seq", "1Q"), "8K or 1M"),

@@ -122,6 +122,6 @@ def test_a_stack_is_its_options_and_its_schedule(stack: str) -> None:
 
 def test_stacks_are_of_steps() -> None:
     with pytest.raises(InputError, match="`stack` fsdp is of training steps: set `scope` step"):
-        Setup(stack="fsdp", gpus=1).resolved()
+        Setup(stack="fsdp", gpus=1, scope="layer").resolved()
     with pytest.raises(InputError, match="unknown stack 'fdsp'.*fsdp"):
         Setup(stack="fdsp", gpus=1, scope="step").resolved()
