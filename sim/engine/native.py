@@ -33,7 +33,7 @@ _SCORE_ARRAYS = (
 _COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
 _COST_ARRAYS = (
     "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
-    "hold", "issue_s", "stretch",
+    "hold", "issue_s", "stretch", "world_seconds", "world_amounts", "world_capacities", "world_issues",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ class _Costs(ctypes.Structure):
     ]
 
 
-class _Activities:
+class Activities:
     """Distinct activities, one after the other."""
 
     def __init__(self) -> None:
@@ -62,8 +62,12 @@ class _Activities:
 
     def add(self, activity: Activity) -> int:
         """Return the number of an activity."""
-        if activity not in self._numbers:
-            self._numbers[activity] = len(self._numbers)
+        return self._numbered(activity, activity)
+
+    def _numbered(self, key: Hashable, activity: Activity) -> int:
+        """Return the number of what has this key; it is played as ``activity``."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
             for phase in activity:
                 begin = len(self._demands)
                 if isinstance(phase, Flow):
@@ -76,7 +80,7 @@ class _Activities:
                 else:
                     assert_never(phase)
             self._ends.append(len(self._phases))
-        return self._numbers[activity]
+        return self._numbers[key]
 
     def numbers(self, activities: Iterable[Activity]) -> Array:
         """Return the numbers of several."""
@@ -94,9 +98,11 @@ class _Activities:
 class Priced:
     """What a machine makes of a lowered schedule."""
 
-    def __init__(self, lowered: Lowered, cluster: Cluster, cost: CostModel) -> None:
-        """Ask for the cost of everything that is distinct, once."""
-        activities, devices = _Activities(), cluster.devices[: len(lowered.programs)]
+    def __init__(
+        self, lowered: Lowered, cluster: Cluster, cost: CostModel, activities: Activities | None = None
+    ) -> None:
+        """Ask for the cost of everything that is distinct, once; ``activities`` is what to keep it in."""
+        activities, devices = activities or Activities(), cluster.devices[: len(lowered.programs)]
         ranks = {device.speed: rank for rank, device in reversed(list(enumerate(devices)))}
         numbers = {speed: number for number, speed in enumerate(ranks)}
         speed = np.array([numbers[device.speed] for device in devices], INT)[lowered.op_rank]
@@ -125,8 +131,12 @@ class Priced:
             **activities.arrays(),
         }
         cuda = cluster.spec.gpu.kind == "cuda"
-        counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
-        self.struct = _Costs(**dict(zip(_COST_COUNTS, counts, strict=True)), **_pointers(self.arrays))
+        self._counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
+        self.point()
+
+    def point(self) -> None:
+        """Let the player find the arrays."""
+        self.struct = _Costs(**dict(zip(_COST_COUNTS, self._counts, strict=True)), **_pointers(self.arrays))
 
 
 def held(lowered: Lowered, cost: CostModel) -> Array:
@@ -166,8 +176,12 @@ def _require_equal(library: ctypes.CDLL) -> None:
     selfcheck.require_equal(library)
 
 
-def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced, stretch: Stretch = None) -> tuple[Times, int]:
-    """Return the times of all ops with some noise, and the number of events that it took."""
+def run(
+    library: ctypes.CDLL, lowered: Lowered, priced: Priced, stretch: Stretch = None, steps_s: Array | None = None
+) -> tuple[Times, int]:
+    """Return the times of all ops with some noise, and the number of events that it took; ``steps_s`` are set to the
+    step times of the other worlds that a library was compiled for.
+    """
     times = Times(*np.empty((len(Times._fields), lowered.num_ops)))
     arrays: dict[str, Any] = {name: getattr(lowered, name) for name in _SCORE_ARRAYS}
     counts = (len(lowered.programs), lowered.num_ops, len(lowered.streams), len(lowered.transfers), len(lowered.groups))
@@ -176,7 +190,8 @@ def run(library: ctypes.CDLL, lowered: Lowered, priced: Priced, stretch: Stretch
     costs.stretch = None if stretch is None else stretch.ctypes.data
     events = ctypes.c_int64()
     pointers = (ctypes.c_void_p(column.ctypes.data) for column in times)
-    failed = library.play(ctypes.byref(score), ctypes.byref(costs), *pointers, ctypes.byref(events))
+    others = None if steps_s is None else ctypes.c_void_p(steps_s.ctypes.data)
+    failed = library.play(ctypes.byref(score), ctypes.byref(costs), *pointers, ctypes.byref(events), others)
     if failed == _OUT_OF_MEMORY:
         raise InputError(f"{lowered.num_ops} ops are too many for this machine's memory: use fewer ranks or layers")
     assert failed != _UNKNOWN, "player.c knows fewer kinds of ops or phases than Python"

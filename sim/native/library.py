@@ -37,19 +37,21 @@ class UnavailableError(Exception):
 
 
 @cache
-def load(name: str, accept: Accept | None = None) -> ctypes.CDLL:
-    """Return ``name.c`` of this folder, compiled; raises UnavailableError, on every call, where that cannot be had."""
-    found = _found(name, accept)
+def load(name: str, accept: Accept | None = None, *more: str) -> ctypes.CDLL:
+    """Return ``name.c`` of this folder, compiled with ``more`` flags; raises UnavailableError, on every call, where
+    that cannot be had.
+    """
+    found = _found(name, accept, *more)
     if isinstance(found, str):
         raise UnavailableError(found)
     return found
 
 
 @cache
-def _found(name: str, accept: Accept | None) -> ctypes.CDLL | str:
+def _found(name: str, accept: Accept | None, *more: str) -> ctypes.CDLL | str:
     """Return the library, or why there is none."""
     source = resources.files("sim.native").joinpath(f"{name}.c").read_bytes()
-    about = b"\0".join([source, *map(str.encode, (*FLAGS, sys.platform, platform.machine()))])
+    about = b"\0".join([source, *map(str.encode, (*FLAGS, *more, sys.platform, platform.machine()))])
     kept = f"{name}-{hashlib.sha256(about).hexdigest()[:16]}.so"
     folder = _cache()
     if folder is not None and _is_own(folder / kept):
@@ -58,7 +60,7 @@ def _found(name: str, accept: Accept | None) -> ctypes.CDLL | str:
     try:
         with tempfile.TemporaryDirectory(prefix=".compiling-", dir=folder) as scratch:
             made = Path(scratch) / kept
-            _compile(source, made)
+            _compile(source, made, more)
             library = ctypes.CDLL(str(made))
             if accept is not None:
                 accept(library)
@@ -88,7 +90,7 @@ def _is_own(path: Path) -> bool:
     return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == _OWN
 
 
-def _compile(source: bytes, target: Path) -> None:
+def _compile(source: bytes, target: Path, more: tuple[str, ...]) -> None:
     """Compile a source into a shared library of mode 0700; raises UnavailableError with what the compiler said."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
@@ -97,7 +99,7 @@ def _compile(source: bytes, target: Path) -> None:
     path.write_bytes(source)
     try:
         said = subprocess.run(
-            [compiler, *FLAGS, "-o", str(target), str(path), "-lm"],
+            [compiler, *FLAGS, *more, "-o", str(target), str(path), "-lm"],
             capture_output=True, text=True, errors="replace", check=False, timeout=_LONGEST_COMPILE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -3,7 +3,15 @@
  * to, and what changes lies in State, so any number of threads may play one schedule at once.
  *
  * Ops, waits, transfers and groups of all ranks are numbered through. An activity is a range of phases, a phase a range
- * of demands; activities of kernels name the compute units and the memory of the rank that runs them. */
+ * of demands; activities of kernels name the compute units and the memory of the rank that runs them.
+ *
+ * Compiled with -DWORLDS=n it carries n other machines along, whose figures are near those of the first (worlds.py). All
+ * have its events in its order, and times of their own: what waits for several things goes on with the last of them in
+ * each, and a flow is slowed by the resource that slows it here, at the rate that this has there. Plural names are theirs.
+ * By default there are none, and nothing is left of them. */
+#ifndef WORLDS
+#define WORLDS 0
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,6 +21,8 @@ typedef int32_t i32;
 typedef int64_t i64;
 typedef uint8_t u8;
 typedef double f64;
+typedef struct { f64 of[WORLDS]; } Worlds;
+#define EACH(k) for (int k = 0; k < WORLDS; k++)
 
 enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL };  /* kinds of ops, as in lowered.py */
 enum { WAIT, LATENCY, FLOW };                                 /* kinds of phases, as in activities.py */
@@ -42,18 +52,21 @@ typedef struct {                                              /* what a machine 
     const i32 *op_activity, *transfer_activity, *group_activity;
     const f64 *hold, *issue_s, *stretch;                      /* hold: per op the compute units that it holds while it
                                                                  communicates; per kind of issue; NULL or a factor per op */
+    const Worlds *seconds, *amounts, *capacities, *issues;    /* of other worlds: per phase, demand, resource, kind of issue */
 } Costs;
 
 /* Where a stream stands in its op; each step ends where the stream may have to wait. */
 enum { ISSUE, ISSUED, DEPENDENCIES, HANDOFF, POST, GRANTED, WORKING, COMMUNICATING };
 
-typedef struct { i32 at, step, wait, next_waiting, next_queued; f64 asleep_s, issued_s; } StreamState;
-typedef struct { i32 after, first, last, missing, resumes; f64 since_s; } OpState;
+typedef struct { i32 at, step, wait, next_waiting, next_queued; f64 asleep_s, issued_s; Worlds readies, dues; } StreamState;
+typedef struct { i32 after, first, last, missing, resumes; f64 since_s; Worlds sinces, grants, arrivals, ends; } OpState;
 /* after: the op that the host waited for last before this one; since_s: the time of issuing since then; first, last:
- * streams that wait for its end; missing: transfers to come; resumes: whether its stream waits for them */
-typedef struct { i32 activity, phase, node, nodes, fills, mark; i64 number, timer; f64 left_s, speed, last_s, found; } Running;
-typedef struct { i32 resource, user, before, after; f64 amount; } Node;
-typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked; } Resource;
+ * streams that wait for its end; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
+ * have come */
+typedef struct { i32 activity, phase, node, nodes, fills, mark; i64 number, timer; f64 left_s, speed, last_s, found; Worlds lefts, speeds, lasts, founds, dues; } Running;
+typedef struct { i32 resource, user, before, after; f64 amount; const Worlds *amounts; } Node;
+typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked; Worlds lefts, askeds, filled, freed, grants; } Resource;
+/* filled, freed: when something last began to fill it, and ended that; grants: the last hold */
 typedef struct { f64 at; i64 serial; i32 call, subject; } Event;
 typedef struct { i64 serial; i32 call, subject; } Soon;
 
@@ -66,10 +79,16 @@ typedef struct {
     Soon *soon; i64 soon_first, soon_count, soon_room;        /* room is a power of two */
     i32 *reached, *flows, *full; i64 num_dirty;
     i64 serial, created, events; i32 stamp; int failed;
+    Worlds nows, settles, latest, turns;                      /* of what happens; of the next settling; of the last end;
+                                                                 whether SMs go to others first than here */
 } State;
 
 static void run_on(State *s, i32 u);
 static void resume(State *s, i32 n);
+
+static void no_earlier(Worlds *times, const Worlds *than) {
+    EACH(k) if (times->of[k] < than->of[k]) times->of[k] = than->of[k];
+}
 
 /* The clock: a heap of times, and a queue of what follows at this moment */
 
@@ -112,6 +131,11 @@ static Event pop(State *s) {
     return top;
 }
 
+static void resume_soon(State *s, i32 n, const Worlds *dues) {
+    s->streams[n].dues = *dues;
+    soon(s, RESUME, n, 0);
+}
+
 static i64 start(State *s, f64 seconds, i32 call, i32 subject) {
     i64 serial = s->serial++;
     if (s->now + seconds > s->now) push(s, (Event){s->now + seconds, serial, call, subject});
@@ -131,55 +155,87 @@ static i32 located(const State *s, i32 u, i32 resource) {
     return resource == OWN_COMPUTE ? device->compute : device->memory;
 }
 
-static void set_speed(State *s, i32 u, f64 speed) {
+static void set_speed(State *s, i32 u, f64 speed, const Worlds *speeds) {
     Running *x = &s->running[u];
     x->left_s -= (s->now - x->last_s) * x->speed;
     x->last_s = s->now;
     x->speed = speed;
+    EACH(k) {
+        x->lefts.of[k] -= (s->nows.of[k] - x->lasts.of[k]) * x->speeds.of[k];
+        x->lasts.of[k] = s->nows.of[k];
+        x->speeds.of[k] = speeds->of[k] > 0 ? speeds->of[k] : speed;
+        x->dues.of[k] = s->nows.of[k] + (speed > 0 ? x->lefts.of[k] / x->speeds.of[k] : 0.0);
+    }
     x->timer = -1;                                            /* a timer that is under way passes without a call */
     if (speed > 0) x->timer = start(s, (x->left_s > 0.0 ? x->left_s : 0.0) / speed, END, u);
 }
 
 static void settle_soon(State *s, i32 r) {
-    if (!s->num_dirty) soon(s, SETTLE, 0, 0);
+    if (!s->num_dirty) { soon(s, SETTLE, 0, 0); s->settles = s->nows; }
+    no_earlier(&s->settles, &s->nows);
     if (!s->resources[r].dirty) { s->resources[r].dirty = 1; s->reached[s->num_dirty++] = r; }
+}
+
+static Worlds alike(f64 value) {
+    Worlds all;
+    EACH(k) all.of[k] = value;
+    return all;
 }
 
 static void adjust(State *s, i32 u) {
     Running *x = &s->running[u];
     f64 speed = 1.0;
+    Worlds speeds = alike(1.0);
     int alone = 1;
     for (Node *n = s->nodes + x->node, *end = n + x->nodes; n < end && alone; n++) {
         Resource *r = &s->resources[n->resource];
         if (!overloaded(r)) continue;
         if (r->users > 1) alone = 0;
-        else { f64 share = free_of(s, n->resource) / n->amount; if (share < speed) speed = share; }
+        else {
+            f64 share = free_of(s, n->resource) / n->amount;
+            if (share < speed) speed = share;
+            EACH(k) {
+                f64 theirs = (s->costs->capacities[n->resource].of[k] - r->held) / n->amounts->of[k];
+                if (theirs < speeds.of[k]) speeds.of[k] = theirs;
+            }
+        }
     }
-    if (alone) { set_speed(s, u, speed); return; }
+    if (alone) { set_speed(s, u, speed, &speeds); return; }
     for (Node *n = s->nodes + x->node, *end = n + x->nodes; n < end; n++)
         if (overloaded(&s->resources[n->resource])) settle_soon(s, n->resource);
 }
 
-static void start_flow(State *s, i32 u, const Phase *p, f64 seconds) {
+static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
     Running *x = &s->running[u];
     x->number = ++s->created;
-    x->left_s = seconds; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
+    x->left_s = p->seconds * factor; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
+    EACH(k) {
+        x->lefts.of[k] = s->costs->seconds[p - s->costs->phases].of[k] * factor;
+        x->speeds.of[k] = 0.0;
+        x->lasts.of[k] = s->nows.of[k];
+    }
     x->fills = p->resource == -1 ? -1 : located(s, u, p->resource);
-    if (x->fills >= 0) s->resources[x->fills].fillers++;
+    if (x->fills >= 0) {
+        Resource *r = &s->resources[x->fills];
+        r->fillers++;
+        EACH(k) if (s->nows.of[k] < r->grants.of[k]) s->turns.of[k] = 1.0;
+        r->filled = s->nows;
+    }
     x->nodes = p->demands_end - p->demands;
     int contended = 0;
     i32 at = x->node;
     for (const Demand *d = s->costs->demands + p->demands, *end = s->costs->demands + p->demands_end; d < end; d++, at++) {
         i32 number = located(s, u, d->resource);
         Resource *r = &s->resources[number];
-        s->nodes[at] = (Node){number, u, r->last, -1, d->amount};
+        s->nodes[at] = (Node){number, u, r->last, -1, d->amount, WORLDS ? &s->costs->amounts[d - s->costs->demands] : 0};
         if (r->last >= 0) s->nodes[r->last].after = at; else r->first = at;
         r->last = at;
         r->users++;
         r->load += d->amount;
         contended |= overloaded(r);
     }
-    if (contended) adjust(s, u); else set_speed(s, u, 1.0);
+    Worlds whole = alike(1.0);
+    if (contended) adjust(s, u); else set_speed(s, u, 1.0, &whole);
 }
 
 static int grants(const State *s, i32 r, f64 amount) {
@@ -205,7 +261,7 @@ static void serve(State *s, i32 r) {
         i32 n = x->queue;
         x->queue = s->streams[n].next_queued;
         change_hold(s, r, held_by(s, n));
-        soon(s, RESUME, n, 0);
+        resume_soon(s, n, &s->nows);
     }
 }
 
@@ -222,7 +278,7 @@ static void finish(State *s, i32 u) {
         r->users--;
         r->load -= n->amount;
     }
-    if (x->fills >= 0) { s->resources[x->fills].fillers--; serve(s, x->fills); }
+    if (x->fills >= 0) { s->resources[x->fills].fillers--; s->resources[x->fills].freed = s->nows; serve(s, x->fills); }
     run_on(s, u);
 }
 
@@ -257,6 +313,7 @@ static i32 component(State *s, i32 *num_full) {
             if (x->mark == stamp) continue;
             x->mark = stamp;
             x->found = -1.0;                                  /* still rising */
+            x->founds = alike(1.0);
             flows[num_flows++] = s->nodes[n].user;
             for (Node *m = s->nodes + x->node, *end = m + x->nodes; m < end; m++) {
                 Resource *q = &s->resources[m->resource];
@@ -275,11 +332,14 @@ static f64 level_of(const Resource *r) { return (r->left > 0.0 ? r->left : 0.0) 
 /* Raise all speeds together until resources are full; their users stop there, the others go on. */
 static void fill(State *s, i32 num_full) {
     i32 *full = s->full;
-    for (i32 k = 0; k < num_full; k++) {
-        Resource *r = &s->resources[full[k]];
-        r->left = free_of(s, full[k]);
+    for (i32 i = 0; i < num_full; i++) {
+        Resource *r = &s->resources[full[i]];
+        r->left = free_of(s, full[i]);
         r->asked = r->load;
         r->rising = r->users;
+        EACH(k) { r->lefts.of[k] = s->costs->capacities[full[i]].of[k] - r->held; r->askeds.of[k] = 0.0; }
+        for (i32 n = r->first; WORLDS && n >= 0; n = s->nodes[n].after)
+            EACH(k) r->askeds.of[k] += s->nodes[n].amounts->of[k];
     }
     while (num_full) {
         f64 level = HUGE_VAL;
@@ -296,13 +356,22 @@ static void fill(State *s, i32 num_full) {
             Resource *r = &s->resources[full[k]];
             if (!r->tight || !r->rising) continue;
             r->rising = 0;
+            Worlds levels;
+            EACH(w) {
+                f64 theirs = r->lefts.of[w] / r->askeds.of[w];
+                levels.of[w] = theirs < 1.0 ? theirs : 1.0;
+            }
             for (i32 n = r->first; n >= 0; n = s->nodes[n].after) {
                 Running *x = &s->running[s->nodes[n].user];
                 if (x->found >= 0) continue;
                 x->found = level;
+                x->founds = levels;
                 for (Node *m = s->nodes + x->node, *end = m + x->nodes; m < end; m++) {
                     Resource *q = &s->resources[m->resource];
-                    if (q->rising > 0) { q->left -= m->amount * level; q->asked -= m->amount; q->rising--; }
+                    if (q->rising > 0) {
+                        q->left -= m->amount * level; q->asked -= m->amount; q->rising--;
+                        EACH(w) { q->lefts.of[w] -= m->amounts->of[w] * levels.of[w]; q->askeds.of[w] -= m->amounts->of[w]; }
+                    }
                 }
             }
         }
@@ -320,7 +389,7 @@ static void settle(State *s) {
     for (i32 k = 0; k < num_flows; k++) {
         Running *x = &s->running[s->flows[k]];
         f64 speed = x->found < 0 ? 1.0 : x->found;
-        if (speed != x->speed) set_speed(s, s->flows[k], speed);
+        if (speed != x->speed) set_speed(s, s->flows[k], speed, &x->founds);
     }
 }
 
@@ -334,12 +403,14 @@ static f64 whole(f64 a, f64 b) {
 
 static void then(State *s, i32 u) {
     i32 streams = (i32)s->score->num_streams, transfers = (i32)s->score->num_transfers;
-    if (u < streams) { soon(s, RESUME, u, 0); return; }
+    if (u < streams) { resume_soon(s, u, &s->nows); return; }
+    s->running[u].dues = s->nows;
     if ((u -= streams) >= transfers) { soon(s, PARTED, u - transfers, 0); return; }
     i32 sides[2] = {s->score->transfers[u].source, s->score->transfers[u].target};
     for (int k = 0; k < 2; k++) {
         OpState *x = &s->ops[sides[k]];
-        if (--x->missing == 0 && x->resumes) { x->resumes = 0; soon(s, RESUME, s->score->ops[sides[k]].stream, 0); }
+        no_earlier(&x->arrivals, &s->nows);
+        if (--x->missing == 0 && x->resumes) { x->resumes = 0; resume_soon(s, s->score->ops[sides[k]].stream, &x->arrivals); }
     }
 }
 
@@ -355,20 +426,24 @@ static void run_on(State *s, i32 u) {
     const Costs *c = s->costs;
     while (x->phase < c->activities[x->activity + 1]) {
         const Phase *p = &c->phases[x->phase++];
-        f64 seconds = p->seconds;
+        f64 seconds = p->seconds, factor = 1.0;
         switch (p->kind) {
         case FLOW:
-            start_flow(s, u, p, seconds * stretched(s, u, WORKING));
+            start_flow(s, u, p, stretched(s, u, WORKING));
             return;
         case WAIT: {
             i32 r = located(s, u, p->resource);
-            seconds *= whole(s->resources[r].load * SLACK, free_of(s, r));
+            seconds *= factor = whole(s->resources[r].load * SLACK, free_of(s, r));
             break;
         }
-        case LATENCY: seconds *= stretched(s, u, POST); break;
+        case LATENCY: seconds *= factor = stretched(s, u, POST); break;
         default: s->failed = UNKNOWN; return;
         }
-        if (seconds > 0) { start(s, seconds, PHASE, u); return; }
+        if (seconds > 0) {
+            EACH(k) x->dues.of[k] = s->nows.of[k] + c->seconds[p - c->phases].of[k] * factor;
+            start(s, seconds, PHASE, u);
+            return;
+        }
     }
     then(s, u);
 }
@@ -392,7 +467,13 @@ static void wait_for(State *s, i32 op, i32 n) {
 static int hold(State *s, i32 n, i32 resource) {
     Resource *r = &s->resources[resource];
     f64 amount = held_by(s, n);
-    if (r->queue < 0 && grants(s, resource, amount)) { change_hold(s, resource, amount); return 1; }
+    if (r->queue < 0 && grants(s, resource, amount)) {
+        EACH(k) if (s->nows.of[k] < r->freed.of[k]) s->turns.of[k] = 1.0;
+        no_earlier(&r->grants, &s->nows);
+        change_hold(s, resource, amount);
+        return 1;
+    }
+    EACH(k) if (s->nows.of[k] < r->filled.of[k]) s->turns.of[k] = 1.0;
     s->streams[n].next_queued = -1;
     if (r->queue < 0) r->queue = n; else s->streams[r->queue_end].next_queued = n;
     r->queue_end = n;
@@ -402,11 +483,14 @@ static int hold(State *s, i32 n, i32 resource) {
 /* Start the transfers whose other side is there; return whether the exchange has to wait for any. */
 static int exchange(State *s, i32 number) {
     const Score *m = s->score;
+    Worlds nows = s->nows;
     for (i32 k = m->ops[number].transfers; k < m->ops[number].transfers_end; k++) {
-        i32 t = m->transfers_of[k];
+        i32 t = m->transfers_of[k], source = m->transfers[t].source, target = m->transfers[t].target;
         if (!s->offered[t]) { s->offered[t] = 1; continue; }
-        s->begun[m->transfers[t].source] = s->begun[m->transfers[t].target] = s->now;
+        s->begun[source] = s->begun[target] = s->now;
+        no_earlier(&s->nows, &s->ops[source == number ? target : source].grants);
         begin(s, (i32)m->num_streams + t, s->costs->transfer_activity[t]);
+        s->nows = nows;
     }
     return s->ops[number].resumes = s->ops[number].missing > 0;
 }
@@ -416,14 +500,19 @@ static void collective(State *s, i32 number) {
     const Score *m = s->score;
     i32 g = m->ops[number].group;
     if (--s->absent[g]) return;
-    for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++) s->begun[m->members[k]] = s->now;
+    for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++) {
+        s->begun[m->members[k]] = s->now;
+        no_earlier(&s->nows, &s->ops[m->members[k]].grants);
+    }
     s->last_member[g] = number;
     begin(s, (i32)(m->num_streams + m->num_transfers) + g, s->costs->group_activity[g]);
 }
 
 static void end_op(State *s, i32 number) {
     s->ended[number] = s->now;
-    for (i32 n = s->ops[number].first; n >= 0; n = s->streams[n].next_waiting) soon(s, RESUME, n, 0);
+    s->ops[number].ends = s->nows;
+    no_earlier(&s->latest, &s->nows);
+    for (i32 n = s->ops[number].first; n >= 0; n = s->streams[n].next_waiting) resume_soon(s, n, &s->nows);
     s->ops[number].first = -1;
 }
 
@@ -443,24 +532,38 @@ static void resume(State *s, i32 n) {
         switch (x->step) {
         case ISSUE:
             x->asleep_s = now;
+            x->readies = s->nows;
             if (after >= 0 && s->ended[after] < 0) { x->step = ISSUED; wait_for(s, after, n); return; }
         /* fall through */
         case ISSUED:
             x->issued_s = s->ops[number].since_s;
             if (after >= 0) x->issued_s += s->ended[after];
+            EACH(k) {
+                f64 issued = s->ops[number].sinces.of[k] + (after >= 0 ? s->ops[after].ends.of[k] : 0.0);
+                if (x->readies.of[k] < issued) x->readies.of[k] = issued;
+            }
             x->wait = op->waits;
-            if (x->issued_s > now) { x->step = DEPENDENCIES; start(s, x->issued_s - now, RESUME, n); return; }
+            if (x->issued_s > now) {
+                x->step = DEPENDENCIES;
+                x->dues = x->readies;
+                start(s, x->issued_s - now, RESUME, n);
+                return;
+            }
         /* fall through */
         case DEPENDENCIES:
             x->step = DEPENDENCIES;
+            no_earlier(&x->readies, &s->nows);
             while (x->wait < op->waits_end) {
                 i32 other = m->waits[x->wait++];
                 if (s->ended[other] < 0) { wait_for(s, other, n); return; }
+                no_earlier(&x->readies, &s->ops[other].ends);
             }
             if (c->cuda && x->wait == op->waits_end && op->behind >= 0) {
                 x->wait++;
                 if (s->ended[op->behind] < 0) { wait_for(s, op->behind, n); return; }
+                no_earlier(&x->readies, &s->ops[op->behind].ends);
             }
+            s->nows = x->readies;
             if (c->handoff >= 0) {
                 f64 since = x->asleep_s, issued = stream->own ? x->issued_s : 0.0;
                 if (c->cuda ? !stream->own : now > (issued > since ? issued : since)) {
@@ -478,15 +581,19 @@ static void resume(State *s, i32 n) {
                 return;
             }
             x->step = GRANTED;
+            x->readies = s->nows;
             if (c->hold[number] > 0 && !hold(s, n, compute)) return;
         /* fall through */
         case GRANTED:
             x->step = COMMUNICATING;
             s->granted[number] = now;
+            no_earlier(&s->nows, &x->readies);
+            s->ops[number].grants = s->nows;
             if (op->kind == EXCHANGE && exchange(s, number)) return;
             if (op->kind == COLLECTIVE) { collective(s, number); return; }
         /* fall through */
         case COMMUNICATING:
+            no_earlier(&s->nows, &s->ops[number].arrivals);
             if (c->hold[number] > 0) { change_hold(s, compute, -c->hold[number]); serve(s, compute); }
         /* fall through */
         case WORKING:
@@ -501,18 +608,25 @@ static void parted(State *s, i32 g) {                         /* the member that
     const Score *m = s->score;
     i32 last = s->last_member[g];
     for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++)
-        if (m->members[k] != last) soon(s, RESUME, m->ops[m->members[k]].stream, 0);
+        if (m->members[k] != last) resume_soon(s, m->ops[m->members[k]].stream, &s->nows);
     resume(s, m->ops[last].stream);
 }
 
 static void fire(State *s, i32 call, i32 subject, i64 serial) {
     s->events++;
     switch (call) {
-    case RESUME: resume(s, subject); break;
-    case PHASE: run_on(s, subject); break;
-    case END: if (s->running[subject].timer == serial) finish(s, subject); break;
-    case SETTLE: settle(s); break;
-    case PARTED: parted(s, subject); break;
+    case RESUME: s->nows = s->streams[subject].dues; resume(s, subject); break;
+    case PHASE: s->nows = s->running[subject].dues; run_on(s, subject); break;
+    case END:
+        if (s->running[subject].timer != serial) break;
+        s->nows = s->running[subject].dues;
+        finish(s, subject);
+        break;
+    case SETTLE: s->nows = s->settles; settle(s); break;
+    case PARTED:
+        s->nows = s->running[s->score->num_streams + s->score->num_transfers + subject].dues;
+        parted(s, subject);
+        break;
     default: s->failed = UNKNOWN;
     }
 }
@@ -531,14 +645,17 @@ static void set_issues(State *s) {                            /* when the host i
     for (i64 r = 0; r < m->num_ranks; r++) {
         i32 after = -1;
         f64 since_s = 0.0;
+        Worlds sinces = alike(0.0);
         for (i32 i = m->programs[r].ops; i < m->programs[r].ops_end; i++) {
             since_s += c->issue_s[m->ops[i].issue];
             s->ops[i].after = after;
             s->ops[i].since_s = since_s;
+            EACH(k) s->ops[i].sinces.of[k] = sinces.of[k] += c->issues[m->ops[i].issue].of[k];
             if (m->ops[i].kind == HOST_SYNC || m->ops[i].kind == HOST_KERNEL ||
                 (!c->cuda && m->ops[i].stream == m->programs[r].compute_stream)) {
                 after = i;
                 since_s = 0.0;
+                sinces = alike(0.0);
             }
         }
     }
@@ -608,8 +725,9 @@ static void run(State *s) {
     }
 }
 
-/* Set the times of all ops, and *events to the number of events; return PLAYED or what went wrong. */
-int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f64 *granted, i64 *events) {
+/* Set the times of all ops, *events to the number of events, and *steps to the ends of the other worlds, if there are any;
+ * return PLAYED or what went wrong. */
+int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f64 *granted, i64 *events, Worlds *steps) {
     State state = {.score = m, .costs = c, .posted = posted, .begun = begun, .ended = ended, .granted = granted}, *s = &state;
     i64 users = m->num_streams + m->num_transfers + m->num_groups;
     s->streams = room(s, m->num_streams, sizeof *s->streams);
@@ -630,6 +748,7 @@ int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f6
     for (i64 i = 0; i < m->num_ops && !s->failed; i++)
         if (ended[i] < 0) s->failed = STANDSTILL;
     *events = s->events;
+    if (WORLDS) { steps[0] = s->latest; steps[1] = s->turns; }
     free(s->streams); free(s->ops); free(s->running); free(s->resources); free(s->offered); free(s->absent);
     free(s->last_member); free(s->width); free(s->reached); free(s->full); free(s->flows); free(s->heap); free(s->soon);
     free(s->nodes);

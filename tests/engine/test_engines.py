@@ -293,12 +293,16 @@ def test_a_library_that_differs_by_one_bit_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """Addresses and undefined behaviour, over random cells."""
+    """Addresses and undefined behaviour, over random cells, with other worlds and without."""
     wrapper = tmp_path / "cc"
     wrapper.write_text('#!/bin/sh\nexec cc -g -fsanitize=address,undefined -fno-sanitize-recover=all "$@"\n')
     wrapper.chmod(0o755)
     runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-    code = "from tests.engine.test_engines import cells, require_equal\nfor cell in cells(7, 100): require_equal(cell)"
+    code = (
+        "from tests.engine import test_engines, test_worlds\n"
+        "for cell in test_engines.cells(7, 100): test_engines.require_equal(cell)\n"
+        "test_worlds.test_a_world_like_the_first_one_takes_the_same(7, 40)"
+    )
     env = {"CC": str(wrapper), "LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
     found = python(code, XDG_CACHE_HOME=str(tmp_path), **env)
     assert not found.returncode, found.stderr[-2000:]
