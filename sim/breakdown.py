@@ -36,6 +36,11 @@ def breakdown(trace: Trace, rank: int) -> dict[PartName, float]:
     return dict(zip(PARTS, _spent(trace).parts[rank].tolist(), strict=True))
 
 
+def kernels_s(trace: Trace) -> Times:
+    """Return the seconds in which each rank runs kernels: (ranks,)."""
+    return _spent(trace).parts[:, PARTS.index("compute")]
+
+
 def overlapped_s(trace: Trace, rank: int) -> float:
     """Return the seconds in which one rank both computes and communicates."""
     return float(_spent(trace).overlapped[rank])

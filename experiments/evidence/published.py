@@ -18,7 +18,7 @@ from experiments.evidence.workers import workers
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
 from sim.engine.regime import Regime, regime
-from sim.engine.report import report
+from sim.engine.sensitivity import bound
 from sim.engine.simulate import Simulation, simulate
 from sim.presets import preset_names
 from sim.profile import load_profile, profile_bytes
@@ -136,7 +136,7 @@ def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, Ca
 def _read_off(case: Case, simulation: Simulation, reaches: Reaches | None) -> CasePrediction:
     """Return what a simulation says of a case, without an interval."""
     taken_s = case.seconds(simulation.trace)
-    bound_by = "" if case.measure else report(simulation).bound_by
+    bound_by = "" if case.measure else bound(simulation).by
     return CasePrediction(case, taken_s, taken_s, taken_s, bound_by, simulation.checked.schedule.num_ranks, reaches)
 
 

@@ -13,7 +13,14 @@ import longstep
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection
-from experiments.verbs.terminal import print_json, progress, report_table, schedules_table, sweep_table
+from experiments.verbs.terminal import (
+    elasticities_table,
+    print_json,
+    progress,
+    report_table,
+    schedules_table,
+    sweep_table,
+)
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
@@ -30,6 +37,8 @@ class Simulate(Writes):
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
     """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
+    sensitivity: bool = False
+    """Also print how the step time depends on every figure of the machine, as elasticities; as JSON nothing else."""
     vary: Texts = ()
     """KEY=VALUE,VALUE of the cluster, as often as wanted: the step under all combinations, such as
     cluster.nvlink.bytes_per_s=/2,*1,*2."""
@@ -42,6 +51,8 @@ def simulate(command: Simulate, console: Console) -> None:
     setup = command.selection.setup()
     trace = command.output(command.trace, CHROME_TRACE)
     require_outputs([trace])
+    if command.sensitivity and (command.vary or "," in (command.selection.schedule or "")):
+        raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
     if command.vary:
         _varied(setup, command, console)
         return
@@ -53,7 +64,7 @@ def simulate(command: Simulate, console: Console) -> None:
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
     if command.json:
-        print_json(predicted.report, console)
+        print_json(predicted.elasticities().rows if command.sensitivity else predicted.report, console)
         return
     lines = evidence_lines(predicted.report.evidence)
     if predicted.profile is None:  # who reads one line only has to read this one
@@ -62,6 +73,8 @@ def simulate(command: Simulate, console: Console) -> None:
     if predicted.room and predicted.fits is False:
         helps = " + ".join(longstep.what_helps(setup))
         console.print(f"to make it fit, switch on: {helps or 'no technique is enough'}", markup=False)
+    if command.sensitivity:
+        console.print(elasticities_table("elasticities of the step time", predicted.elasticities()))
     for line in lines:
         console.print(line, markup=False)
 

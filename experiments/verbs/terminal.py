@@ -77,6 +77,9 @@ def report_table(predicted: Prediction) -> Table:
     table.add_row("fits", fits(report))
     table.add_row(f"critical rank {report.critical_rank}", parts_line(report.breakdown))
     table.add_row("bound by", report.bound_by)
+    if report.saves:
+        saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in report.saves.items())
+        table.add_row("  doubling saves", saved)
     table.add_row("lower bounds", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
     table.add_row("schedule", report.schedule_hash)
     return table
@@ -117,6 +120,14 @@ def sweep_table(title: str, keys: Sequence[str], found: Figures) -> Table:
         waits = row["synchronisation"] + row["idle"]
         parts = f"{100 * waits / row['step_time_s']:.3g} %" if row["step_time_s"] else ""
         table.add_row(*varied, seconds(row["step_time_s"]), within, row["bound_by"], parts)
+    return table
+
+
+def elasticities_table(title: str, found: Figures) -> Table:
+    """Return how a step depends on the figures of its machine."""
+    table = Table("figure", "elasticity", "bound changes nearby", title=title, title_justify="left")
+    for row in found.rows:
+        table.add_row(row["figure"], f"{row['elasticity']:.3f}", "yes" if row["bound_changes_nearby"] else "")
     return table
 
 

@@ -11,6 +11,7 @@ bit, those of a play of all ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.mesh import Mesh
@@ -30,6 +31,8 @@ class Fold(NamedTuple):
     """The devices of these ranks come first."""
     replicas: tuple[int, ...] = ()
     """Which replicas those are, by their numbers in the whole; empty where all ranks are played."""
+    equals: tuple[int, ...] = ()
+    """For each of them, how many replicas it is played for; empty where all ranks are played."""
     notes: tuple[str, ...] = ()
     """What is to be said of it."""
 
@@ -42,6 +45,18 @@ class Fold(NamedTuple):
             return list(range(schedule.num_ranks))
         return [replica * ranks + role for replica in self.replicas for role in range(ranks)]
 
+    def of_all(self, of_ranks: Sequence[float]) -> list[float]:
+        """Return values of the ranks that were played as often as there are ranks like them."""
+        if not self.replicas:
+            return list(of_ranks)
+        ranks = self.checked.schedule.header.mesh.replica_stride
+        return [
+            of_ranks[number * ranks + role]
+            for number, count in enumerate(self.equals)
+            for role in range(ranks)
+            for _ in range(count)
+        ]
+
 
 def fold(checked: Checked, cluster: Cluster) -> Fold:
     """Return what has to be played of a schedule on a cluster: one replica of each class, or all ranks."""
@@ -52,11 +67,13 @@ def fold(checked: Checked, cluster: Cluster) -> Fold:
         return Fold(checked, cluster, notes=(f"all {mesh.dp} replicas were played: those on a host share its cores",))
     ranks = mesh.replica_stride
     replicas = math.lcm(ranks, per_node) // ranks
-    blocks = [] if mesh.dp % replicas else _classes(cluster, ranks * replicas, mesh.size)
+    blocks = {} if mesh.dp % replicas else _classes(cluster, ranks * replicas, mesh.size)
     played = [block * replicas + number for block in blocks for number in range(replicas)]
+    equals = tuple([count for count in blocks.values() for _ in range(replicas)])
     if len(played) in {0, mesh.dp}:
         return Fold(checked, cluster)
-    return Fold(checked.first(len(played)), _placed(cluster, played, mesh), tuple(played), (_note(mesh.dp, played),))
+    placed, notes = _placed(cluster, played, mesh), (_note(mesh.dp, played),)
+    return Fold(checked.first(len(played)), placed, tuple(played), equals, notes)
 
 
 def _placed(cluster: Cluster, played: list[int], mesh: Mesh) -> Cluster:
@@ -76,12 +93,12 @@ def _note(replicas: int, played: list[int]) -> str:
     return f"{replicas} data-parallel replicas, of which {len(played)} were played (numbers {numbers}) for all"
 
 
-def _classes(cluster: Cluster, size: int, ranks: int) -> list[int]:
-    """Return the first of each class of equal blocks, of so many ranks each; none where blocks are not on whole nodes,
-    or not in the same order of GPUs in each.
+def _classes(cluster: Cluster, size: int, ranks: int) -> dict[int, int]:
+    """Return the first of each class of equal blocks, of so many ranks each, and how many the class has; none where
+    blocks are not on whole nodes, or not in the same order of GPUs in each.
     """
     per_node = cluster.spec.gpus_per_node
-    first: dict[tuple[float, ...], int] = {}
+    classes: dict[tuple[float, ...], list[int]] = {}
     places: tuple[tuple[int, int], ...] = ()
     for block in range(ranks // size):
         devices = cluster.devices[block * size : (block + 1) * size]
@@ -89,6 +106,6 @@ def _classes(cluster: Cluster, size: int, ranks: int) -> list[int]:
         own = tuple([(nodes.setdefault(one.node, len(nodes)), one.number % per_node) for one in devices])
         places = places or own
         if own != places or len(nodes) * per_node != size:
-            return []
-        first.setdefault(tuple([device.speed for device in devices]), block)
-    return list(first.values())
+            return {}
+        classes.setdefault(tuple([device.speed for device in devices]), []).append(block)
+    return {first: 1 + len(others) for first, *others in classes.values()}

@@ -13,8 +13,9 @@ from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
 from sim.engine.races import races
 from sim.engine.room import Room, Verdict, held_by_socket, room_of
+from sim.engine.sensitivity import NOT_ASKED, bound
 from sim.engine.simulate import Simulation
-from sim.engine.work import Work, links_s, of_routes, played, work_of
+from sim.engine.work import Work, of_routes, played, work_of
 from sim.memory import MemoryWalk, walks
 from sim.profile import Rates
 from sim.schedule.ir.program import Claims
@@ -75,10 +76,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the critical rank: the one that waits least."""
     critical_rank: int
     bound_by: str
+    """The figure of the machine whose doubling saves most, host, or imbalance; empty where it was not asked for."""
     floors: dict[str, float]
     """Times that nothing can beat: by FLOPs at the peak, and by bytes on each kind of link."""
     schedule_hash: str
     evidence: Evidence
+    saves: dict[str, float] = {}
+    """What doubling each figure saves, as shares of the step (``sim.engine.sensitivity.Bound``). The default is for
+    records that ship and are older than this field.
+    """
     room: Room | None = None
     """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""
     training: Training | None = None
@@ -92,8 +98,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "yes" if self.fits else "no"
 
 
-def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
-    """Return the figures of a simulated schedule; its interval takes two more simulations."""
+def report(simulation: Simulation, *, with_interval: bool = False, with_bound: bool = True) -> Report:
+    """Return the figures of a simulated schedule; its interval takes two more plays, what bounds it one."""
     (checked, cluster, *_), trace = simulation.fold, simulation.trace
     schedule = simulation.checked.schedule
     workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
@@ -104,7 +110,7 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
     room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
-    lower = floors(checked, cluster)
+    lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     tokens_per_s = replicas * workload.batch * workload.real_seq / step_s if step_s else 0.0
     return Report(
@@ -119,7 +125,8 @@ def report(simulation: Simulation, *, with_interval: bool = False) -> Report:
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
         critical_rank=trace.numbers[critical],
-        bound_by=bound_by(parts, links_s(checked, cluster)),
+        bound_by=bounded.by,
+        saves=bounded.saves,
         floors=lower,
         schedule_hash=trace.schedule_hash,
         evidence=evidence(simulation, beyond_dram),
@@ -208,14 +215,6 @@ def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
     for links in found:
         inner = (some for first in links for some in by_first.get(first, ()) if some <= links)
         yield links, math.fsum(found[some] for some in inner)
-
-
-def bound_by(parts: dict[PartName, float], busy: dict[str, float]) -> str:
-    """Return what most of the step goes to: compute, copy, imbalance, host, or the kind of link with most to do."""
-    largest = max(parts, key=lambda name: parts[name])
-    if largest == "communication":
-        return max(busy, key=lambda name: busy[name], default="communication")
-    return {"synchronisation": "imbalance", "idle": "host"}.get(largest, largest)
 
 
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:

@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sim.engine.interval import Interval, interval
 from sim.engine.report import Report, report
 from sim.engine.room import Room
+from sim.engine.sensitivity import elasticities
 from sim.engine.simulate import Simulation
 from sim.engine.simulate import simulate as simulated
 from sim.errors import InputError, LongstepError, none_of
@@ -34,6 +35,9 @@ from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
+
+if TYPE_CHECKING:
+    from sim.setup.table import Table
 
 
 class Prediction:
@@ -126,8 +130,26 @@ class Prediction:
 
     @property
     def bound_by(self) -> str:
-        """What most of the step goes to: compute, copy, imbalance, host, or a kind of link."""
+        """The figure of the machine whose doubling saves most: compute, hbm, a kind of link or its latency; host where
+        that is its host's time, imbalance where ranks have unequal work.
+        """
         return self.figures.bound_by
+
+    def elasticities(self) -> Table:
+        """Return how the step time depends on every figure of the machine, the largest first, from one simulation.
+
+        An elasticity of -0.5 is 1 % less time for 2 % more of a rate. Where ``bound_changes_nearby``, within 2 %, it
+        may be another one beyond. Raises InputError where there is no C compiler.
+
+        >>> from sim.setup.setup import predict
+        >>> p = predict("ring", model="llama3-8b", seq="512K", cluster="hgx-h100")
+        >>> row = p.elasticities()[0]
+        >>> row["figure"], round(row["elasticity"], 1), row["bound_changes_nearby"]
+        ('compute', -1.0, False)
+        """
+        from sim.setup.table import Table  # noqa: PLC0415 - tables are made of predictions
+
+        return Table([row._asdict() for row in elasticities(self.simulation)])
 
     def replace(self, **changes: Any) -> Prediction:
         """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.

@@ -48,6 +48,7 @@ class _Sweep(NamedTuple):
     simulation: Simulation
     what_ifs: list[_WhatIf]
     intervals: bool
+    bounds: bool
     seeds: int
 
 
@@ -60,6 +61,7 @@ def sweep(
     vary: Mapping[str, Sequence[object]],
     *,
     intervals: bool = True,
+    bounds: bool = True,
     seeds: int = 1,
     processes: int | None = None,
     progress: Progress | None = None,
@@ -67,11 +69,11 @@ def sweep(
     """Return what becomes of a step under all combinations of some figures of its cluster, a row each.
 
     Values are as in ``set``: ``{"cluster.nvlink.bytes_per_s": ["/2", "*1", "*2"]}``. The schedule is neither built nor
-    proved again. Without ``intervals`` a what-if takes one play in place of three. One seed of noise is played, that of
-    the prediction's own step, unless ``seeds`` asks for the median of more. ``processes`` is by default the
-    number of cores; rows and their order do not depend on it. Where a combination cannot be played its figures are None
-    and ``error`` says why. The parts of a step are those of its critical rank. Raises InputError for a value that a
-    cluster cannot have, before anything is played.
+    proved again. Without ``intervals`` a what-if takes two plays less, without ``bounds`` the one that says what bounds
+    it (``bound_by`` is then empty). One seed of noise is played, that of the prediction's own step, unless ``seeds``
+    asks for the median of more. ``processes`` is by default the number of cores; rows and their order do not depend on
+    it. Where a combination cannot be played its figures are None and ``error`` says why. The parts of a step are those
+    of its critical rank. Raises InputError for a value that a cluster cannot have, before anything is played.
 
     >>> from sim.setup.setup import predict
     >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=2)
@@ -81,7 +83,7 @@ def sweep(
     """
     what_ifs = _what_ifs(prediction, vary)
     wanted = min(_cores() if processes is None else at_least_one("processes", processes), len(what_ifs))
-    asked = _Sweep(prediction.simulation, what_ifs, intervals, require_seeds(seeds))
+    asked = _Sweep(prediction.simulation, what_ifs, intervals, bounds, require_seeds(seeds))
     found: list[dict[str, Any]] = [{}] * len(what_ifs)
     begin = time.monotonic()
     with _rows(asked, wanted) as rows:
@@ -155,7 +157,7 @@ def _row(asked: _Sweep, number: int) -> dict[str, Any]:
     try:
         noise = one.noise if asked.seeds == 1 else one.jitter._replace(seeds=asked.seeds)
         played = Prepared(one.checked).play(one.cluster.like(spec), one.profile, noise, one.engine)
-        found = report(played, with_interval=asked.intervals)
+        found = report(played, with_interval=asked.intervals, with_bound=asked.bounds)
         low_s, high_s = found.interval_s or (None, None)
         figures |= {"step_time_s": found.step_time_s, "low_s": low_s, "high_s": high_s}
         figures |= {"tokens_per_s_per_gpu": found.tokens_per_s_per_gpu, "mfu": found.mfu, "bound_by": found.bound_by}
