@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from sim.engine import native
+from sim.engine import native, worlds
 from sim.native.library import UnavailableError, load
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def compiled() -> None:
     with contextlib.suppress(UnavailableError):
         load("derive")
         native.library()
+        for most in (worlds.MOST, worlds.FEW):
+            worlds.library(most)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ Where a world would have given them to another first, it says so.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -26,8 +27,9 @@ from sim.profile import Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
-MOST = 24
-"""Worlds that one play carries."""
+MOST, FEW = 24, 8
+"""Worlds that one play carries, and of a schedule of many ops, each of which takes 32 bytes for every world."""
+_MANY = 2**19
 
 
 class Change(NamedTuple):
@@ -58,19 +60,26 @@ class World(NamedTuple):
 
 def worlds(simulation: Simulation, changes: Sequence[Change]) -> list[World]:
     """Return what becomes of the step that was played, with the same noise, under each change: by one play for all, or
-    for every 24 of them. Raises UnavailableError where there is no C compiler.
+    for every 24 of them, of more than half a million ops every 8. Raises UnavailableError where there is no C compiler.
     """
     folded = simulation.fold
     arrays, stretch = lowered(folded.checked), simulation.noise.stretch(folded.checked, simulation.cost)
-    library, found = load("player", None, f"-DWORLDS={MOST}"), []
-    for at in range(0, len(changes), MOST):
-        some = changes[at : at + MOST]
-        priced = _Priced(arrays, folded.cluster, _Costs(folded.cluster, simulation.profile, simulation.cost, some))
-        ends = np.zeros((2, MOST))
-        times, _ = native.run(library, arrays, priced, stretch, ends)
+    most = MOST if arrays.num_ops <= _MANY else FEW
+    player, found = library(most), []
+    for at in range(0, len(changes), most):
+        some = changes[at : at + most]
+        costs = _Costs(folded.cluster, simulation.profile, simulation.cost, some)
+        priced = _Priced(arrays, folded.cluster, costs, most)
+        ends = np.zeros((2, most))
+        times, _ = native.run(player, arrays, priced, stretch, ends)
         assert times.ended.max(initial=0.0) == simulation.trace.step_time_s
         found += [World(step_s, bool(turned)) for step_s, turned in ends[:, : len(some)].T.tolist()]
     return found
+
+
+def library(most: int) -> ctypes.CDLL:
+    """Return the player, compiled to carry so many worlds; raises UnavailableError where there is no C compiler."""
+    return load("player", None, f"-DWORLDS={most}")
 
 
 class _Costs:
@@ -156,25 +165,25 @@ def _alike(one: Activity, other: Activity) -> bool:
 class _Priced(native.Priced):
     """What a machine, and those of the worlds, make of a lowered schedule."""
 
-    def __init__(self, arrays: Lowered, cluster: Cluster, costs: _Costs) -> None:
+    def __init__(self, arrays: Lowered, cluster: Cluster, costs: _Costs, most: int) -> None:
         activities = _Activities()
         super().__init__(arrays, cluster, cast("CostModel", costs), activities)
         capacities = [[one.capacity for one in world.resources] for world in costs.clusters]
         issues = [costs.issues_s(op, use) for op, use in arrays.issues.found]
         self.arrays |= {
-            "world_seconds": _padded(activities.seconds),
-            "world_amounts": _padded(activities.amounts),
-            "world_capacities": _padded(list(zip(*capacities, strict=True))),
-            "world_issues": _padded(issues),
+            "world_seconds": _padded(activities.seconds, most),
+            "world_amounts": _padded(activities.amounts, most),
+            "world_capacities": _padded(list(zip(*capacities, strict=True)), most),
+            "world_issues": _padded(issues, most),
         }
         self.point()
 
 
-def _padded(rows: Sequence[Sequence[float]]) -> Array:
+def _padded(rows: Sequence[Sequence[float]], most: int) -> Array:
     """Return a row for each thing, with as many columns as a play has worlds; those that nobody asked for are like the
     last one.
     """
-    found = np.ones((max(len(rows), 1), MOST))
+    found = np.ones((max(len(rows), 1), most))
     if rows:
         given = np.array(rows, float)
         found[:, : given.shape[1]] = given

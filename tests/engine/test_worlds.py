@@ -7,7 +7,7 @@ import pytest
 import longstep
 from sim.engine.figures import COMPUTE, HBM, HOST, LAUNCHES, figures_of, scaled
 from sim.engine.simulate import simulate
-from sim.engine.worlds import MOST, Change, World, worlds
+from sim.engine.worlds import FEW, MOST, Change, World, worlds
 from tests.engine.test_engines import cells, requires_compiler
 
 
@@ -35,6 +35,16 @@ def test_a_machine_twice_as_good_in_all_takes_half_as_long() -> None:
     assert len(halves) == MOST + 1
     for half in halves:
         assert half.step_time_s == pytest.approx(found.step_time_s / 2, rel=1e-9)
+
+
+@requires_compiler
+def test_many_ops_carry_few_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = longstep.predict("usp", model="llama3-8b", cluster="hgx-h100", seq="32K").simulation
+    changes = [Change((figure,), 2.0) for figure in figures_of(found.cluster.spec, found.profile)]
+    meant = worlds(found, changes)
+    monkeypatch.setattr("sim.engine.worlds._MANY", 0)
+    assert len(changes) > FEW
+    assert worlds(found, changes) == meant
 
 
 def test_a_figure_is_scaled_wherever_a_machine_has_it() -> None:
