@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.names import cluster, mesh, model, names, profile, workload
     from sim.setup.prediction import Prediction, build, simulate
+    from sim.setup.roofline import machine_balance, roofline
     from sim.setup.setup import Setup, predict
     from sim.setup.sweep import sweep
     from sim.setup.table import Table, table
 
 __all__ = [
     "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "build", "cluster", "compare",
-    "execute", "fit", "ladder", "mesh", "model", "names", "predict", "profile", "simulate", "sweep", "table", "verify",
-    "what_helps", "workload",
+    "execute", "fit", "ladder", "machine_balance", "mesh", "model", "names", "predict", "profile", "roofline",
+    "simulate", "sweep", "table", "verify", "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -39,6 +40,7 @@ _HOMES = {
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
+    "sim.setup.roofline": ("machine_balance", "roofline"),
     "sim.setup.setup": ("Setup", "predict"),
     "sim.setup.sweep": ("sweep",),
     "sim.setup.table": ("Table", "table"),

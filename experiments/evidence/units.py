@@ -32,3 +32,11 @@ def length(tokens: int) -> str:
 def percent(value: float) -> str:
     """Return a signed percentage."""
     return f"{100 * value:+.1f} %"
+
+
+def rate(value: float, unit: str) -> str:
+    """Return a rate with a fitting prefix of its unit, by thousands: 989.4 TFLOP/s, 3.35 TB/s."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""The command ``longstep``: list, show, simulate, fit, ladder, run, compare, validate, calibrate.
+"""The command ``longstep``: list, show, simulate, fit, ladder, roofline, run, compare, validate, calibrate.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
 they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command; the others
@@ -55,6 +55,7 @@ _VERBS = {
     "simulate": _Verb("simulate", "Simulate", "simulate"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),
+    "roofline": _Verb("roofline", "Roofline", "roofline"),
     "run": _Verb("run", "Run", "run"),
     "compare": _Verb("compare", "Compare", "compare"),
     "validate": _Verb("validate", "Validate", "validate"),

@@ -1,0 +1,105 @@
+"""The roofline of a GPU as one HTML page: FLOPs a byte against FLOP/s, with the kernels of a layer by length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.evidence.units import length, rate, seconds
+from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
+from experiments.pages.render import render
+
+_WIDTH, _HEIGHT = 1000, 520
+_FAMILIES = ("flash", "memory-efficient", "standard", "gemm", "other")
+"""Kernels that have a colour each."""
+
+
+def page(title: str, balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page of a row of ``longstep.machine_balance`` and of what ``longstep.roofline`` returned."""
+    lengths = sorted({row["seq"] for row in rows})
+    families = [Entry(SWATCH, _hue(name), name) for name in _FAMILIES]
+    shapes = [Entry(_shape(lengths, seq), "inked", length(seq)) for seq in lengths]
+    return render(
+        "roofline.html.j2",
+        title=f"Roofline: {title}",
+        balance=balance,
+        key=legend([families, shapes], _WIDTH),
+        plot=plot(balance, rows),
+        heads=(
+            "kernel", "length", "FLOPs", "HBM bytes", "FLOPs/byte", "bound by", "time", "FLOP/s", "of the roof", "note"
+        ),
+        rows=rows,
+        name=kernel_name,
+        length=length,
+        rate=rate,
+    )  # fmt: skip
+
+
+def kernel_name(row: dict[str, Any]) -> str:
+    """Return what tells a kernel of a layer from the others."""
+    if row["attention"]:
+        return f"{row['kernel']} {row['attention']}"
+    if row["kernel"] == "gemm":
+        return f"gemm {row['shape'][1]} x {row['shape'][2]} {row['variant']}"
+    return str(row["kernel"])
+
+
+def plot(balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Plot:
+    """Return the plot, both axes logarithmic: a line for the datasheet, one for what calibrated kernels reach."""
+    frame = Frame(86, 14, _WIDTH - 16, _HEIGHT - 48)
+    lengths = sorted({row["seq"] for row in rows})
+    across = _axis([row["flops_per_byte"] for row in rows] + [balance["flops_per_byte"]], frame.left, frame.right)
+    rates = [row["flops_per_s"] for row in rows] + [balance["peak_flops_per_s"]]
+    up = _axis(rates, frame.bottom, frame.top)
+    trends = [Trend("equal", _roof(balance["peak_flops_per_s"], balance["hbm_bytes_per_s"], across, up))]
+    if balance["calibrated_flops_per_s"]:
+        reached = _roof(balance["calibrated_flops_per_s"], balance["calibrated_bytes_per_s"], across, up)
+        trends.append(Trend(_hue("other"), reached))
+    return Plot(
+        about="Rate of every kernel over its FLOPs a byte, below the roof of the GPU",
+        width=_WIDTH,
+        height=_HEIGHT,
+        frame=frame,
+        x_ticks=[Tick(across.at(value), f"{value:,g}") for value in _decades(across)],
+        y_ticks=[Tick(up.at(value), rate(value, "FLOP/s")) for value in _decades(up)],
+        x_label="FLOPs a byte of HBM",
+        y_label="FLOP/s",
+        trends=trends,
+        marks=[_mark(number, row, lengths, across, up) for number, row in enumerate(rows)],
+    )
+
+
+def _roof(flops_per_s: float, bytes_per_s: float, across: Axis, up: Axis) -> list[tuple[float, float]]:
+    """Return the corners of a roof within the plot."""
+    low = max(across.low, up.low / bytes_per_s)
+    ridge = flops_per_s / bytes_per_s
+    found = [(low, low * bytes_per_s), (ridge, flops_per_s), (across.high, flops_per_s)]
+    return [(across.at(x), up.at(y)) for x, y in found]
+
+
+def _axis(values: Sequence[float], begin: float, end: float) -> Axis:
+    return Axis(low=min(values) / 2, high=max(values) * 2, begin=begin, end=end)
+
+
+def _decades(axis: Axis) -> list[float]:
+    return [10.0**power for power in range(math.ceil(math.log10(axis.low)), math.floor(math.log10(axis.high)) + 1)]
+
+
+def _mark(number: int, row: dict[str, Any], lengths: list[int], across: Axis, up: Axis) -> Mark:
+    x, y = across.at(row["flops_per_byte"]), up.at(row["flops_per_s"])
+    family = row["attention"] or ("gemm" if row["kernel"] == "gemm" else "other")
+    tip = (
+        f"{kernel_name(row)} at {length(row['seq'])}\n{row['flops_per_byte']:.4g} FLOPs/byte, bound by {row['bound']}\n"
+        f"{seconds(row['seconds'])}, {rate(row['flops_per_s'], 'FLOP/s')}: {100 * row['share_of_roof']:.3g} % of it"
+    )
+    look = _hue(family)
+    return Mark(x=x, y=y, whisker="", ends=(x, x), shape=_shape(lengths, row["seq"]), look=look, row=number, tip=tip)
+
+
+def _hue(family: str) -> str:
+    return f"hue-{_FAMILIES.index(family) % len(HUES)}"
+
+
+def _shape(lengths: list[int], seq: int) -> str:
+    return SHAPES[lengths.index(seq) % len(SHAPES)]

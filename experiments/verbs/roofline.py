@@ -1,0 +1,94 @@
+"""``longstep roofline``: what a machine balances, and where the kernels of a layer are against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import longstep
+from experiments.evidence.units import length, percent, rate, seconds
+from experiments.pages.render import PAGE_FILE
+from experiments.pages.roofline_page import kernel_name, page
+from experiments.verbs.kinds import OptionalText
+from experiments.verbs.selection import listed
+from experiments.verbs.terminal import print_json
+from experiments.verbs.writes import Writes
+from sim.files import require_outputs
+
+LENGTHS = "8K,128K,1M"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline(Writes):
+    """Show the machine balance of a cluster, and FLOPs a byte and rate of every kernel of a layer by length."""
+
+    model: str = "llama3-8b"
+    """NAME, FILE.toml, or a config.json of Hugging Face."""
+    cluster: str = "hgx-h100"
+    """NAME or FILE.toml."""
+    seq: str = LENGTHS
+    """Sequence lengths on one GPU, such as 8K,128K."""
+    profile: OptionalText = None
+    """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
+    page: OptionalText = None
+    """Write an HTML page with the plot to this file."""
+    json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print JSON instead of tables: the balance of all clusters, and a list of all kernels."""
+
+
+def roofline(command: Roofline, console: Console) -> None:
+    """Print the balance of machines, and the kernels of a layer."""
+    out = command.output(command.page, PAGE_FILE)
+    require_outputs([out])
+    setup = longstep.Setup(model=command.model, cluster=command.cluster, profile=command.profile)
+    found = longstep.roofline(setup, listed(command.seq, "`seq`", LENGTHS))
+    shipped = longstep.machine_balance()
+    of_cluster = (
+        shipped if command.cluster in shipped.to_dict()["cluster"] else longstep.machine_balance([command.cluster])
+    )
+    balanced = next(row for row in of_cluster if row["cluster"] == command.cluster)
+    title = f"kernels of a layer of {command.model} on one {balanced['gpu']}"
+    if out:
+        out.write(page(title, balanced, found.rows).encode())
+    if command.json:
+        print_json({"balance": of_cluster.rows, "kernels": found.rows}, console)
+        return
+    console.print(_balance_table(of_cluster.rows))
+    console.print(_kernels_table(title, found.rows))
+    for note in sorted({row["note"] for row in found if row["note"]}):
+        console.print(f"- {note}", markup=False)
+
+
+def _balance_table(rows: list[dict[str, Any]]) -> Table:
+    heads = ("cluster", "peak", "HBM", "FLOPs/byte", "kernels reach", "of HBM", "FLOPs/byte")
+    table = Table(*heads, title=f"machine balance in {rows[0]['dtype']}, by datasheet and as calibrated")
+    for row in rows:
+        cells = [rate(row["peak_flops_per_s"], "FLOP/s"), rate(row["hbm_bytes_per_s"], "B/s")]
+        cells.append(f"{row['flops_per_byte']:.0f}")
+        if row["calibrated_flops_per_s"]:
+            cells += [rate(row["calibrated_flops_per_s"], "FLOP/s"), rate(row["calibrated_bytes_per_s"], "B/s")]
+            cells.append(f"{row['calibrated_flops_per_byte']:.0f}")
+        table.add_row(row["cluster"], *cells)
+    return table
+
+
+def _kernels_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    heads = ("length", "kernel", "FLOPs", "HBM bytes", "FLOPs/byte", "bound", "time", "rate", "of the roof")
+    table = Table(*heads, title=title)
+    for row in rows:
+        table.add_row(
+            length(row["seq"]),
+            kernel_name(row),
+            f"{row['flops']:.3g}",
+            f"{row['hbm_bytes']:.3g}",
+            f"{row['flops_per_byte']:.3g}",
+            row["bound"],
+            seconds(row["seconds"]),
+            rate(row["flops_per_s"], "FLOP/s"),
+            percent(row["share_of_roof"]).lstrip("+"),
+        )
+    return table
