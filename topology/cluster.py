@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
 
 from sim.errors import InputError
 from sim.presets import load_toml
@@ -87,8 +90,16 @@ class Cluster:
         self.devices = [self._device(index) for index in self._placement]
 
     def like(self, spec: ClusterSpec) -> Cluster:
-        """Return another cluster with the same placement."""
-        return Cluster(spec, self._given)
+        """Return another cluster with the same placement. Where only what its GPUs compute or launch is different, both
+        share their resources and routes.
+        """
+        here = self.spec.gpu
+        gpu = structs.replace(spec.gpu, peak_flops_per_s=here.peak_flops_per_s, launch_s=here.launch_s)
+        if structs.replace(spec, gpu=gpu) != self.spec:
+            return Cluster(spec, self._given)
+        other = copy.copy(self)
+        other.spec = spec
+        return other
 
     @cached_property
     def graph(self) -> nx.DiGraph:

@@ -163,10 +163,10 @@ def timed(case: Case) -> tuple[Taken, int, int]:
     times, events = clock.of(lambda: native.run(native.library(), lowered, priced))
     prepared = Prepared(checked)
     simulation = prepared.play(cluster, case.profile)
-    clock.of(lambda: report(simulation, with_interval=True))
+    clock.of(lambda: report(simulation, with_interval=True, with_bound=False))
     meant = clock.of(lambda: reference.play(checked, cluster, CostModel(cluster, case.profile), None))
     assert all((a == b).all() for a, b in zip(times, meant, strict=True)), case.name
-    clock.of(lambda: report(prepared.play(Cluster(case.spec), case.profile), with_interval=True))
+    clock.of(lambda: report(prepared.play(Cluster(case.spec), case.profile), with_interval=True, with_bound=False))
     return Taken(*clock.taken), lowered.num_ops, events
 
 
@@ -257,7 +257,10 @@ def thousand(*, intervals: bool) -> float:
     rates = [f"*{1 + number / 50:.3g}" for number in range(40)]
     begin = time.perf_counter()
     found = sweep(
-        first, {"cluster.nvlink.bytes_per_s": rates, "cluster.hbm.bytes_per_s": rates[:25]}, intervals=intervals
+        first,
+        {"cluster.nvlink.bytes_per_s": rates, "cluster.hbm.bytes_per_s": rates[:25]},
+        intervals=intervals,
+        bounds=False,
     )
     assert len(found) == 1000
     return time.perf_counter() - begin

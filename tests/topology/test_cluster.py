@@ -255,3 +255,19 @@ def test_host_copies_of_all_gpus_share_their_sockets(
         load.update(cluster.host_route(gpu, to_host=to_host).load(1.0))
     each = min(cluster.resources[index].capacity / amount for index, amount in load.items())
     assert each == pytest.approx(measured, rel=0.01)
+
+
+def test_a_cluster_with_other_peaks_shares_all_else() -> None:
+    """What it computes and launches is its own; with another link, or fewer SMs, nothing is shared."""
+    cluster = Cluster(load_cluster("hgx-h100"), placement=[1, 0])
+    gpu = cluster.spec.gpu
+    faster = msgspec.structs.replace(gpu, peak_flops_per_s={"bf16": 2e15}, launch_s=1e-6)
+    other = cluster.like(msgspec.structs.replace(cluster.spec, gpu=faster))
+    assert other.resources is cluster.resources
+    assert other.route(0, 1) == cluster.route(0, 1)
+    assert other.spec.gpu.launch_s == 1e-6
+    assert (other.peak_flops_per_s(0, "bf16"), cluster.peak_flops_per_s(0, "bf16")) == (2e15, 989.4e12)
+    for change in ({"nodes": 2}, {"gpu": msgspec.structs.replace(faster, sms=100)}):
+        found = cluster.like(msgspec.structs.replace(cluster.spec, **change))
+        assert found.resources is not cluster.resources
+        assert found.devices[0].number == 1
