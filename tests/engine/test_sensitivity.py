@@ -22,7 +22,8 @@ pytestmark = requires_compiler
 
 
 def predicted(schedule: str, seq: str, **changes: Any) -> Prediction:
-    return longstep.predict(schedule, **{"model": "llama3-8b", "cluster": "hgx-h100", "seq": seq} | changes)
+    found = {"model": "llama3-8b", "cluster": "hgx-h100", "seq": seq, "scope": "attention"} | changes
+    return longstep.predict(schedule, **found)
 
 
 def by_replays(simulation: Simulation) -> dict[str, float]:

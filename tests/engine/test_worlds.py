@@ -29,7 +29,14 @@ def test_a_world_like_the_first_one_takes_the_same(seed: int, count: int) -> Non
 def test_a_machine_twice_as_good_in_all_takes_half_as_long() -> None:
     """At the rates of datasheets, whatever shares what; and more worlds than one play carries are two plays."""
     found = longstep.predict(
-        "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=16, nodes=2, seq="64K", profile="datasheet"
+        "zigzag",
+        model="llama3-8b",
+        cluster="hgx-h100",
+        gpus=16,
+        nodes=2,
+        seq="64K",
+        profile="datasheet",
+        scope="attention",
     )
     every = tuple(figures_of(found.cluster.spec, found.profile))
     halves = worlds(found.simulation, [Change(every, 2.0)] * (MOST + 1))
@@ -40,7 +47,7 @@ def test_a_machine_twice_as_good_in_all_takes_half_as_long() -> None:
 
 @requires_compiler
 def test_many_ops_carry_few_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = longstep.predict("usp", model="llama3-8b", cluster="hgx-h100", seq="32K").simulation
+    found = longstep.predict("usp", model="llama3-8b", cluster="hgx-h100", seq="32K", scope="attention").simulation
     changes = [Change((figure,), 2.0) for figure in figures_of(found.cluster.spec, found.profile)]
     meant = worlds(found, changes)
     monkeypatch.setattr("sim.engine.worlds._MANY", 0)
