@@ -98,6 +98,20 @@ class Fragment:
         count = len(self.given)
         return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
 
+    @cached_property
+    def overwritten(self) -> frozenset[int]:
+        """Which of the buffers that it is given it writes to as a whole before it uses any of them: what they held
+        does not matter.
+        """
+        found, used = set(), set(range(len(self.given), len(self.given) + len(self.own)))
+        for op in self.ops:
+            used.update([view.buffer for view in op.reads])
+            for view in op.writes:
+                if view.buffer not in used and view.shape == self.given[view.buffer].shape:
+                    found.add(view.buffer)
+                used.add(view.buffer)
+        return frozenset(found)
+
     def of_replica(self, ranks: int, sequences: int) -> Fragment:
         """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
         names none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
@@ -107,9 +107,15 @@ def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
     return tensor._replace(numbers="model") if optimiser_states == "model" and tensor.name in _STATES else tensor
 
 
-def terms_of(number: int, tensor: Tensor) -> Span:
-    """Return which of the terms of a result an equation makes: at an end of the model it makes them all."""
-    return Span(number, number + (1 if number < len(LLAMA.equations) else TERMS[tensor.name]))
+@cache
+def terms_of(number: int, name: str) -> Span:
+    """Return which of the terms of a result an equation makes, in the order of a layer's equations: at an end of the
+    model it makes them all.
+    """
+    if number >= len(LLAMA.equations):
+        return Span(0, TERMS[name])
+    before = [tensor.name for one in LLAMA.equations[:number] for tensor in one.results].count(name)
+    return Span(before, before + 1)
 
 
 def tensor_of(name: str) -> Tensor:

@@ -89,7 +89,7 @@ class StateRules(NamedTuple):
                 raise ScheduleError(f"updates {brief(weights.content)} with {brief(piece.content)}")
         if not self.attention.complete(gradient.content):
             raise ScheduleError(f"updates with {brief(gradient.content)}, which is not complete yet")
-        self._check_norm([piece.content for piece in squares])
+        _check_norm(self.workload, tuple([piece.content for piece in squares]))
         return [
             [_named(piece, updated(tensor).name)]
             for tensor, piece in zip(unit.states, (weights, first, second), strict=True)
@@ -102,18 +102,6 @@ class StateRules(NamedTuple):
         scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
         return [weights, [scaled], *moments, [_named(_only(weights), working)]]
 
-    def _check_norm(self, squares: list[Content]) -> None:
-        """Raise where squares are not those of all gradients, each once and complete; layers count from any."""
-        first = min(square.layer for square in squares)
-        found = sorted((square.tensor, square.layer - first) for square in squares)
-        wanted = _squares(self.workload)
-        if found != list(wanted):
-            lacking = sorted(wanted.keys() - set(found)) or [("none", 0)]
-            raise ScheduleError(f"updates by a norm that lacks {lacking[0][0]} of layer {lacking[0][1]}, or has others")
-        for square in squares:
-            if sum(rows.size for rows, _ in square.seen) != wanted[square.tensor, square.layer - first]:
-                raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
-
 
 _FLAT_WEIGHTS = {one.name for unit in UNIT_KINDS for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
 
@@ -123,6 +111,20 @@ def _squares(workload: Workload) -> dict[tuple[str, int], int]:
     """Return how many elements the sums of squares of a step are of, by name and layer, in order."""
     found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in units(workload)}
     return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=64)
+def _check_norm(workload: Workload, squares: tuple[Content, ...]) -> None:
+    """Raise where squares are not those of all gradients, each once and complete; layers count from any."""
+    first = min(square.layer for square in squares)
+    found = sorted((square.tensor, square.layer - first) for square in squares)
+    wanted = _squares(workload)
+    if found != list(wanted):
+        lacking = sorted(wanted.keys() - set(found)) or [("none", 0)]
+        raise ScheduleError(f"updates by a norm that lacks {lacking[0][0]} of layer {lacking[0][1]}, or has others")
+    for square in squares:
+        if sum(rows.size for rows, _ in square.seen) != wanted[square.tensor, square.layer - first]:
+            raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
 def _unit(content: Content) -> Unit:

@@ -45,6 +45,10 @@ class _Kept(NamedTuple):
     sequence: int | None
 
 
+_LOST = _Kept(-1, None, None)
+"""Of a buffer that is written to as a whole before it is used: whatever it held."""
+
+
 class Supersteps:
     """The supersteps of a schedule; raises Declined where it has none."""
 
@@ -100,7 +104,13 @@ class Supersteps:
         """Play all supersteps; raises ScheduleError or Declined where that does not prove them."""
         held, remembered = self._held, self._remembered
         for calls in self.all:
-            given = [[held[rank][number] for number in call.given] for rank, call in enumerate(calls)]
+            given = [
+                [
+                    _LOST if place in call.fragment.overwritten else held[rank][number]
+                    for place, number in enumerate(call.given)
+                ]
+                for rank, call in enumerate(calls)
+            ]
             layers = [kept.layer for of_rank in given for kept in of_rank if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
             base = min(layers, default=0)
@@ -129,12 +139,14 @@ class Supersteps:
         player = AbstractPlayer(self._alone(kind, layers), self._matchings[fragments], self._dependencies[fragments])
         for memory, of_rank in zip(player.memory, given, strict=True):
             for number, kept in enumerate(of_rank):
-                memory.hold(number, self._moved(kept))
+                if kept is not _LOST:
+                    memory.hold(number, self._moved(kept))
         player.play()
         results = []
-        for memory, fragment in zip(player.memory, kind, strict=True):
-            found = [self._kept(held) for held in memory.held()]
-            results.append((found[: len(fragment.given)], found[len(fragment.given) :]))
+        for memory, fragment, before in zip(player.memory, kind, given, strict=True):
+            held, count = memory.held(), len(before)
+            after = [self._kept(held[at]) if at in fragment.written else before[at] for at in range(count)]
+            results.append((after, [self._kept(one) for one in held[count:]]))
         return results
 
     def _kept(self, held: Held) -> _Kept:

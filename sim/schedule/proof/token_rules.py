@@ -95,7 +95,7 @@ class TokenRules(NamedTuple):
         """
         batch, rows, *_ = tokens.content.at
         inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
-        seen: Seen = ((terms_of(number, tensor), ONE),) if TERMS[tensor.name] > 1 else ()
+        seen: Seen = ((terms_of(number, tensor.name), ONE),) if TERMS[tensor.name] > 1 else ()
         at = (batch, rows, *inner)
         if tensor.of_weight:
             (own,) = tensor.rows(self.model)
