@@ -27,6 +27,7 @@ from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
+from sim.schedule.ir.written import pieces
 from sim.workload import DTYPE_BYTES, Dtype, Workload
 
 
@@ -280,7 +281,7 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
-        return msgspec.json.encode(_Written(**_fields(self)))
+        return b"".join(pieces(self))
 
     @staticmethod
     def from_json(data: bytes) -> Program:
@@ -302,7 +303,7 @@ class Program:
 
 
 class _Written(Data, frozen=True, kw_only=True):
-    """A program as JSON."""
+    """A program as JSON, in the order of ``pieces``."""
 
     rank: int
     buffers: tuple[Buffer, ...]
@@ -440,15 +441,23 @@ class Schedule:
         """
         if self.whole is not self:
             return self.whole.hash
-        return hashlib.sha256(self.to_json()).hexdigest()[:16]
+        digest = hashlib.sha256()
+        for piece in self._pieces():
+            digest.update(piece)
+        return digest.hexdigest()[:16]
 
     def to_json(self) -> bytes:
         """Return the schedule as JSON, with the programs of one replica where the others do the same; dependencies are
         left out, since reading derives them again.
         """
-        ranks = self.header.mesh.first_replica if self.replicated else range(self.num_ranks)
-        programs = tuple(_Written(**_fields(self.program(rank))) for rank in ranks)
-        return msgspec.json.encode(_Document(header=self.header, programs=programs))
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterator[bytes]:
+        yield b'{"header":%b,"programs":[' % msgspec.json.encode(self.header)
+        for place, rank in enumerate(self.header.mesh.first_replica if self.replicated else range(self.num_ranks)):
+            yield b"," if place else b""
+            yield from pieces(self.program(rank))
+        yield b"]}"
 
     @staticmethod
     def from_json(data: bytes) -> Schedule:

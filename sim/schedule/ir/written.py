@@ -1,0 +1,123 @@
+"""Programs as JSON, call by call: a fragment is encoded once, and each of its calls fills in its own numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from sim.kept import kept
+from sim.schedule.ir.declare import rebound
+
+if TYPE_CHECKING:
+    from sim.schedule.ir.program import Call, Fragment, Program
+
+_encode = msgspec.json.encode
+_FEW = 2
+"""Calls of a fragment for which a template is not worth its while."""
+
+
+def pieces(program: Program) -> Iterator[bytes]:
+    """Yield the JSON of a program, which is that of all of its buffers, ops and ports, piece by piece."""
+    calls = program.calls
+    often = Counter(id(call.fragment) for call in calls)
+    yield b'{"rank":%d,"buffers":[' % program.rank
+    yield from _listed(map(_buffers, calls))
+    yield b'],"ops":['
+    yield from _listed(_ops(call) if often[id(call.fragment)] > _FEW else _items(call.ops) for call in calls)
+    yield b'],"inputs":['
+    yield from _listed(_items(call.ports(call.fragment.inputs)) for call in calls)
+    yield b'],"outputs":['
+    yield from _listed(_items(call.ports(call.fragment.outputs)) for call in calls)
+    yield b"]}"
+
+
+def _listed(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield items of a list with commas between them."""
+    separator = b""
+    for part in parts:
+        if part:
+            yield separator
+            yield part
+            separator = b","
+
+
+def _items(things: Iterable[object]) -> bytes:
+    """Return the items of a list, without its brackets."""
+    return _encode(list(things))[1:-1]
+
+
+def _buffers(call: Call) -> bytes:
+    """Return the buffers of a call."""
+    if call.fragment.buffer_layers:
+        return _templates(call.fragment).buffers.filled((), call.layer)
+    return _items(call.buffers)
+
+
+def _ops(call: Call) -> bytes:
+    """Return the ops of a call."""
+    return _templates(call.fragment).ops.filled(call.numbers, call.layer)
+
+
+class _Template(NamedTuple):
+    """JSON with gaps for the numbers of buffers, and for layers."""
+
+    form: bytes
+    keys: tuple[int, ...]
+    """Of each gap the number of its buffer in the fragment, or behind those its place among layers."""
+    layers: tuple[int, ...]
+    """Counted from the layer of the call."""
+
+    def filled(self, numbers: Sequence[int], layer: int) -> bytes:
+        """Return the JSON of a call of some layer whose buffers have these numbers."""
+        values = [*numbers, *(layer + one for one in self.layers)]
+        return self.form % (itemgetter(*self.keys)(values) if self.keys else ())  # type: ignore[no-any-return]
+
+
+class _Templates(NamedTuple):
+    buffers: _Template
+    ops: _Template
+
+
+_GAP = re.compile(rb'"\\u0000(\d+)"| \\u0001(-?\d+)\\u0001')
+"""A buffer's number, which is a string of its own, or a layer behind a name."""
+
+
+@kept
+def _templates(fragment: Fragment) -> _Templates:
+    gaps: Any = [f"\0{number}" for number in range(len(fragment.given) + len(fragment.own))]
+    before = len(fragment.given)
+    buffers = [
+        msgspec.structs.replace(buffer, name=_layered(buffer.name, fragment.buffer_layers.get(before + number)))
+        for number, buffer in enumerate(fragment.own)
+    ]
+    ops = [
+        rebound(op, gaps, label=_layered(op.label, fragment.op_layers.get(number)))
+        for number, op in enumerate(fragment.ops)
+    ]
+    return _Templates(_template(buffers, 0), _template(ops, len(gaps)))
+
+
+def _layered(name: str, layer: int | None) -> str:
+    return name if layer is None else f"{name} \1{layer}\1"
+
+
+def _template(things: Iterable[object], count: int) -> _Template:
+    """Return the template of some JSON that names so many buffers."""
+    layers: dict[int, int] = {}
+    keys: list[int] = []
+
+    def gap(found: re.Match[bytes]) -> bytes:
+        number, layer = found.groups()
+        if number is not None:
+            keys.append(int(number))
+            return b"%d"
+        keys.append(count + layers.setdefault(int(layer), len(layers)))
+        return b" %d"
+
+    form = _GAP.sub(gap, _items(things).replace(b"%", b"%%"))
+    return _Template(form, tuple(keys), tuple(layers))
