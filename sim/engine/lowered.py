@@ -19,6 +19,7 @@ from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
+from sim.schedule.ir.columns import together
 from sim.schedule.ir.program import Fragment, Program, Schedule
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
@@ -129,23 +130,19 @@ class Lowered:
         fragments = [(program.rank, call.fragment) for program in programs for call in program.calls]
         numbered = {of: self._numbered(*of) for of in dict.fromkeys(fragments)}
         all_of = [numbered[of] for of in fragments]
-        self.ops["kind"] = _joined([_facts(fragment).kind for _, fragment in fragments])
-        self.ops["issue"] = _joined([of.issue for of in all_of])
-        self.op_use = _joined([of.use for of in all_of])
+        self.ops["kind"] = together([_facts(fragment).kind for _, fragment in fragments])
+        self.ops["issue"] = together([of.issue for of in all_of])
+        self.op_use = together([of.use for of in all_of])
         """Number of the kernel use of each op, -1 for others."""
-        self.op_copy = _joined([of.copy for of in all_of])
+        self.op_copy = together([of.copy for of in all_of])
         """Number of the copy between a GPU and its host, or of the kernel of that; -1 for others."""
         names = [
             list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment).streams)) for p in programs
         ]
         before = np.cumsum([0, *map(len, names)]).tolist()
-        self.ops["stream"] = _joined(
-            [
-                np.array([of_rank.index(name) + start for name in facts.streams], INT)[facts.stream]
-                for program, of_rank, start in zip(programs, names, before, strict=False)
-                for facts in (_facts(call.fragment) for call in program.calls)
-            ]
-        )
+        starts = dict(zip((program.rank for program in programs), zip(names, before, strict=False), strict=True))
+        streams = {(rank, fragment): _streams(fragment, *starts[rank]) for rank, fragment in numbered}
+        self.ops["stream"] = together([streams[of] for of in fragments])
         self.stream_ops = np.argsort(self.ops["stream"], kind="stable").astype(INT)
         self.streams = np.zeros(before[-1], STREAM)
         ends = np.cumsum(np.bincount(self.ops["stream"], minlength=before[-1]))
@@ -174,8 +171,8 @@ class Lowered:
     def _lower_dependencies(self, checked: Checked) -> None:
         """Set what ops wait for, on any machine, and beyond that on CUDA."""
         waits = [found.waits_array for found in checked.dependencies]
-        counts = _joined([np.diff(of_rank.ends, prepend=0) for of_rank in waits])
-        self.waits = _joined([of_rank.items + start for of_rank, start in zip(waits, self.first, strict=False)])
+        counts = together([np.diff(of_rank.ends, prepend=0) for of_rank in waits])
+        self.waits = together([of_rank.items + start for of_rank, start in zip(waits, self.first, strict=False)])
         self.ops["waits_end"] = np.cumsum(counts)
         self.ops["waits"] = self.ops["waits_end"] - counts
         kernels = np.zeros(len(self.streams) + 1, bool)
@@ -267,6 +264,12 @@ def _facts(fragment: Fragment) -> _Facts:
     )  # fmt: skip
 
 
+def _streams(fragment: Fragment, names: list[str], first: int) -> Array:
+    """Return the numbers of the streams of a fragment's ops, of which the first of a rank's names has the first."""
+    facts = _facts(fragment)
+    return np.array([names.index(name) + first for name in facts.streams], INT)[facts.stream]
+
+
 def _by_peer(messages: Iterable[ops.Message], program: Program) -> Iterable[tuple[int, int]]:
     """Return how many bytes go to each peer, or come from it."""
     nbytes: dict[int, int] = {}
@@ -285,25 +288,29 @@ class _Met:
         self._communicators = [schedule.communicator(name) for name in names]
         self._kinds = Distinct()
         self._groups = [group for communicator in self._communicators for group in communicator.groups]
-        sides, exchanges, collectives = [], [], []
+        rows: dict[np.dtype[Any], list[Array]] = {_SIDE: [], _EXCHANGE: [], _COLLECTIVE: []}
+        known: dict[Fragment, list[Array]] = {}
         for program, first in zip(schedule.programs, into.first, strict=False):
             for call in program.calls:
-                facts = _facts(call.fragment)
-                sides.append(self._placed(facts, facts.sides, first))
-                exchanges.append(self._placed(facts, facts.exchanges, first))
-                collectives.append(self._placed(facts, facts.collectives, first))
-                first += len(facts.kind)  # noqa: PLW2901 - of the rank's next call
+                fragment = call.fragment
+                if fragment not in known:
+                    known[fragment] = self._numbered(_facts(fragment))
+                for some in known[fragment]:
+                    placed = some.copy()
+                    placed["op"] += first
+                    rows[placed.dtype].append(placed)
+                first += len(fragment.ops)  # noqa: PLW2901 - of the rank's next call
         self._group_of = self._find_group_of(len(into.programs))
-        self._set_transfers(_joined(sides, _SIDE), into)
-        self._set_exchanges(_joined(exchanges, _EXCHANGE), into)
-        self._set_groups(_joined(collectives, _COLLECTIVE), into)
+        self._set_transfers(together(rows[_SIDE], _SIDE), into)
+        self._set_exchanges(together(rows[_EXCHANGE], _EXCHANGE), into)
+        self._set_groups(together(rows[_COLLECTIVE], _COLLECTIVE), into)
 
-    def _placed(self, facts: _Facts, rows: Array, first: int) -> Array:
-        """Return rows of a fragment, by the numbers of ops and communicators of the schedule."""
-        if not len(rows):
-            return rows
+    def _numbered(self, facts: _Facts) -> list[Array]:
+        """Return those rows of a fragment that there are, by the numbers of communicators of the schedule."""
+        return [self._named(facts, rows) for rows in (facts.sides, facts.exchanges, facts.collectives) if len(rows)]
+
+    def _named(self, facts: _Facts, rows: Array) -> Array:
         placed = rows.copy()
-        placed["op"] += first
         placed["communicator"] = np.array([self._numbers[name] for name in facts.communicators])[rows["communicator"]]
         if rows.dtype == _COLLECTIVE:
             placed["kind"] = np.array([self._kinds.number(type(op), op) for op in facts.kinds])[rows["kind"]]
@@ -376,7 +383,7 @@ class _Met:
                 whole = whole_group(self._schedule, communicator.name, group)
                 keys = [CollectiveKey(type(op), whole, size) for op, size in zip(kinds, nbytes.tolist(), strict=True)]
                 group_call += [calls.number(key, (key, op)) for key, op in zip(keys, kinds, strict=True)]
-        self.members, counts = _joined(members), _joined(sizes)
+        self.members, counts = together(members), together(sizes)
         self.groups = np.zeros(len(counts), GROUP)
         self.groups["members_end"] = np.cumsum(counts)
         self.groups["members"] = self.groups["members_end"] - counts
@@ -384,11 +391,6 @@ class _Met:
         into.ops["group"][self.members] = np.repeat(np.arange(len(counts)), counts)
         self.group_call = np.array(group_call, INT)
         self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
-
-
-def _joined(parts: Sequence[Array], dtype: Any = INT) -> Array:
-    """Return arrays one after the other; of none an empty one."""
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
 
 def kind_of(op: ops.Op) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from sim.native.library import UnavailableError, load
-from sim.schedule.ir.columns import INT, Array, edges
+from sim.schedule.ir.columns import INT, Array, Columns
 from sim.schedule.ir.ops import HostSync
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Slices
@@ -107,12 +109,27 @@ def derive_compiled(program: Program) -> Dependencies | None:
     """Return the dependencies by ``sim/native/derive.c``; None where there is no compiler, or sizes are beyond it."""
     try:
         library = load("derive")
-        columns = program.columns
-        whole = np.array([edges((0, extent) for extent in shape) for shape in program.shapes], INT)
+        columns, whole = program.columns, program.boxes
     except (UnavailableError, OverflowError):
         return None
     if np.any((columns.accesses["buffer"] < 0) | (columns.accesses["buffer"] >= len(whole))):
         return None  # what is no program is not for C
+    arrays = (columns.stream, columns.access_ends, columns.accesses, whole)
+    digest = hashlib.blake2b(repr((columns.streams, columns.syncs, list(map(len, arrays)))).encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array))
+    found = _DERIVED.get(key := digest.digest())
+    if found is None and (found := _derive(library, columns, whole)) is not None:
+        _DERIVED[key] = found
+    return found
+
+
+_DERIVED: WeakValueDictionary[bytes, Dependencies] = WeakValueDictionary()
+"""All that are in use, by a digest of what they were derived from: ranks that do the same share them."""
+
+
+def _derive(library: ctypes.CDLL, columns: Columns, whole: Array) -> Dependencies | None:
+    """Return dependencies by the compiled library; None where sizes are beyond it."""
     number = {name: at for at, name in enumerate(columns.streams)}
     count, width = len(columns.stream), len(columns.streams)
     is_sync, sync_counts = np.zeros(count, np.uint8), np.zeros(count, INT)
@@ -139,8 +156,8 @@ def derive_compiled(program: Program) -> Dependencies | None:
         data, waits = np.empty(found.num_data, INT), np.empty(found.num_waits, INT)
     return Dependencies(
         columns.streams,
-        data_array=Ragged(ends[0], data[: found.num_data]),
-        waits_array=Ragged(ends[1], waits[: found.num_waits]),
+        data_array=Ragged(ends[0], data[: found.num_data].copy()),
+        waits_array=Ragged(ends[1], waits[: found.num_waits].copy()),
         known_array=known,
     )
 

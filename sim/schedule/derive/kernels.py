@@ -92,6 +92,16 @@ def kernel_uses(program: Program) -> list[KernelUse | None]:
     return [use for call in program.calls for use in _uses_of(call.fragment)]
 
 
+def kernel_flops(program: Program) -> dict[str, int]:
+    """Return the FLOPs of a program by kernel."""
+    found: Counter[str] = Counter()
+    for fragment, calls in Counter([call.fragment for call in program.calls]).items():
+        for use in filter(None, _uses_of(fragment)):
+            for kernel, count in use.each:
+                found[kernel.kernel] += calls * count * kernel.flops
+    return found
+
+
 def _uses_of(fragment: Fragment) -> list[KernelUse | None]:
     """Return the kernels of a fragment's ops, which are those of every call."""
     if fragment not in _USES:

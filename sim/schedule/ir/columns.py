@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,22 +75,43 @@ def edges(slices: Iterable[tuple[int, int]]) -> list[int]:
 
 def joined(parts: Sequence[tuple[Columns, Sequence[int]]]) -> Columns:
     """Return columns one after the other, each with the numbers that its buffers have there."""
-    streams: dict[str, int] = {}
-    stream, syncs, accesses = [], [], []
+    numbers: dict[str, int] = {}
+    of_columns: dict[int, Array] = {}  # its ops' streams, by what they are called here
+    syncs: list[tuple[int, tuple[str, ...]]] = []
     first = 0
-    for columns, numbers in parts:
-        own = np.array([streams.setdefault(name, len(streams)) for name in columns.streams], INT)
-        stream.append(own[columns.stream])
+    for columns, _ in parts:
+        if id(columns) not in of_columns:
+            own = np.array([numbers.setdefault(name, len(numbers)) for name in columns.streams], INT)
+            of_columns[id(columns)] = own[columns.stream]
         syncs += [(first + at, names) for at, names in columns.syncs]
-        moved = columns.accesses.copy()
-        moved["buffer"] = np.asarray(numbers, INT)[moved["buffer"]]
-        accesses.append(moved)
         first += len(columns.stream)
-    counts = np.concatenate([np.diff(columns.access_ends, prepend=0) for columns, _ in parts])
+    counts = [len(columns.accesses) for columns, _ in parts]
+    accesses = together([columns.accesses for columns, _ in parts], ACCESS)
+    buffers = np.fromiter(chain.from_iterable(numbers for _, numbers in parts), INT)
+    accesses["buffer"] = buffers[accesses["buffer"] + _each([len(numbers) for _, numbers in parts], counts)]
+    ends = together([columns.access_ends for columns, _ in parts])
     return Columns(
-        streams=tuple(streams),
-        stream=np.concatenate(stream),
+        streams=tuple(numbers),
+        stream=together([of_columns[id(columns)] for columns, _ in parts]),
         syncs=tuple(syncs),
-        access_ends=np.cumsum(counts, dtype=INT),
-        accesses=np.concatenate(accesses),
+        access_ends=ends + _each(counts, [len(columns.stream) for columns, _ in parts]),
+        accesses=accesses,
     )
+
+
+def _each(sizes: Sequence[int], counts: Sequence[int]) -> Array:
+    """Return the sum of all sizes before each part, once for each of its rows."""
+    return np.repeat(np.cumsum([0, *sizes[:-1]], dtype=INT), counts)
+
+
+def together(parts: Iterable[Array], dtype: np.dtype[Any] | type[Any] = INT) -> Array:
+    """Return one array of arrays of a type; of none an empty one. Rows of several fields are put together as bytes,
+    since numpy compares their fields array by array.
+    """
+    kind = np.dtype(dtype)
+    some = [part if part.dtype == kind else part.astype(kind) for part in parts if len(part)]
+    if not some:
+        return np.zeros(0, kind)
+    if kind.fields is None:
+        return np.concatenate(some)
+    return np.concatenate([part.view(np.uint8) for part in some]).view(kind)

@@ -18,10 +18,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.schedule.ir.columns import Columns, columns_of, joined
+from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
@@ -79,6 +80,11 @@ class Fragment:
     def columns(self) -> Columns:
         """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
         return columns_of(self.formed) if self.alone is self else self.alone.columns
+
+    @cached_property
+    def boxes(self) -> Array:
+        """(buffers, 2 * DIMS): the edges of its own buffers; raises OverflowError where one has more dimensions."""
+        return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
 
     @cached_property
     def formed(self) -> list[Formed]:
@@ -231,13 +237,15 @@ class Program:
         return sum(len(call.fragment.ops) for call in self.calls)
 
     @property
-    def shapes(self) -> Iterator[tuple[int, ...]]:
-        """The shapes of all buffers."""
-        return (buffer.shape for call in self.calls for buffer in call.fragment.own)
+    def boxes(self) -> Array:
+        """(buffers, 2 * DIMS): the edges of all buffers; raises OverflowError where one has more dimensions."""
+        return np.concatenate([call.fragment.boxes for call in self.calls] or [np.zeros((0, 2 * DIMS), INT)])
 
-    @cached_property
+    @property
     def columns(self) -> Columns:
-        """All ops as arrays; raises OverflowError for boxes that have no place in one."""
+        """All ops as arrays, put together when asked for, since they are large; raises OverflowError for boxes that
+        have no place in one.
+        """
         if len(self.calls) == 1:
             return self.calls[0].fragment.columns
         return joined([(call.fragment.columns, call.numbers) for call in self.calls])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sim.errors import InputError, ScheduleError
 from sim.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
-from sim.schedule.derive.kernels import KernelUse, kernel_uses
+from sim.schedule.derive.kernels import KernelUse, kernel_flops, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
 from sim.schedule.derive.replicas import folds, num_alike
 from sim.schedule.ir.forms import Form
@@ -150,10 +150,9 @@ def _check_claims(checked: Checked, sent: int) -> None:
         return
     claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
     alike = num_alike(checked.schedule)
+    found = [one for program in checked.schedule.programs for one in kernel_flops(program).items()]
     for name, expected in claimed.items():
-        kernels = (kernel for uses in checked.kernels for use in uses if use for kernel in use.each)
-        own = sum(use.flops * count for use, count in kernels if use.kernel.startswith(name))
-        flops = alike * own
+        flops = alike * sum(of_kernel for kernel, of_kernel in found if kernel.startswith(name))
         if flops != expected:
             raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
     if sent != claims.wire_bytes:
