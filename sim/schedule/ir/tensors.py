@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.masks import Span
@@ -44,16 +45,7 @@ class Tensor(NamedTuple):
 
     def shape(self, model: ModelSpec) -> tuple[int, ...]:
         """Return the number of features along each axis; of a flat tensor how many elements it has."""
-        if self.parts:
-            return (sum(math.prod(part.shape(model)) for part in self.parts),)
-        features = {
-            "embed": model.embed_dim,
-            "ffn": model.ffn_dim,
-            "heads": model.num_heads * model.head_dim,
-            "kv_heads": model.num_kv_heads * model.head_dim,
-            "vocab": model.vocab_size,
-        }
-        return tuple(features[axis] for axis in self.axes)
+        return _shape(self, model)
 
     def heads(self, model: ModelSpec) -> int | None:
         """Return how many heads a tensor of tokens has, None if it has none or is none."""
@@ -66,6 +58,21 @@ class Tensor(NamedTuple):
         return 1 if self.heads(model) or not inner else inner[0]
 
 
+@lru_cache(maxsize=4096)
+def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
+    if tensor.parts:
+        return (sum(math.prod(part.shape(model)) for part in tensor.parts),)
+    features = {
+        "embed": model.embed_dim,
+        "ffn": model.ffn_dim,
+        "heads": model.num_heads * model.head_dim,
+        "kv_heads": model.num_kv_heads * model.head_dim,
+        "vocab": model.vocab_size,
+    }
+    return tuple(features[axis] for axis in tensor.axes)
+
+
+@lru_cache(maxsize=4096)
 def d(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor."""
     kind: Kind = "weight gradient" if tensor.kind == "weight" else "gradient"

@@ -59,6 +59,7 @@ class Unit(NamedTuple):
         return Tensor(f"square of {d(self.flat).name}", "square", numbers="accumulation", layer=self.layer)
 
 
+@lru_cache(maxsize=4096)
 def updated(tensor: Tensor) -> Tensor:
     """Return what the optimiser makes of a weight or a moment."""
     return tensor._replace(name=f"new {tensor.name}", kind="updated", parts=tuple(map(updated, tensor.parts)))

@@ -127,11 +127,13 @@ def _check_norm(workload: Workload, squares: tuple[Content, ...]) -> None:
             raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
+_UNIT_OF = {name: unit for unit in UNIT_KINDS for name in (unit.flat.name, d(unit.flat).name)}
+
+
 def _unit(content: Content) -> Unit:
     """Return the kind of unit that a content is of."""
-    for unit in UNIT_KINDS:
-        if content.tensor in {unit.flat.name, d(unit.flat).name}:
-            return unit
+    if content.tensor in _UNIT_OF:
+        return _UNIT_OF[content.tensor]
     raise ScheduleError(f"{brief(content)} where the weights of a layer or of an end, or their gradient, are needed")
 
 
@@ -152,6 +154,7 @@ def _rows(tensor: Tensor, model: ModelSpec) -> Span:
     return rows
 
 
+@lru_cache(maxsize=4096)
 def _whole(tensor: Tensor, model: ModelSpec, layer: int) -> Piece:
     """Return all of a weight or of its gradient, of a layer."""
     rows, columns = _rows(tensor, model), Span(0, tensor.features(model))

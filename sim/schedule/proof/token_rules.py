@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -115,6 +116,7 @@ def _joined(a: list[Piece], b: list[Piece]) -> list[Piece]:
     return a + b
 
 
+@lru_cache(maxsize=4096)
 def row_of(tensor: Tensor, model: ModelSpec) -> tuple[Span, Span]:
     """Return all heads and features of one token of a tensor; of a weight, of one row."""
     return Span(0, tensor.heads(model) or 1), Span(0, tensor.features(model))
