@@ -271,7 +271,25 @@ def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, lis
 @kept
 def walks(checked: Checked) -> list[MemoryWalk]:
     """Return the walk of every rank; it depends on the schedule only, and so is kept for all that is asked of it."""
-    return [walk(p, d) for p, d in zip(checked.schedule.programs, checked.dependencies, strict=True)]
+    alike: dict[object, int] = {}
+    numbers: dict[Fragment, int] = {}
+    known: dict[object, MemoryWalk] = {}
+    found = []
+    for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):
+        for call in program.calls:
+            if call.fragment not in numbers:
+                numbers[call.fragment] = alike.setdefault(_values(_of_fragment(call.fragment)), len(alike))
+        calls = tuple([(numbers[call.fragment], call.given, call.first) for call in program.calls])
+        key = (id(dependencies), calls)  # ranks that do the same share their dependencies
+        if key not in known:
+            known[key] = walk(program, dependencies)
+        found.append(known[key])
+    return found
+
+
+def _values(columns: _Columns) -> tuple[object, ...]:
+    """Return columns as what can be compared."""
+    return tuple([column.tobytes() if isinstance(column, np.ndarray) else tuple(column) for column in columns])
 
 
 def counters(checked: Checked, trace: Trace) -> list[Counter]:

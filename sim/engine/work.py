@@ -37,7 +37,7 @@ class Work(NamedTuple):
 def work_of(checked: Checked) -> Work:
     """Return what a schedule asks; kept as long as it is."""
     arrays = lowered(checked)
-    found = Work([Counter() for _ in checked.kernels], Counter(), Counter(), Counter(), Counter())
+    found = Work([Counter() for _ in checked.schedule.programs], Counter(), Counter(), Counter(), Counter())
     uses = arrays.uses.found
     of_ranks = np.bincount((arrays.op_rank * len(uses) + arrays.op_use)[arrays.op_use >= 0])
     for number in np.flatnonzero(of_ranks).tolist():

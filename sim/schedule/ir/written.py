@@ -54,13 +54,13 @@ def _items(things: Iterable[object]) -> bytes:
 def _buffers(call: Call) -> bytes:
     """Return the buffers of a call."""
     if call.fragment.buffer_layers:
-        return _templates(call.fragment).buffers.filled((), call.layer)
+        return _of_buffers(call.fragment).filled((), call.layer)
     return _items(call.buffers)
 
 
 def _ops(call: Call) -> bytes:
     """Return the ops of a call."""
-    return _templates(call.fragment).ops.filled(call.numbers, call.layer)
+    return _of_ops(call.fragment).filled(call.numbers, call.layer)
 
 
 class _Template(NamedTuple):
@@ -78,28 +78,26 @@ class _Template(NamedTuple):
         return self.form % (itemgetter(*self.keys)(values) if self.keys else ())  # type: ignore[no-any-return]
 
 
-class _Templates(NamedTuple):
-    buffers: _Template
-    ops: _Template
-
-
 _GAP = re.compile(rb'"\\u0000(\d+)"| \\u0001(-?\d+)\\u0001')
 """A buffer's number, which is a string of its own, or a layer behind a name."""
 
 
 @kept
-def _templates(fragment: Fragment) -> _Templates:
-    gaps: Any = [f"\0{number}" for number in range(len(fragment.given) + len(fragment.own))]
-    before = len(fragment.given)
+def _of_buffers(fragment: Fragment) -> _Template:
+    before, layers = len(fragment.given), fragment.buffer_layers
     buffers = [
-        msgspec.structs.replace(buffer, name=_layered(buffer.name, fragment.buffer_layers.get(before + number)))
-        for number, buffer in enumerate(fragment.own)
+        msgspec.structs.replace(buffer, name=_layered(buffer.name, layers.get(number)))
+        for number, buffer in enumerate(fragment.own, before)
     ]
-    ops = [
-        rebound(op, gaps, label=_layered(op.label, fragment.op_layers.get(number)))
-        for number, op in enumerate(fragment.ops)
-    ]
-    return _Templates(_template(buffers, 0), _template(ops, len(gaps)))
+    return _template(buffers, 0)
+
+
+@kept
+def _of_ops(fragment: Fragment) -> _Template:
+    gaps: Any = [f"\0{number}" for number in range(len(fragment.given) + len(fragment.own))]
+    layers = fragment.op_layers
+    ops = [rebound(op, gaps, label=_layered(op.label, layers.get(at))) for at, op in enumerate(fragment.ops)]
+    return _template(ops, len(gaps))
 
 
 def _layered(name: str, layer: int | None) -> str:
