@@ -137,7 +137,7 @@ def _touched(fragment: Fragment) -> tuple[Integers, Integers]:
 
 def _of_program(program: Program) -> _Columns:
     """Return the columns of a program: those of its calls, one after the other, with the numbers of their buffers."""
-    calls = [(_of_fragment(call.fragment)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
+    calls = [(_of_fragment(call.fragment.shared)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
     found: dict[str, Any] = {}
     for name in _Columns._fields:
         if name in {"touched", "inputs", "outputs"}:
@@ -278,7 +278,7 @@ def walks(checked: Checked) -> list[MemoryWalk]:
     for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):
         for call in program.calls:
             if call.fragment not in numbers:
-                numbers[call.fragment] = alike.setdefault(_values(_of_fragment(call.fragment)), len(alike))
+                numbers[call.fragment] = alike.setdefault(_values(_of_fragment(call.fragment.shared)), len(alike))
         calls = tuple([(numbers[call.fragment], call.given, call.first) for call in program.calls])
         key = (id(dependencies), calls)  # ranks that do the same share their dependencies
         if key not in known:

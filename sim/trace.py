@@ -86,17 +86,17 @@ class Ops:
     @cached_property
     def streams(self) -> list[str]:
         """The stream of each op."""
-        return [stream for call in self._calls for stream in _of_fragment(call.fragment).streams]
+        return [stream for call in self._calls for stream in _of_fragment(call.fragment.shared).streams]
 
     @cached_property
     def kinds(self) -> list[str]:
         """The name of each op's kind."""
-        return [kind for call in self._calls for kind in _of_fragment(call.fragment).kinds]
+        return [kind for call in self._calls for kind in _of_fragment(call.fragment.shared).kinds]
 
     @cached_property
     def parts(self) -> list[Part]:
         """The pass of each op."""
-        return [part for call in self._calls for part in _of_fragment(call.fragment).parts]
+        return [part for call in self._calls for part in _of_fragment(call.fragment.shared).parts]
 
     @cached_property
     def labels(self) -> list[str]:
@@ -106,7 +106,7 @@ class Ops:
     @cached_property
     def sent_bytes(self) -> list[int]:
         """Bytes that each op gives to the network."""
-        return [nbytes for call in self._calls for nbytes in _sent_by(call.fragment)]
+        return [nbytes for call in self._calls for nbytes in _sent_by(call.fragment.shared)]
 
     @property
     def _calls(self) -> Iterator[Call]:

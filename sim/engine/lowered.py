@@ -130,14 +130,15 @@ class Lowered:
         fragments = [(program.rank, call.fragment) for program in programs for call in program.calls]
         numbered = {of: self._numbered(*of) for of in dict.fromkeys(fragments)}
         all_of = [numbered[of] for of in fragments]
-        self.ops["kind"] = together([_facts(fragment).kind for _, fragment in fragments])
+        self.ops["kind"] = together([_facts(fragment.shared).kind for _, fragment in fragments])
         self.ops["issue"] = together([of.issue for of in all_of])
         self.op_use = together([of.use for of in all_of])
         """Number of the kernel use of each op, -1 for others."""
         self.op_copy = together([of.copy for of in all_of])
         """Number of the copy between a GPU and its host, or of the kernel of that; -1 for others."""
         names = [
-            list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment).streams)) for p in programs
+            list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment.shared).streams))
+            for p in programs
         ]
         before = np.cumsum([0, *map(len, names)]).tolist()
         starts = dict(zip((program.rank for program in programs), zip(names, before, strict=False), strict=True))
@@ -158,7 +159,7 @@ class Lowered:
 
     def _numbered(self, rank: int, fragment: Fragment) -> _Numbered:
         """Return what is distinct in a fragment by the numbers that it has here."""
-        facts, alone = _facts(fragment), fragment.program(rank)
+        facts, alone = _facts(fragment.shared), fragment.program(rank)
         issues = [self.issues.number(key, one) for key, one in facts.issues]
         uses = [self.uses.number(use, use) for use in facts.uses]
         copies = [self.copies.number((rank, *key), (alone, op)) for key, op in facts.copies]
@@ -266,7 +267,7 @@ def _facts(fragment: Fragment) -> _Facts:
 
 def _streams(fragment: Fragment, names: list[str], first: int) -> Array:
     """Return the numbers of the streams of a fragment's ops, of which the first of a rank's names has the first."""
-    facts = _facts(fragment)
+    facts = _facts(fragment.shared)
     return np.array([names.index(name) + first for name in facts.streams], INT)[facts.stream]
 
 
@@ -294,7 +295,7 @@ class _Met:
             for call in program.calls:
                 fragment = call.fragment
                 if fragment not in known:
-                    known[fragment] = self._numbered(_facts(fragment))
+                    known[fragment] = self._numbered(_facts(fragment.shared))
                 for some in known[fragment]:
                     placed = some.copy()
                     placed["op"] += first

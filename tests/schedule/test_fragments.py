@@ -6,13 +6,17 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from sim.errors import InputError, ScheduleError
+from sim.memory import walk, walks
+from sim.schedule.derive.dependencies import derive_plainly
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Accumulate, Copy
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
+from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, make_model, sweep_but
@@ -43,6 +47,51 @@ def test_a_layer_is_traced_once(name: str) -> None:
     few, many = (layered(name, layers=layers).program(1) for layers in (5, 9))
     assert len({call.fragment for call in few.calls}) == len({call.fragment for call in many.calls}) < len(few.calls)
     assert len(few.calls) < len(many.calls)
+
+
+def attention(name: str) -> Schedule:
+    workload = Workload(model=make_model(8, 4), seq=48, mask="causal")
+    variant = VARIANTS[name]
+    return variant.build(workload, variant.mesh(4, workload.model))
+
+
+def test_ranks_that_do_the_same_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of Ulysses have the same ops on tokens of their own. Sharing changes no rank's program."""
+    checked = check(attention("ulysses"))
+    first, *others = [program.calls[0].fragment for program in checked.schedule.programs]
+    for other in others:
+        assert other.shared is first
+        assert other.ops is first.ops
+        assert other.inputs != first.inputs
+    assert len({id(found) for found in checked.dependencies}) == len({id(walk) for walk in walks(checked)}) == 1
+    shared = checked.schedule.to_json()
+    monkeypatch.setattr(Schedule, "_shared", lambda _, program: program)
+    assert attention("ulysses").to_json() == shared
+
+
+def test_ranks_of_a_ring_share_nothing() -> None:
+    """They have other peers and, under a causal mask, other blocks; lifetimes of what a rank does not use differ."""
+    checked = check(attention("ring"))
+    fragments = {call.fragment.shared for program in checked.schedule.programs for call in program.calls}
+    assert len(fragments) == checked.schedule.num_ranks
+    for program, shared in zip(checked.schedule.programs, walks(checked), strict=True):
+        assert shared == walk(program, derive_plainly(program))
+
+
+@pytest.mark.parametrize("changed", ["op", "buffer", "port"])
+def test_a_rank_that_differs_in_anything_else_shares_nothing(changed: str) -> None:
+    schedule = attention("ulysses")
+    program = schedule.program(1)
+    (op, *ops), (buffer, *buffers), (port, *ports) = program.ops, program.buffers, program.inputs
+    other = {
+        "op": {"ops": (msgspec.structs.replace(op, label="another"), *ops)},
+        "buffer": {"buffers": (msgspec.structs.replace(buffer, name="another"), *buffers)},
+        "port": {"inputs": (msgspec.structs.replace(port, tensor="another"), *ports)},
+    }[changed]
+    mixed = Schedule(schedule.header, lambda rank: program.replace(**other) if rank == 1 else schedule.program(rank))
+    found = [mixed.program(rank).calls[0].fragment for rank in range(3)]
+    assert found[1].shared is found[1]
+    assert found[2].shared is found[0].shared
 
 
 def test_programs_as_they_are_read_and_sent() -> None:

@@ -29,7 +29,7 @@ from sim.schedule.ir.ops import (
     Unpack,
     Zero,
 )
-from sim.schedule.ir.program import Port, Schedule
+from sim.schedule.ir.program import Fragment, Port, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
@@ -152,6 +152,21 @@ def test_it_is_proved_by_its_calls() -> None:
         supersteps.play()
     few, many = (supersteps.num_played for supersteps in found)
     assert many - few == 4, "one update more for each layer, and nothing else"
+
+
+def test_each_pass_of_a_layer_is_proved_once() -> None:
+    """Whatever the buffers of its weights held before, and whether its input is an embedding or a layer's output: each
+    large call is of one form and is played once, in six layers forward, again and backward.
+    """
+    supersteps = Supersteps(make_step("ulysses", 2, step(layers=6)).schedule)
+    large = [kind for kind in supersteps.kinds if len(kind[0].ops) > 20]
+    assert sum(supersteps.kinds[kind] for kind in large) >= 3 * 6 > len(large)
+    played: Counter[tuple[Fragment, ...]] = Counter()
+    play = supersteps._play
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supersteps, "_play", lambda kind, *rest: played.update([kind]) or play(kind, *rest))
+        supersteps.play()
+    assert {played[kind] for kind in large} == {1}
 
 
 def test_what_is_held_by_hand() -> None:

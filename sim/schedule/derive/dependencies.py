@@ -117,7 +117,7 @@ def derive_compiled(program: Program) -> Dependencies | None:
     arrays = (columns.stream, columns.access_ends, columns.accesses, whole)
     digest = hashlib.blake2b(repr((columns.streams, columns.syncs, list(map(len, arrays)))).encode())
     for array in arrays:
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     found = _DERIVED.get(key := digest.digest())
     if found is None and (found := _derive(library, columns, whole)) is not None:
         _DERIVED[key] = found

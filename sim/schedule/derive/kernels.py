@@ -104,13 +104,14 @@ def kernel_flops(program: Program) -> dict[str, int]:
 
 def _uses_of(fragment: Fragment) -> list[KernelUse | None]:
     """Return the kernels of a fragment's ops, which are those of every call."""
-    if fragment not in _USES:
-        alone = fragment.program(rank=0)
-        forms = [form for form, _ in fragment.formed]
-        distinct = dict(zip(forms, fragment.ops, strict=True))
+    shared = fragment.shared
+    if shared not in _USES:
+        alone = shared.program(rank=0)
+        forms = [form for form, _ in shared.formed]
+        distinct = dict(zip(forms, shared.ops, strict=True))
         uses = {form: kernel_use(op, alone) if isinstance(op, Kernel) else None for form, op in distinct.items()}
-        _USES[fragment] = [uses[form] for form in forms]
-    return _USES[fragment]
+        _USES[shared] = [uses[form] for form in forms]
+    return _USES[shared]
 
 
 _USES: WeakKeyDictionary[Fragment, list[KernelUse | None]] = WeakKeyDictionary()

@@ -75,22 +75,42 @@ class Fragment:
     """By the number of a buffer the layer that follows its name, where one does."""
     op_layers: Mapping[int, int] = field(default_factory=dict)
     """By the number of an op the layer that follows its label, where one does."""
+    alike: Fragment | None = None
+    """Another rank's, on the same ops and buffers, from which it differs in the tokens and heads of ports only."""
+
+    @property
+    def shared(self) -> Fragment:
+        """What stands for all fragments that are alike: what does not depend on the tokens of ports is found there."""
+        return self.alike or self
+
+    def like(self, other: Fragment) -> bool:
+        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens of ports."""
+        return (
+            [(port.tensor, port.layer, port.view) for port in (*self.inputs, *self.outputs)]
+            == [(port.tensor, port.layer, port.view) for port in (*other.inputs, *other.outputs)]
+            and len(self.inputs) == len(other.inputs)
+            and (self.buffer_layers, self.op_layers) == (other.buffer_layers, other.op_layers)
+            and (self.given, self.own, self.ops) == (other.given, other.own, other.ops)
+        )
 
     @cached_property
     def columns(self) -> Columns:
         """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
-        return columns_of(self.formed) if self.alone is self else self.alone.columns
+        of = self.shared.alone
+        return columns_of(self.formed) if of is self else of.columns
 
     @cached_property
     def boxes(self) -> Array:
         """(buffers, 2 * DIMS): the edges of its own buffers; raises OverflowError where one has more dimensions."""
+        if self.alike:
+            return self.alike.boxes
         return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
 
     @cached_property
     def formed(self) -> list[Formed]:
         """Its ops by their forms."""
-        inputs = {port.view.buffer: port.tensor for port in self.inputs}
-        return formed(self.ops, self.own, inputs) if self.alone is self else self.alone.formed
+        of, inputs = self.shared.alone, {port.view.buffer: port.tensor for port in self.inputs}
+        return formed(self.ops, self.own, inputs) if of is self else of.formed
 
     @cached_property
     def alone(self) -> Fragment:
@@ -102,6 +122,8 @@ class Fragment:
     @cached_property
     def written(self) -> frozenset[int]:
         """Which of the buffers that it is given it writes to."""
+        if self.alike:
+            return self.alike.written
         count = len(self.given)
         return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
 
@@ -110,6 +132,8 @@ class Fragment:
         """Which of the buffers that it is given it writes to as a whole before it uses any of them: what they held
         does not matter.
         """
+        if self.alike:
+            return self.alike.overwritten
         found, used = set(), set(range(len(self.given), len(self.given) + len(self.own)))
         for op in self.ops:
             used.update([view.buffer for view in op.reads])
@@ -141,7 +165,7 @@ class Fragment:
         if not (self.inputs or self.outputs or any(isinstance(one, Exchange) for one in self.ops)):
             return self
         inputs, outputs = (tuple(map(port, ports)) for ports in (self.inputs, self.outputs))
-        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs)
+        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs, alike=None)
 
     def program(self, rank: int, layer: int = 0) -> Program:
         """Return a program that does nothing else, of a rank, as of a layer; names leave out layers."""
@@ -400,6 +424,8 @@ class Schedule:
         """The schedule that this one is the first replicas of; else itself."""
         self._build = build
         self._programs: dict[int, Program] = {}
+        self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
+        """Those of all programs, by their sizes; of those that are alike the first."""
 
     @property
     def num_ranks(self) -> int:
@@ -416,8 +442,26 @@ class Schedule:
         mesh = self.header.mesh
         replica, role = mesh.replica(rank), mesh.role(rank)
         if not (self.replicated and replica):
-            return self._build(rank)
+            return self._shared(self._build(rank))
         return self.program(role).of_replica(rank - role, replica * self.header.workload.batch)
+
+    def _shared(self, program: Program) -> Program:
+        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike."""
+        found: dict[Fragment, Fragment] = {}
+        for call in program.calls:
+            own = call.fragment
+            if own in found:
+                continue
+            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops)), [])
+            other = next((one for one in known if own.like(one)), None)
+            if other is None:
+                known.append(own)
+            elif (own.inputs, own.outputs) == (other.inputs, other.outputs):
+                own = other
+            else:
+                own = dataclasses.replace(other, inputs=own.inputs, outputs=own.outputs, alike=other.shared)
+            found[call.fragment] = own
+        return Program.of_calls(program.rank, [call._replace(fragment=found[call.fragment]) for call in program.calls])
 
     @property
     def programs(self) -> list[Program]:

@@ -75,7 +75,7 @@ class _Template(NamedTuple):
     def filled(self, numbers: Sequence[int], layer: int) -> bytes:
         """Return the JSON of a call of some layer whose buffers have these numbers."""
         values = [*numbers, *(layer + one for one in self.layers)]
-        return self.form % (itemgetter(*self.keys)(values) if self.keys else ())  # type: ignore[no-any-return]
+        return self.form % (itemgetter(*self.keys)(values) if self.keys else ())
 
 
 _GAP = re.compile(rb'"\\u0000(\d+)"| \\u0001(-?\d+)\\u0001')

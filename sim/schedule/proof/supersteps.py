@@ -69,9 +69,9 @@ class Supersteps:
         """How often the same fragments meet."""
         alone = {kind: self._alone(kind, [0] * len(kind)) for kind in self.kinds}
         self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
-        self._dependencies = {
-            kind: [derive(program) for program in superstep.programs] for kind, superstep in alone.items()
-        }
+        fragments = dict.fromkeys(fragment.shared for kind in self.kinds for fragment in kind)
+        derived = {fragment: derive(fragment.program(rank=0)) for fragment in fragments}
+        self._dependencies = {kind: [derived[fragment.shared] for fragment in kind] for kind in self.kinds}
         self.wire_bytes = sum(
             count * wire_bytes(alone[kind], self._matchings[kind]) for kind, count in self.kinds.items()
         )
