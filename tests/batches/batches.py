@@ -1,0 +1,74 @@
+"""Small random batches, masks by enumeration, and the list of planners that every property walks over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from sim.batches.batch import (
+    Batch,
+    Rectangle,
+    attention_sink,
+    banded,
+    batch,
+    causal,
+    causal_blockwise,
+    shared_question,
+)
+from sim.batches.planned import Planned
+from sim.batches.static import all_gather, ring
+from sim.batches.wlb import wlb
+from sim.schedule.ir.masks import FULL, Band, Span
+
+Pairs = set[tuple[int, int]]
+
+PATTERNS = {
+    "causal": causal,
+    "full": banded(FULL),
+    "window": banded(Band(left=3, right=0)),
+    "lambda": attention_sink(2, 4),
+    "blockwise": causal_blockwise(3, 2),
+    "shared question": shared_question(3, 0.2),
+}
+BANDS = ("causal", "full", "window")
+
+Planner = Callable[[Batch, int], Planned]
+
+ANY_LENGTH: dict[str, Planner] = {
+    "wlb": wlb,
+    "wlb per sequence": lambda found, ranks: wlb(found, ranks, "sequence"),
+    "wlb per document": lambda found, ranks: wlb(found, ranks, "document"),
+}
+DIVIDED: dict[str, Planner] = {
+    "ring": ring,
+    "zigzag": lambda found, ranks: ring(found, ranks, "zigzag"),
+    "striped": lambda found, ranks: ring(found, ranks, "striped"),
+    "all-gather": all_gather,
+    "all-gather striped": lambda found, ranks: all_gather(found, ranks, "striped"),
+}
+"""Those whose layouts need a length that 2P divides."""
+ANY_MASK = set(DIVIDED)
+
+
+def lengths(most: int = 30, number: int = 8) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, most), min_size=1, max_size=number)
+
+
+def in_band(band: Band, query: int, key: int) -> bool:
+    return (band.left is None or query - band.left <= key) and (band.right is None or key <= query + band.right)
+
+
+def kept(rectangles: tuple[Rectangle, ...]) -> list[tuple[int, int]]:
+    return [(q, k) for r in rectangles for q in range(*r.queries) for k in range(*r.keys) if in_band(r.band, q, k)]
+
+
+def for_planner(name: str, documents: list[int], ranks: int, pattern: str) -> Batch:
+    """Return a batch that the planner takes: static ones get a last document that fills up to 2P."""
+    rest = -sum(documents) % (2 * ranks)
+    filled = [*documents, rest] if name in DIVIDED and rest else documents
+    return batch(filled, PATTERNS[pattern])
+
+
+def within(span: Span) -> set[int]:
+    return set(range(*span))
