@@ -23,12 +23,13 @@ def require_covered(plan: Plan, batch: Batch) -> None:
     Blocks of two tasks may not overlap, not even where the mask keeps nothing: what is disjoint and has as many pairs
     as the mask is all of it.
     """
-    _require_placed(plan, batch.num_tokens)
+    seq = batch.num_tokens
+    _require_placed(plan, seq)
     tasks = [task for tasks in plan.tasks for task in tasks]
     for task in tasks:
         for span in (task.queries, task.keys):
-            if not (0 <= span.start < span.stop and span.stop - span.step < batch.num_tokens):
-                raise ScheduleError(f"{task} lies outside of the {batch.num_tokens} tokens of the batch")
+            if not (0 <= span.start < span.stop and span.stop - span.step < seq):
+                raise ScheduleError(f"{task} lies outside of the {seq} tokens of the batch")
     _require_disjoint(tasks)
     found = counts(table([t.queries for t in tasks]), table([t.keys for t in tasks]), batch.rectangles)[1]
     for rectangle, count in zip(batch.rectangles, found.tolist(), strict=True):

@@ -16,8 +16,12 @@ from sim.batches.batch import (
     causal_blockwise,
     shared_question,
 )
+from sim.batches.dcp import DcpOptions, dcp
+from sim.batches.fcp import FcpOptions, fcp
+from sim.batches.groups import GroupOptions, groups
 from sim.batches.planned import Planned
 from sim.batches.static import all_gather, ring
+from sim.batches.statistics import TokenBytes
 from sim.batches.wlb import wlb
 from sim.schedule.ir.masks import FULL, Band, Span
 
@@ -48,7 +52,19 @@ DIVIDED: dict[str, Planner] = {
     "all-gather striped": lambda found, ranks: all_gather(found, ranks, "striped"),
 }
 """Those whose layouts need a length that 2P divides."""
-ANY_MASK = set(DIVIDED)
+PER_TOKEN = TokenBytes(kv=3, query=5, out=7)
+OF_BLOCKS: dict[str, Planner] = {
+    "fcp": lambda found, ranks: fcp(found, ranks, FcpOptions(block_size=4)),
+    "fcp of one division": lambda found, ranks: fcp(found, ranks, FcpOptions(block_size=3, divisions=1)),
+    "groups": groups,
+    "groups of powers of two": lambda found, ranks: groups(found, ranks, GroupOptions(powers_of_two=True)),
+}
+PARTITIONED: dict[str, Planner] = {
+    "dcp": lambda found, ranks: dcp(found, ranks, PER_TOKEN, DcpOptions(block_size=4, gpus_per_node=3)),
+    "dcp of one node": lambda found, ranks: dcp(found, ranks, PER_TOKEN, DcpOptions(block_size=6)),
+}
+"""Those that need Mt-KaHyPar."""
+ANY_MASK = {*DIVIDED, *OF_BLOCKS, *PARTITIONED}
 
 
 def lengths(most: int = 30, number: int = 8) -> st.SearchStrategy[list[int]]:

@@ -15,15 +15,27 @@ from sim.batches.coverage import require_covered
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
 from sim.batches.static import ring
-from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics, token_bytes
+from sim.batches.statistics import Statistics, max_over_mean, statistics, token_bytes
 from sim.batches.wlb import padded_pairs, predicted_seconds, wlb
 from sim.errors import InputError, LengthError, ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
-from tests.batches.batches import ANY_LENGTH, ANY_MASK, BANDS, DIVIDED, PATTERNS, for_planner, kept, lengths, within
+from tests.batches.batches import (
+    ANY_LENGTH,
+    ANY_MASK,
+    BANDS,
+    DIVIDED,
+    OF_BLOCKS,
+    PARTITIONED,
+    PATTERNS,
+    PER_TOKEN,
+    for_planner,
+    kept,
+    lengths,
+    within,
+)
 
-PLANNERS = {**ANY_LENGTH, **DIVIDED}
-PER_TOKEN = TokenBytes(kv=3, query=5, out=7)
+PLANNERS = {**ANY_LENGTH, **DIVIDED, **OF_BLOCKS, **PARTITIONED}
 
 
 def cases(name: str) -> st.SearchStrategy[tuple[Batch, int]]:
@@ -37,6 +49,8 @@ def cases(name: str) -> st.SearchStrategy[tuple[Batch, int]]:
 
 
 def properties(name: str, found: Batch, ranks: int) -> None:
+    if name in PARTITIONED:
+        pytest.importorskip("mtkahypar")
     planned = PLANNERS[name](found, ranks)
     require_covered(planned.plan, found)
     attended: list[tuple[int, int]] = []

@@ -1,0 +1,159 @@
+"""DCP: limits of balance, what moves, two levels, divisions, repeatability; and the moves that restore balance."""
+
+from __future__ import annotations
+
+import builtins
+
+import numpy as np
+import pytest
+
+from sim.batches import hypergraph
+from sim.batches.batch import Batch, attention_sink, batch
+from sim.batches.blocks import cut, fitting_size
+from sim.batches.coverage import require_covered
+from sim.batches.dcp import DcpOptions, _plan, dcp
+from sim.batches.hypergraph import Limits, Vertices, partitioned
+from sim.batches.planned import Planned
+from sim.batches.static import ring
+from sim.batches.statistics import Statistics, statistics, token_bytes
+from sim.errors import InputError
+
+HEADS = token_bytes(8, 2, 128, 2)
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    pytest.importorskip("mtkahypar")
+
+
+def counted(planned: Planned, found: Batch) -> Statistics:
+    require_covered(planned.plan, found)
+    return statistics(planned, found, HEADS)
+
+
+def test_balance_is_within_the_limits() -> None:
+    found = batch([900, 3000, 292, 2000, 2000])
+    one = counted(dcp(found, 8, HEADS, DcpOptions(block_size=64)), found)
+    assert one.skew <= 1.1
+    assert one.token_skew <= 1.2
+
+
+def test_documents_that_fit_a_rank_move_nothing() -> None:
+    found = batch([512] * 8)
+    one = counted(dcp(found, 8, HEADS), found)
+    assert one.received_bytes.sum() == 0
+    assert one.skew == 1.0
+
+
+def test_fewer_bytes_than_a_ring_and_fewer_still_under_a_sparse_mask() -> None:
+    documents = [6000, 1200, 800, 192]
+    dense, sparse = batch(documents), batch(documents, attention_sink(64, 512))
+    options = DcpOptions(block_size=128)
+    static = counted(ring(dense, 4, "zigzag"), dense).received_bytes.sum()
+    some = counted(dcp(dense, 4, HEADS, options), dense).received_bytes.sum()
+    few = counted(dcp(sparse, 4, HEADS, options), sparse).received_bytes.sum()
+    assert few < some / 2
+    assert some < static
+
+
+def test_documents_stay_within_nodes() -> None:
+    # Two documents of equal work, two nodes of two: each node has one, and only its own ranks talk.
+    found = batch([1024, 1024])
+    one = counted(dcp(found, 4, HEADS, DcpOptions(block_size=64, gpus_per_node=2)), found)
+    assert one.sent_bytes[:2, 2:].sum() == one.sent_bytes[2:, :2].sum() == 0
+    assert one.sent_bytes.sum() > 0
+
+
+def test_the_first_division_needs_nothing_from_others() -> None:
+    found = batch([3000, 1096])
+    one = counted(dcp(found, 4, HEADS, DcpOptions(block_size=64)), found)
+    assert one.kv_bytes.shape == (4, 4)
+    assert one.kv_bytes[:, 0].sum() == one.query_bytes[:, 0].sum() == 0
+    assert (one.pairs[:, 1:].max(axis=1) < 0.4 * one.pairs.sum(axis=1)).all()  # about a quarter each
+
+
+def test_one_division_fetches_all_at_once() -> None:
+    found = batch([3000, 1096])
+    one = counted(dcp(found, 4, HEADS, DcpOptions(block_size=64, divisions=1)), found)
+    assert one.kv_bytes.shape == (4, 1)
+    assert one.kv_bytes.sum() > 0
+
+
+def test_a_plan_is_repeated_and_cached() -> None:
+    found, options = batch([3000, 1096]), DcpOptions(block_size=128)
+    first = dcp(found, 4, HEADS, options)
+    assert dcp(found, 4, HEADS, options).plan is first.plan
+    _plan.cache_clear()
+    again = dcp(found, 4, HEADS, options)
+    assert again.plan is not first.plan
+    assert again.plan == first.plan
+
+
+def test_nodes_of_different_sizes() -> None:
+    found = batch([700, 900, 2496])
+    one = counted(dcp(found, 5, HEADS, DcpOptions(block_size=64, gpus_per_node=3, node_imbalance=0.05)), found)
+    assert one.skew < 1.1 * 1.1
+    assert one.token_skew <= 1.2
+
+
+def test_blocks_grow_with_the_batch() -> None:
+    assert fitting_size(batch([65536]), 1 << 14) == 512
+    assert fitting_size(batch([65537]), 1 << 14) == 1024
+    assert fitting_size(batch([1 << 20]), 1 << 14) == 8192
+    assert fitting_size(batch([1] * 50), 10) == 512
+    assert cut(batch([5, 2]), 2).tokens.tolist() == [2, 2, 1, 2]
+
+
+def test_moves_restore_both_balances_at_the_least_cost() -> None:
+    # All on part 0: a limit of 6 tokens a part takes blocks away, computation follows where it adds fewest bytes.
+    blocks = cut(batch([2] * 4), 2)
+    vertices = hypergraph.vertices_of(blocks)
+    part = np.zeros(8, dtype=np.int64)
+    size = np.full(4, 10)
+    hypergraph._balance(part, vertices, (size, size), vertices.tokens, np.array([4.0, 4.0]))
+    assert np.bincount(part[:4]).tolist() == [2, 2]
+    assert (part[4:] == 0).all()
+    hypergraph._balance(part, vertices, (size, size), vertices.pairs, np.array([6.0, 6.0]))
+    assert part[4:].tolist() == part[:4].tolist()  # each document's pairs went where its tokens are: nothing moves
+
+
+def test_what_cannot_be_balanced_stays() -> None:
+    vertices = Vertices(*(np.array([value]) for value in (0, 0, 5, 0)))
+    part = np.zeros(1, dtype=np.int64)
+    hypergraph._balance(part, vertices, (np.ones(1), np.ones(1)), vertices.tokens, np.array([2.0, 2.0]))  # type: ignore[arg-type]
+    assert part.tolist() == [0]
+
+
+def test_one_part_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hypergraph, "_started", None)
+    vertices = hypergraph.vertices_of(cut(batch([8]), 2))
+    size = np.ones(4, dtype=np.int64)
+    assert partitioned(vertices, (size, size), np.ones(1), Limits(0.1, 0.2), np.array([9]), 0).tolist() == [0] * 14  # type: ignore[arg-type]
+
+
+def test_without_the_library_there_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = builtins.__import__
+
+    def without(name: str, *rest: object, **options: object) -> object:
+        if name == "mtkahypar":
+            raise ImportError(name)
+        return found(name, *rest, **options)  # type: ignore[arg-type]
+
+    hypergraph._started.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"pip install 'longstep\[planners\]'"):
+        dcp(batch([64]), 2, HEADS, DcpOptions(block_size=7))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (DcpOptions(block_size=-1), "`block_size` -1"),
+        (DcpOptions(divisions=0), "`divisions` 0"),
+        (DcpOptions(gpus_per_node=0), "`gpus_per_node` 0"),
+        (DcpOptions(node_imbalance=-0.1), "`node_imbalance` -0.1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: DcpOptions, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        dcp(batch([64]), 2, HEADS, options)
