@@ -14,7 +14,7 @@ from sim.batches.batch import Batch, batch
 from sim.batches.coverage import require_covered
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
-from sim.batches.static import ring
+from sim.batches.static import permuted, ring
 from sim.batches.statistics import Statistics, max_over_mean, statistics, token_bytes
 from sim.batches.wlb import padded_pairs, predicted_seconds, wlb
 from sim.errors import InputError, LengthError, ScheduleError
@@ -244,6 +244,39 @@ def test_more_ranks_than_tokens() -> None:
 def test_bad_input_is_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_positions_of_a_framework_are_its_layout(layout: Any) -> None:
+    found = batch([9, 5, 10])
+    ours = ring(found, 3, layout)
+    order = [token for spans in ours.plan.layout for span in spans for token in range(*span)]
+    theirs = permuted(found, order, 3, "ring")
+    require_covered(theirs.plan, found)
+    assert_equal(statistics(theirs, found, PER_TOKEN), statistics(ours, found, PER_TOKEN))
+    assert theirs.plan.layout[0] == ours.plan.layout[0]
+
+
+@given(st.permutations(range(12)), st.sampled_from([1, 2, 3, 12]), st.sampled_from(["all-gather", "ring"]))
+def test_any_permutation_is_covered(order: list[int], ranks: int, transport: Any) -> None:
+    found = batch([5, 7])
+    planned = permuted(found, order, ranks, transport)
+    require_covered(planned.plan, found)
+    assert_equal(statistics(planned, found, PER_TOKEN), enumerated(planned, found))
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([0, 1, 1, 3], "token 1 2 times, token 2 not at all"),
+        ([0, 1, 2], "`order` has 3 positions, the batch 4 tokens"),
+        ([0, 1, 2, 4], "`order` has position 4: expected 0 to 3"),
+        ([0, 1, 2, -1], "`order` has position -1"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(order: list[int], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        permuted(batch([4]), order, 2)
 
 
 def test_max_over_mean_of_nothing_is_one() -> None:
