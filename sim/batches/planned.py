@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from sim.errors import InputError
+from sim.garbage import garbage_collection_off
 from sim.schedule.ir.plan import Plan
 
 Transport = Literal["blocks", "all-gather", "ring"]
@@ -27,7 +28,8 @@ class Planned(NamedTuple):
 def timed(planner: str, transport: Transport, decide: Callable[[], Plan]) -> Planned:
     """Return what ``decide`` plans, with the time that it took."""
     begin = time.perf_counter()
-    plan = decide()
+    with garbage_collection_off():
+        plan = decide()
     return Planned(planner, plan, transport, time.perf_counter() - begin)
 
 
