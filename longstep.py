@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from experiments.evidence.comparison import Comparison, compare
     from experiments.evidence.execution import execute, verify
     from sim.errors import InputError, LongstepError
+    from sim.setup.balance import balance
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.names import cluster, mesh, model, names, profile, workload
     from sim.setup.prediction import Prediction, build, simulate
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from sim.setup.table import Table, table
 
 __all__ = [
-    "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "build", "cluster", "compare",
-    "execute", "fit", "ladder", "machine_balance", "mesh", "model", "names", "predict", "profile", "roofline",
-    "simulate", "sweep", "table", "verify", "what_helps", "workload",
+    "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "balance", "build", "cluster",
+    "compare", "execute", "fit", "ladder", "machine_balance", "mesh", "model", "names", "predict", "profile",
+    "roofline", "simulate", "sweep", "table", "verify", "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
     "experiments.evidence.execution": ("execute", "verify"),
     "sim.errors": ("InputError", "LongstepError"),
+    "sim.setup.balance": ("balance",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),

@@ -19,7 +19,12 @@ def evidence_lines(evidence: Evidence) -> list[str]:
     head = (
         f"evidence: profile {evidence.profile!r} of {evidence.measured_on}, measured {evidence.created}{state}{rates}"
     )
-    return [head, *(f"evidence: {note}" for note in _grouped(evidence.notes))]
+    return [head, *note_lines(evidence.notes)]
+
+
+def note_lines(notes: Sequence[str]) -> list[str]:
+    """Return what is noted, a line for each reason."""
+    return [f"evidence: {note}" for note in _grouped(notes)]
 
 
 def _grouped(notes: Sequence[str]) -> list[str]:

@@ -55,6 +55,7 @@ _VERBS = {
     "simulate": _Verb("simulate", "Simulate", "simulate"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),
+    "balance": _Verb("balance", "Balance", "balance"),
     "roofline": _Verb("roofline", "Roofline", "roofline"),
     "run": _Verb("run", "Run", "run"),
     "compare": _Verb("compare", "Compare", "compare"),

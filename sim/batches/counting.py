@@ -5,7 +5,8 @@ Blocks and rectangles meet in spans; numpy counts all meetings at once, in time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +34,38 @@ def counts(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> tuple[
 
     ``queries`` and ``keys``: (n, 3), as ``table`` returns them.
     """
+    per_block = np.zeros(len(queries), dtype=np.int64)
+    per_rectangle = np.zeros(len(rectangles), dtype=np.int64)
+    for met in meetings(queries, keys, rectangles):
+        per_block += np.bincount(met.block, weights=met.pairs, minlength=len(queries)).astype(np.int64)
+        per_rectangle += np.bincount(met.rectangle, weights=met.pairs, minlength=len(rectangles)).astype(np.int64)
+    return per_block, per_rectangle
+
+
+class Meetings(NamedTuple):
+    """Blocks that may keep pairs of rectangles; all arrays (n,)."""
+
+    block: Ints
+    rectangle: Ints
+    queries: Ints
+    """Rows of the block that lie in the rectangle."""
+    keys: Ints
+    """Columns of the block that lie in it."""
+    pairs: Ints
+    """That the rectangle's band keeps of these."""
+
+
+def meetings(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> Iterator[Meetings]:
+    """Yield where blocks and rectangles meet, block by block, some millions at a time.
+
+    ``queries`` and ``keys``: (n, 3), as ``table`` returns them.
+    """
     rows, columns = table([one.queries for one in rectangles]), table([one.keys for one in rectangles])
     order = np.argsort(rows[:, 0], kind="stable")
     starts, latest = rows[order, 0], np.maximum.accumulate(rows[order, 1])
     # Rectangles by their first row: those that a block can meet are neighbours, from the first one that reaches it.
     low = np.searchsorted(latest, queries[:, 0], side="right")
     high = np.maximum(np.searchsorted(starts, queries[:, 1], side="left"), low)
-    per_block = np.zeros(len(queries), dtype=np.int64)
-    per_rectangle = np.zeros(len(rectangles), dtype=np.int64)
     bands = np.array([_limits(one.band) for one in rectangles], dtype=np.int64).reshape(-1, 2)
     begin = 0
     ends = np.cumsum(high - low)
@@ -51,11 +76,10 @@ def counts(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> tuple[
         block = np.repeat(np.arange(begin, end), width)
         within = np.arange(len(block)) - np.repeat(np.cumsum(width) - width, width)
         which = order[low[block] + within]
-        found = _in_bands(_met(queries[block], rows[which]), _met(keys[block], columns[which]), bands[which])
-        per_block += np.bincount(block, weights=found, minlength=len(queries)).astype(np.int64)
-        per_rectangle += np.bincount(which, weights=found, minlength=len(rectangles)).astype(np.int64)
+        met = _met(queries[block], rows[which]), _met(keys[block], columns[which])
+        of_queries, of_keys = ((some[:, 1] - some[:, 0]) // some[:, 2] for some in met)
+        yield Meetings(block, which, of_queries, of_keys, _in_bands(*met, bands[which]))
         begin = end
-    return per_block, per_rectangle
 
 
 def pairs_in_band(begin: Ints, end: Ints, first_key: Ints, last_key: Ints, band: Band) -> Ints:

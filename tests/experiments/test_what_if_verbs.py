@@ -37,3 +37,39 @@ def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture
     assert [row["figure"] for row in rows if row["elasticity"] < -0.5] == ["compute"]
     for several in (("--schedule", "ring,zigzag"), ("--vary", "cluster.nvlink.bytes_per_s=*1,*2")):
         assert "--sensitivity is of one step" in fails(capsys, "simulate", *H100, "--sensitivity", *several)
+
+
+def test_balance_prints_planners_ranks_and_hops_and_writes_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of one's own documents and layout: the file's order, and contiguous parts of it."""
+    lengths, order, page = tmp_path / "lengths.jsonl", tmp_path / "order.txt", tmp_path / "balance.html"
+    lengths.write_text('{"n": 3072}\n{"n": 1024}\n')
+    order.write_text(" ".join(map(str, range(4096))))
+    batch = ("--documents", str(lengths), "--column", "n", "--gpus", "2", "--planners", "zigzag,groups")
+    printed = run(capsys, "balance", *batch, "--layout", str(order), "--page", str(page))
+    assert "2 documents of 1K to 3K tokens, 4K in all" in printed
+    assert printed.index("own layout ") < printed.index("zigzag ") < printed.index("lower bound")
+    assert "own layout, by rank" in printed
+    assert "own layout, by hop" in printed
+    found = json.loads(run(capsys, "balance", *batch, "--json"))
+    assert found["documents"] == [3072, 1024]
+    assert [row["planner"] for row in found["planners"]] == ["zigzag", "groups", "lower bound"]
+    assert sum(row["pairs"] for row in found["of"]["zigzag"]["ranks"]) == 3072 * 3073 // 2 + 1024 * 1025 // 2
+    html = page.read_text()
+    assert html.count("<tr data-row=") == 4
+    assert html.count('class="shape"') >= 3 * 2, "a bar for each rank of every planner"
+    order.write_text("0 1 1")
+    assert "`order` has 3 positions, the batch 4096 tokens" in fails(capsys, "balance", *batch, "--layout", str(order))
+    order.write_text("zero")
+    assert "expected positions from 0" in fails(capsys, "balance", *batch, "--layout", str(order))
+    assert "--layout" in fails(capsys, "balance", *batch, "--layout", str(tmp_path / "none.txt"))
+    assert "unknown ending" in fails(capsys, "balance", "--documents", "lengths.csv")
+    assert "did you mean 'zigzag'" in fails(capsys, "balance", "--planners", "zigzg")
+
+
+def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = ("balance", "--documents", "magi", "--seq", "16K", "--planners", "zigzag", "--json")
+    first, again, other = (json.loads(run(capsys, *drawn, "--seed", seed))["documents"] for seed in ("1", "1", "2"))
+    assert first == again != other
+    assert sum(first) == 16384

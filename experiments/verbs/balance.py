@@ -1,0 +1,142 @@
+"""``longstep balance``: how evenly ranks attend a batch of documents, with your layout and with what planners give."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import longstep
+from experiments.evidence.provenance import note_lines
+from experiments.evidence.units import length, seconds, size
+from experiments.pages.balance_page import page
+from experiments.pages.render import PAGE_FILE
+from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.selection import listed
+from experiments.verbs.terminal import print_json
+from experiments.verbs.writes import Writes
+from sim.batches.files import read_lengths
+from sim.batches.lengths import draw, histogram
+from sim.errors import InputError
+from sim.files import require_outputs
+from sim.presets import preset_names
+from sim.setup.balance import PLANNERS
+from sim.setup.names import tokens
+
+DISTRIBUTIONS = "sim/batches/distributions"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balance(Writes):
+    """Show how evenly ranks attend a batch of documents: pairs, bytes and predicted seconds, by planner."""
+
+    documents: str = "wlb-llm"
+    """Lengths of your documents: FILE.txt, .jsonl or .parquet, packed in its order; or a published distribution (magi,
+    prolong, wikipedia, wlb-llm) that --seq tokens are drawn from."""
+    column: str = "length"
+    """Column of the file with the lengths."""
+    seq: str = "128K"
+    """Tokens that are drawn from a distribution."""
+    seed: int = 0
+    """Seed of what is drawn."""
+    layout: OptionalText = None
+    """FILE.txt with your layout: all positions of the batch as your framework shards them, equal parts per rank."""
+    planners: OptionalText = None
+    """NAMEs, such as zigzag,dcp; by default all."""
+    model: str = "llama3-8b"
+    """NAME, FILE.toml, or a config.json of Hugging Face."""
+    cluster: str = "hgx-h100"
+    """NAME or FILE.toml."""
+    gpus: OptionalInt = None
+    """Ranks that share the batch; by default one node."""
+    dtype: OptionalText = None
+    """fp64, fp32, bf16 or fp16; by default the model's."""
+    profile: OptionalText = None
+    """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
+    set: Texts = ()
+    """KEY=VALUE of cluster or model, as often as wanted."""
+    page: OptionalText = None
+    """Write an HTML page with the seconds of every rank to this file."""
+    json: bool = False
+    """Print JSON instead of tables: the figures of all planners, and by rank and by hop those of each."""
+
+
+def balance(command: Balance, console: Console) -> None:
+    """Print what every planner gives the ranks; of the first one also rank by rank and hop by hop."""
+    out = command.output(command.page, PAGE_FILE)
+    require_outputs([out])
+    setup = longstep.Setup(
+        model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
+        set=command.set, scope="attention",
+    )  # fmt: skip
+    chosen = list(PLANNERS) if command.planners is None else listed(command.planners, "`planners`", "dcp")
+    found = longstep.balance(setup, _documents(command), chosen, order=_order(command.layout))
+    of_batch = f"{len(found.batch.documents)} documents of {length(min(found.batch.documents))} to "
+    of_batch += f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all"
+    title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
+    if out:
+        out.write(page(title, found).encode())
+    if command.json:
+        by = {one.planned.planner: {"ranks": one.by_rank, "hops": one.by_hop} for one in found.found}
+        print_json({"documents": found.batch.documents, "planners": found.rows.rows, "of": by}, console)
+        return
+    console.print(_planners_table(title, found.rows.rows))
+    if found.found:
+        first = found.found[0]
+        console.print(_table(f"{first.planned.planner}, by rank", first.by_rank))
+        console.print(_table(f"{first.planned.planner}, by hop: of all ranks", first.by_hop))
+    for line in note_lines(found.notes):
+        console.print(line, markup=False)
+
+
+def _documents(command: Balance) -> tuple[int, ...]:
+    """Return the lengths in a file, or those drawn from a distribution."""
+    if command.documents in preset_names(DISTRIBUTIONS) or command.documents.endswith(".toml"):
+        return draw(histogram(command.documents), tokens("seq", command.seq), command.seed)
+    return read_lengths(command.documents, command.column)
+
+
+def _order(path: str | None) -> tuple[int, ...] | None:
+    """Return the positions in a file; raises InputError for what is none."""
+    if path is None:
+        return None
+    try:
+        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
+        return tuple(map(int, words))
+    except OSError as error:
+        raise InputError(f"`layout` {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"`layout` {path}: {error}: expected positions from 0, each once") from None
+
+
+def _planners_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    heads = ("planner", "slowest rank", "slowest / mean", "pairs", "tokens", "received", "planned in")
+    about = "attention alone, forward and backward; pairs, tokens: most over mean; received: most of a rank, forward"
+    table = Table(*heads, title=title, title_justify="left", caption=about, caption_justify="left")
+    for row in rows:
+        if row["error"]:
+            table.add_row(row["planner"], "", "", "", "", "", row["error"])
+            continue
+        skews = [f"{row[name]:.2f}" for name in ("skew", "pairs_skew", "token_skew")]
+        planned = "" if row["planning_s"] is None else seconds(row["planning_s"])
+        table.add_row(row["planner"], seconds(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
+    return table
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Return a row for each rank or hop."""
+    table = Table(
+        *[name.removesuffix("_s").replace("_bytes", "") for name in rows[0]], title=title, title_justify="left"
+    )
+    for row in rows:
+        table.add_row(*(_shown(name, value) for name, value in row.items()))
+    return table
+
+
+def _shown(name: str, value: float) -> str:
+    if name.endswith("bytes"):
+        return size(int(value))
+    return seconds(value) if name.endswith("_s") or name == "seconds" else str(value)

@@ -1,0 +1,260 @@
+"""How evenly a batch of documents is attended: what each planner gives every rank, and predicted seconds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.batches.batch import Batch, batch
+from sim.batches.counting import Ints, meetings, table
+from sim.batches.dcp import DcpOptions, dcp
+from sim.batches.fcp import fcp
+from sim.batches.groups import groups
+from sim.batches.lower_bound import lower_bound
+from sim.batches.planned import Planned
+from sim.batches.static import all_gather, permuted, ring
+from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, num_divisions, statistics, token_bytes
+from sim.batches.wlb import KernelSeconds, wlb
+from sim.engine.cost import CostModel
+from sim.errors import InputError
+from sim.schedule.derive.kernels import TILE, KernelUse, attention_use
+from sim.schedule.ir.masks import FULL
+from sim.setup.names import one_of
+from sim.setup.setup import Configuration, Setup
+from sim.setup.table import Table
+from sim.workload import DTYPE_BYTES
+from topology.cluster import Cluster
+
+Floats = NDArray[np.float64]
+OWN = "own layout"
+"""What a layout of the user's is called."""
+LOWER_BOUND = "lower bound"
+
+
+class Attention:
+    """Predicted seconds of fused attention that takes several blocks in one launch (varlen kernels)."""
+
+    def __init__(self, found: Configuration) -> None:
+        self._model, self._dtype = found.workload.model, found.workload.dtype
+        self._costs = CostModel(Cluster(found.spec), found.profile)
+        self._fills_tiles = self._costs.cuda
+
+    @property
+    def notes(self) -> list[str]:
+        """What was extrapolated so far, or taken from the datasheet although there is a profile."""
+        return sorted(self._costs.notes)
+
+    def seconds(self, queries: Ints, keys: Ints, pairs: Ints, passes: Sequence[bool] = (False, True)) -> float:
+        """Return the solo time of a launch on blocks of so many queries, keys and kept pairs, arrays (n,); by default
+        of the forward launch and the backward one, which is True in ``passes``.
+        """
+        kept = pairs > 0
+        if not kept.any():
+            return 0.0
+        uses = [self._launch(backward, queries[kept], keys[kept], pairs[kept]) for backward in passes]
+        return math.fsum(self._seconds(use) for use in uses)
+
+    def _seconds(self, use: KernelUse) -> float:
+        seconds, note = self._costs.kernel_seconds(0, use)
+        if note:
+            self._costs.notes.add(note)
+        return seconds
+
+    def _launch(self, backward: bool, queries: Ints, keys: Ints, pairs: Ints) -> KernelUse:
+        """Return one kernel with as many tiles, pairs and bytes as all blocks have: a batch of blocks like the largest.
+
+        SMs take tiles from whatever block, and a tile lasts at most as long as the longest block's (``engine/tiles``).
+        """
+        model = self._model
+        rows, columns = (keys, queries) if backward else (queries, keys)
+        tiles, longest = -(-rows // TILE), int(columns.max())
+        batch = max(1, round(int(tiles.sum()) / int(tiles[pairs.argmax()])))
+        of_one = -(-int(tiles.sum()) // batch) * TILE if len(pairs) > 1 else int(rows[0])
+        shape = (batch, longest, of_one) if backward else (batch, of_one, longest)
+        operands = (1, int(queries.sum()), model.num_heads, model.head_dim)
+        whole = attention_use(backward, self._dtype, operands, int(keys.sum()), model.num_kv_heads, FULL)
+        variant = "full" if len(pairs) == 1 and pairs[0] == queries[0] * keys[0] else "masked"
+        filled = tiles * TILE / rows if self._fills_tiles else np.ones(len(rows))  # a tile of few rows takes as long
+        flops = (10 if backward else 4) * model.head_dim * model.num_heads * round(float((pairs * filled).sum()))
+        return whole._replace(
+            variant=variant,
+            shape=(*shape, model.num_heads, model.num_kv_heads, model.head_dim),
+            flops=flops,
+        )
+
+
+class Balanced(NamedTuple):
+    """What a planner gives every rank. P ranks, T divisions (hops of a ring)."""
+
+    planned: Planned
+    statistics: Statistics
+    seconds: Floats
+    """(P, T): predicted seconds of attention, forward and backward, one launch a division each."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its main figures."""
+        per_rank = self.seconds.sum(axis=1)
+        return {
+            "planner": self.planned.planner,
+            "slowest_s": float(per_rank.max()),
+            "mean_s": float(per_rank.mean()),
+            "skew": max_over_mean(per_rank),
+            "pairs_skew": self.statistics.skew,
+            "token_skew": self.statistics.token_skew,
+            "received_bytes": int(self.statistics.received_bytes.max()),
+            "planning_s": self.planned.planning_s,
+            "error": "",
+        }
+
+    @property
+    def by_rank(self) -> list[dict[str, Any]]:
+        """A row for every rank: tokens, pairs, bytes received forward, seconds."""
+        found = self.statistics
+        columns = (found.tokens, found.pairs.sum(axis=1), found.received_bytes, self.seconds.sum(axis=1))
+        names = ("tokens", "pairs", "received_bytes", "seconds")
+        return _rows("rank", names, columns)
+
+    @property
+    def by_hop(self) -> list[dict[str, Any]]:
+        """A row for every division: pairs and bytes of all ranks, seconds of the slowest and of the mean one."""
+        found = self.statistics
+        received = (found.kv_bytes + found.query_bytes + found.out_bytes).sum(axis=0)
+        columns = (found.pairs.sum(axis=0), received, self.seconds.max(axis=0), self.seconds.mean(axis=0))
+        return _rows("hop", ("pairs", "received_bytes", "slowest_s", "mean_s"), columns)
+
+
+def _rows(what: str, names: Sequence[str], columns: Sequence[NDArray[Any]]) -> list[dict[str, Any]]:
+    return [
+        {what: number, **dict(zip(names, values, strict=True))}
+        for number, values in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+    ]
+
+
+class _Asked(NamedTuple):
+    """What a planner may ask."""
+
+    ranks: int
+    gpus_per_node: int
+    per_token: TokenBytes
+    seconds: KernelSeconds
+
+
+PLANNERS: dict[str, Callable[[Batch, _Asked], Planned]] = {
+    "ring": lambda documents, asked: ring(documents, asked.ranks),
+    "zigzag": lambda documents, asked: ring(documents, asked.ranks, "zigzag"),
+    "striped": lambda documents, asked: ring(documents, asked.ranks, "striped"),
+    "all-gather": lambda documents, asked: all_gather(documents, asked.ranks),
+    "wlb-llm": lambda documents, asked: wlb(documents, asked.ranks, kernel_seconds=asked.seconds),
+    "dcp": lambda documents, asked: dcp(
+        documents, asked.ranks, asked.per_token, DcpOptions(gpus_per_node=asked.gpus_per_node)
+    ),
+    "fcp-style": lambda documents, asked: fcp(documents, asked.ranks),
+    "groups": lambda documents, asked: groups(documents, asked.ranks),
+}
+"""By the names that ``balance`` takes: see ``sim/batches``."""
+
+
+class Balance(NamedTuple):
+    """One batch by several planners."""
+
+    batch: Batch
+    ranks: int
+    found: list[Balanced]
+    rows: Table
+    """Of every planner, in the order asked, with ``error`` where one refuses the batch; then the lower bound. Times in
+    seconds; ``skew`` is the slowest rank over the mean, of seconds, pairs and tokens; bytes are those that the rank
+    receives forward that receives most."""
+    notes: list[str]
+    """What the predicted seconds rest on, where the profile has nothing near."""
+
+
+def balance(
+    setup: Setup,
+    documents: Sequence[int],
+    planners: Sequence[str] = tuple(PLANNERS),
+    *,
+    order: Sequence[int] | None = None,
+) -> Balance:
+    """Return how evenly ranks attend causal documents of these lengths, packed in this order into one sequence.
+
+    Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``order`` is
+    a layout of your own: all positions of the sequence as a framework shards them. Seconds are of attention alone, the
+    transfers beside it are counted in bytes. Raises InputError for documents without tokens, an ``order`` that is no
+    permutation, or an unknown planner.
+
+    >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
+    >>> [round(row["pairs_skew"], 2) for row in found.rows]
+    [1.72, 1.72, 1.0]
+    """
+    for name in planners:
+        one_of("planner", name, PLANNERS)
+    packed = batch(list(documents))
+    found = setup.replace(schedule="ring", stack=None, scope="attention", seq=packed.num_tokens, pad=False).resolved()
+    model, ranks, attention = found.workload.model, found.mesh.size, Attention(found)
+    per_token = token_bytes(model.num_heads, model.num_kv_heads, model.head_dim, DTYPE_BYTES[found.workload.dtype])
+    asked = _Asked(ranks, found.spec.gpus_per_node, per_token, attention.seconds)
+    plans: list[tuple[str, Callable[[], Planned]]] = [
+        (name, partial(PLANNERS[name], packed, asked)) for name in planners
+    ]
+    if order is not None:
+        own = permuted(packed, order, ranks)._replace(planner=OWN)
+        plans.insert(0, (OWN, lambda: own))
+    balanced, rows = [], []
+    for name, plan in plans:
+        try:
+            planned = plan()
+        except InputError as refused:
+            rows.append({"planner": name, **dict.fromkeys(_FIGURES), "error": str(refused)})
+            continue
+        balanced.append(
+            Balanced(planned, statistics(planned, packed, per_token), seconds_of(planned, packed, attention))
+        )
+        rows.append(balanced[-1].row)
+    rows.append(_bound(packed, ranks, per_token, attention))
+    return Balance(packed, ranks, balanced, Table(rows), attention.notes)
+
+
+_FIGURES = (
+    "slowest_s", "mean_s", "skew", "pairs_skew", "token_skew", "received_bytes", "planning_s",
+)  # fmt: skip
+
+
+def seconds_of(planned: Planned, packed: Batch, attention: Attention) -> Floats:
+    """Return (P, T): predicted seconds of what every rank attends in each division."""
+    found = np.zeros((len(planned.plan.layout), num_divisions(planned.plan)))
+    for rank, tasks in enumerate(planned.plan.tasks):
+        parts = list(
+            meetings(table([one.queries for one in tasks]), table([one.keys for one in tasks]), packed.rectangles)
+        )
+        if not parts:
+            continue
+        block, queries, keys, pairs = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("block", "queries", "keys", "pairs")
+        )
+        division = np.array([one.division for one in tasks], dtype=np.int64)[block]
+        for when in np.unique(division).tolist():
+            mine = division == when
+            found[rank, when] = attention.seconds(queries[mine], keys[mine], pairs[mine])
+    return found
+
+
+def _bound(packed: Batch, ranks: int, per_token: TokenBytes, attention: Attention) -> dict[str, Any]:
+    """Return the row of what no plan can beat: an equal share of the pairs in one block without a mask."""
+    least = lower_bound(packed, ranks, per_token)
+    side = max(1, math.isqrt(int(least.pairs)))
+    square = np.array([side])
+    seconds = attention.seconds(square, square, square * square)
+    figures = {"slowest_s": seconds, "mean_s": seconds, "skew": 1.0, "pairs_skew": 1.0, "token_skew": 1.0}
+    return {
+        "planner": LOWER_BOUND,
+        **figures,
+        "received_bytes": int(least.received_bytes),
+        "planning_s": None,
+        "error": "",
+    }

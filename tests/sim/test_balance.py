@@ -1,0 +1,107 @@
+"""How evenly a batch is attended: predicted seconds of launches on several blocks, and planners side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import longstep
+from sim.errors import InputError
+from sim.setup.balance import LOWER_BOUND, OWN, PLANNERS, Attention
+from sim.setup.setup import Setup
+
+ON_H100 = Setup(model="llama3-8b", cluster="hgx-h100", gpus=4, scope="attention")
+STATIC = ("ring", "zigzag", "all-gather", "fcp-style", "groups")
+
+
+def of_planner(found: Any, name: str) -> dict[str, Any]:
+    (row,) = [row for row in found.rows if row["planner"] == name]
+    return dict(row)
+
+
+def seconds(attention: Attention, *blocks: tuple[int, int, int], backward: bool) -> float:
+    columns = np.array(blocks, dtype=np.int64).T
+    return attention.seconds(*columns, passes=(backward,))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("tokens", [8192, 65536])
+def test_a_launch_on_one_block_takes_what_the_schedule_has(tokens: int, backward: bool) -> None:
+    """A causal document of one GPU: within what the tile model cannot tell of a mask."""
+    setup = ON_H100.replace(
+        gpus=1, seq=tokens, schedule="single", passes="backward" if backward else "forward", jitter=0
+    )
+    step_s = setup.predicted().trace.rows
+    kind = "AttendBackward" if backward else "Attend"
+    meant = sum(row.busy_s for row in step_s if row.kind == kind)
+    pairs = tokens * (tokens + 1) // 2
+    attention = Attention(setup.resolved())
+    assert seconds(attention, (tokens, tokens, pairs), backward=backward) == pytest.approx(meant, rel=0.06)
+
+
+def test_a_launch_on_many_blocks_is_as_long_as_all_their_tiles() -> None:
+    """Sixteen documents take little more than one whose work is theirs; short ones waste their tiles."""
+    attention = Attention(ON_H100.resolved())
+    one = (4096, 4096, 4096 * 4097 // 2)
+    together = seconds(attention, *[one] * 16, backward=False)
+    alone = seconds(attention, one, backward=False)
+    assert 8 * alone < together < 16 * alone, "one launch fills the SMs that a document alone leaves"
+    short = seconds(attention, *[(32, 4096, 32 * 4096)] * 128, backward=False)
+    filled = seconds(attention, (4096, 4096, 4096 * 4096), backward=False)
+    assert short > 2 * filled, "queries of less than a tile take as long as a whole one"
+    assert seconds(attention, (64, 64, 0), backward=False) == 0
+
+
+def test_one_long_document_and_the_rank_that_has_its_end() -> None:
+    """Of 4 ranks with a quarter each of one document the last attends 7 of 16 parts of the pairs, 1.75 times the mean.
+    Zigzag levels it; of two documents of half the length a zigzag of the whole is as good.
+    """
+    found = longstep.balance(ON_H100, [65536], STATIC)
+    ring, zigzag = of_planner(found, "ring"), of_planner(found, "zigzag")
+    assert ring["pairs_skew"] == pytest.approx(1.75, abs=1e-3)
+    assert ring["skew"] == pytest.approx(1.75, rel=0.05)
+    assert zigzag["pairs_skew"] == pytest.approx(1.0, abs=1e-4)
+    assert ring["slowest_s"] > 1.6 * zigzag["slowest_s"]
+    least = of_planner(found, LOWER_BOUND)
+    assert all(least["slowest_s"] <= row["slowest_s"] for row in found.rows)
+    assert ring["received_bytes"] == 3 * 16384 * 2 * 8 * 128 * 2, "three quarters of keys and values"
+    (first, *_) = found.found
+    assert sum(row["pairs"] for row in first.by_hop) == sum(row["pairs"] for row in first.by_rank) == 65536 * 65537 // 2
+    assert sum(row["seconds"] for row in first.by_rank) == pytest.approx(4 * ring["mean_s"])
+
+
+def test_short_documents_make_all_that_travels_needless() -> None:
+    """A document for each rank: static rings still send every key; what planners send is nothing."""
+    found = longstep.balance(ON_H100, [8192] * 4, STATIC)
+    assert of_planner(found, "ring")["received_bytes"] > 0
+    for name in ("fcp-style", "groups"):
+        assert of_planner(found, name)["received_bytes"] == 0
+        assert of_planner(found, name)["skew"] == pytest.approx(1.0)
+
+
+def test_a_layout_of_ones_own_is_the_first() -> None:
+    order = [*range(0, 2048, 2), *range(1, 2048, 2)]
+    found = longstep.balance(ON_H100.replace(gpus=2), [1024, 1024], ["zigzag"], order=order)
+    assert [row["planner"] for row in found.rows] == [OWN, "zigzag", LOWER_BOUND]
+    assert found.rows[0]["pairs_skew"] == pytest.approx(1.0, abs=1e-2)
+
+
+def test_what_is_wrong_in_a_batch() -> None:
+    with pytest.raises(InputError, match="document 1 has 0 tokens"):
+        longstep.balance(ON_H100, [8, 0])
+    with pytest.raises(InputError, match="has no document"):
+        longstep.balance(ON_H100, [])
+    with pytest.raises(InputError, match="token 3 2 times"):
+        longstep.balance(ON_H100, [8], order=[0, 1, 2, 3, 3, 5, 6, 7])
+    with pytest.raises(InputError, match="'zigzg' .did you mean 'zigzag'"):
+        longstep.balance(ON_H100, [8], ["zigzg"])
+
+
+def test_a_planner_that_refuses_a_batch_leaves_the_others() -> None:
+    """More ranks than tokens: static layouts do not divide it, planners leave ranks without any."""
+    found = longstep.balance(ON_H100.replace(gpus=8), [5], [name for name in PLANNERS if name != "dcp"])
+    assert "set `seq`" in of_planner(found, "zigzag")["error"] or "divide" in of_planner(found, "zigzag")["error"]
+    assert of_planner(found, "zigzag")["slowest_s"] is None
+    assert not of_planner(found, "groups")["error"]
