@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from experiments.pages.balance_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json
+from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.batches.files import read_lengths
 from sim.batches.lengths import draw, histogram
@@ -24,7 +26,7 @@ from sim.errors import InputError
 from sim.files import require_outputs
 from sim.presets import preset_names
 from sim.setup.balance import PLANNERS
-from sim.setup.names import tokens
+from sim.setup.names import at_least_one, tokens
 
 DISTRIBUTIONS = "sim/batches/distributions"
 
@@ -42,6 +44,8 @@ class Balance(Writes):
     """Tokens that are drawn from a distribution."""
     seed: int = 0
     """Seed of what is drawn."""
+    seeds: int = 1
+    """Batches to draw, from --seed on: the table then has medians over them, with the least and the most."""
     layout: OptionalText = None
     """FILE.txt with your layout: all positions of the batch as your framework shards them, equal parts per rank."""
     planners: OptionalText = None
@@ -68,12 +72,16 @@ def balance(command: Balance, console: Console) -> None:
     """Print what every planner gives the ranks; of the first one also rank by rank and hop by hop."""
     out = command.output(command.page, PAGE_FILE)
     require_outputs([out])
+    at_least_one("seeds", command.seeds)
     setup = longstep.Setup(
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
         set=command.set, scope="attention",
     )  # fmt: skip
     chosen = list(PLANNERS) if command.planners is None else listed(command.planners, "`planners`", "dcp")
-    found = longstep.balance(setup, _documents(command), chosen, order=_order(command.layout))
+    if command.seeds > 1:
+        _several(setup, chosen, command, console)
+        return
+    found = longstep.balance(setup, _documents(command, command.seed), chosen, order=_order(command.layout))
     of_batch = f"{len(found.batch.documents)} documents of {length(min(found.batch.documents))} to "
     of_batch += f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all"
     title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
@@ -92,10 +100,56 @@ def balance(command: Balance, console: Console) -> None:
         console.print(line, markup=False)
 
 
-def _documents(command: Balance) -> tuple[int, ...]:
+def _several(setup: longstep.Setup, planners: list[str], command: Balance, console: Console) -> None:
+    """Print medians over several batches, with the least and the most."""
+    if not _drawn(command):
+        raise InputError(f"`seeds` {command.seeds}: a file is one batch; leave it out, or name a distribution")
+    if command.layout or command.page:
+        raise InputError(f"`seeds` {command.seeds}: `layout` and `page` are of one batch; leave them out, or `seeds`")
+    rows: list[dict[str, Any]] = []
+    with progress("planning") as show:
+        for number in range(command.seeds):
+            found = longstep.balance(setup, _documents(command, command.seed + number), planners)
+            rows += [{"seed": command.seed + number, **row} for row in found.rows]
+            show(number + 1, command.seeds)
+    if command.json:
+        print_json(rows, console)
+        return
+    heads = ("planner", "slowest rank", "slowest / mean", "received", "planned in")
+    title = (
+        f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {command.seeds} batches of "
+    )
+    table = Table(*heads, title=f"{title}{command.seq} tokens of {command.documents}", title_justify="left")
+    for name in dict.fromkeys(row["planner"] for row in rows):
+        mine = [row for row in rows if row["planner"] == name and not row["error"]]
+        if not mine:
+            continue
+        planned = "" if mine[0]["planning_s"] is None else _spread(mine, "planning_s", seconds)
+        table.add_row(
+            name,
+            _spread(mine, "slowest_s", seconds),
+            _spread(mine, "skew", "{:.2f}".format),
+            _spread(mine, "received_bytes", lambda nbytes: size(int(nbytes))),
+            planned,
+        )
+    console.print(table)
+
+
+def _spread(rows: list[dict[str, Any]], name: str, shown: Callable[[float], str]) -> str:
+    """Return the median of a figure, with its least and its most."""
+    values = [row[name] for row in rows]
+    return f"{shown(statistics.median(values))} ({shown(min(values))} to {shown(max(values))})"
+
+
+def _drawn(command: Balance) -> bool:
+    """Return whether documents are drawn from a distribution, not read."""
+    return command.documents in preset_names(DISTRIBUTIONS) or command.documents.endswith(".toml")
+
+
+def _documents(command: Balance, seed: int) -> tuple[int, ...]:
     """Return the lengths in a file, or those drawn from a distribution."""
-    if command.documents in preset_names(DISTRIBUTIONS) or command.documents.endswith(".toml"):
-        return draw(histogram(command.documents), tokens("seq", command.seq), command.seed)
+    if _drawn(command):
+        return draw(histogram(command.documents), tokens("seq", command.seq), seed)
     return read_lengths(command.documents, command.column)
 
 

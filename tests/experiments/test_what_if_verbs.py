@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.verbs.cli import main
 from tests.experiments.test_cli import H100, fails, run
 
 
@@ -73,3 +74,13 @@ def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[
     first, again, other = (json.loads(run(capsys, *drawn, "--seed", seed))["documents"] for seed in ("1", "1", "2"))
     assert first == again != other
     assert sum(first) == 16384
+    main([*drawn, "--seeds", "3"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["seed"], row["planner"]) for row in rows[::2]] == [(seed, "zigzag") for seed in range(3)]
+    main([*drawn[:-1], "--seeds", "3"])
+    printed = capsys.readouterr().out
+    assert "3 batches of 16K tokens of magi" in printed
+    assert re.search(r"zigzag +│ .* \(.* to .*\)", printed)
+    assert "--layout and --page are of one batch" in fails(capsys, *drawn, "--seeds", "3", "--page", "page.html")
+    assert "a file is one batch" in fails(capsys, "balance", "--documents", "lengths.txt", "--seeds", "3")
+    assert "1 or more" in fails(capsys, *drawn, "--seeds", "0")
