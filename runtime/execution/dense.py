@@ -7,6 +7,7 @@ where that can be; the names say so. What they hold beside their operands meanwh
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple, assert_never
 
 import torch
@@ -63,20 +64,38 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
 
 
 def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> str:
-    """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix."""
-    left = _matrix(a).T if form == "tn" else _matrix(a)
-    right = b if form == "nn" else b.T if form == "nt" else _matrix(b)
-    into = _matrix(out) if form != "tn" else out
-    if accumulate:
-        into.addmm_(left, right)
-        return "aten addmm_"
-    torch.mm(left, right, out=into)
-    return "aten mm"
+    """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix. Where some
+    tokens of each sequence do not lie in one piece, there is a product for each sequence, and no copy.
+    """
+    sides = {"nn": (a, out), "nt": (a, out), "tn": (a, b)}[form]
+    products = _matrices(*sides)
+    for number, (left, other) in enumerate(products):
+        if form == "tn":
+            left, right, into = left.T, other, out  # noqa: PLW2901 - of the three forms
+            adds = accumulate or number > 0  # all sequences make one sum
+        else:
+            right, into, adds = b if form == "nn" else b.T, other, accumulate
+        if adds:
+            into.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=into)
+    name = "aten addmm_" if accumulate else "aten mm"
+    return name if len(products) == 1 else f"{name}, {len(products)} sequences apart"
 
 
 def _matrix(tokens: Tensor) -> Tensor:
     """Return (B, S, …) as (B * S, …) without a copy."""
     return tokens.view(tokens.shape[0] * tokens.shape[1], -1)
+
+
+def _matrices(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return tensors (B, S, …) as matrices (B * S, …) without a copy, or of each sequence (S, …), where those of one of
+    them do not follow each other in memory: where it is a chunk of the tokens of several.
+    """
+    batch = tensors[0].shape[0]
+    if batch == 1 or all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in tensors):
+        return [tuple(map(_matrix, tensors))]
+    return [tuple(_matrix(tensor[at : at + 1]) for tensor in tensors) for at in range(batch)]
 
 
 class Normed(NamedTuple):
@@ -149,8 +168,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> s
     """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
     at a time.
     """
-    rows = (of.split(LOSS_ROWS) for of in (_matrix(logits), labels.view(-1), loss.view(-1)))
-    for row, label, out in zip(*rows, strict=True):
+    pieces = _matrices(logits, labels, loss)
+    rows = (zip(*(of.split(LOSS_ROWS) for of in piece), strict=True) for piece in pieces)
+    for row, label, out in chain.from_iterable(rows):
+        label, out = label.squeeze(-1), out.squeeze(-1)  # noqa: PLW2901 - matrices of one column
         has = label != NO_LABEL
         index = label.clamp(min=0).unsqueeze(-1)
         found = torch.log_softmax(row, dim=-1, dtype=loss.dtype)

@@ -94,6 +94,14 @@ def test_every_technique(stack: str, dtype: str) -> None:
     is_exact("zigzag", 2, enough(stack, layers=3, dtype=dtype), **STACKS[stack])
 
 
+@pytest.mark.parametrize("dtype", sweep_but({"fp64"}, ["fp64", "bf16"]))
+def test_a_chunked_loss_of_several_sequences(dtype: str) -> None:
+    """A chunk is some tokens of each, so it lies in as many pieces."""
+    checked = is_exact("zigzag", 2, step(batch=3, dtype=dtype), loss="chunked")
+    ops = checked.schedule.program(0).ops
+    assert {op.logits.shape[:2] for op in ops if isinstance(op, CrossEntropy)} == {(3, 4)}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""
