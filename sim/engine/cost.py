@@ -23,7 +23,7 @@ from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Iss
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.ops import FETCH, OFFLOAD, AdamW, Barrier, Collective, Exchange, HostAdamW, HostCopy, Op
 from sim.schedule.ir.program import Program
-from sim.workload import Dtype
+from sim.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
 from topology.specs import ClusterSpec
 
@@ -101,7 +101,11 @@ class CostModel:
 
     def kernel_anywhere(self, rank: int, use: KernelUse) -> Activity:
         """Return a kernel on any device as fast as a rank's, over the compute units and the memory of its own."""
-        return self._kernel(self._cluster.peak_flops_per_s(rank, use.dtype), use)
+        return self._kernel(self._peak(rank, use), use)
+
+    def _peak(self, rank: int, use: KernelUse) -> float:
+        """Return the FLOP/s that bound a kernel. Integers are only copied, which nothing but memory bounds."""
+        return self._cluster.peak_flops_per_s(rank, use.dtype) if use.dtype in FLOATS else math.inf
 
     def _find_kernel(self, peak: float, use: KernelUse) -> Activity:
         seconds, _ = self._seconds(peak, use)
@@ -111,7 +115,7 @@ class CostModel:
 
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
-        return self._seconds(self._cluster.peak_flops_per_s(rank, use.dtype), use)
+        return self._seconds(self._peak(rank, use), use)
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.loop:

@@ -184,7 +184,7 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
     shared: dict[int, float] = {}
     for rank, of_rank in enumerate(work.flops):
         device = cluster.devices[rank]
-        busy_s = sum(flops / cluster.peak_flops_per_s(rank, dtype) for dtype, flops in of_rank.items())
+        busy_s = sum(flops / cluster.peak_flops_per_s(rank, dtype) for dtype, flops in of_rank.items() if flops)
         at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
         own.append(busy_s)
         shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once

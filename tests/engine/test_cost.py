@@ -310,3 +310,11 @@ def test_a_kernel_is_looked_up_once_for_all_gpus_of_one_speed(monkeypatch: pytes
     took = [seconds(model.kernel(rank, attention(1024))) for rank in range(4)]
     assert took == pytest.approx([took[0], took[0], 2 * took[0], took[0]])
     assert len(looked_up) == 2
+
+
+def test_a_copy_of_integers_takes_what_memory_takes() -> None:
+    """Of token ids: nothing is computed, so the GPU needs no peak for them. 800 bytes read and written at 1e11/s."""
+    use = KernelUse("copy", "", "int64", (100,), 0, 1600)
+    seconds, note = CostModel(Cluster(SPEC), None).kernel_seconds(0, use)
+    assert seconds == pytest.approx(1600 / 1e11)
+    assert note == ""
