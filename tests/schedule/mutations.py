@@ -1,12 +1,13 @@
 """Random mutations of proved schedules: whatever ``check`` accepts has to be exact, and to play.
 
     python -m tests.schedule.mutations --count 3000 --seed 0
+    python -m tests.schedule.mutations --count 1000 --seed 0 --steps
 
-Every mutant is a schedule of the catalog with one change, on one rank, on two, or in the same way on all
-(``mutation_operators``). What ``check`` accepts is executed on the virtual cluster in fp64, in several random orders,
-and simulated. A table counts, per operator, the mutants tried, refused, accepted and exact, accepted and wrong, and
-other: tracebacks of ``check``, of the execution or of the simulator. The last two must be 0; mutant N of a seed is made
-again by ``--first N --count 1``.
+Every mutant is a schedule of the catalog with one change, on one rank, on two, or in the same way on all: of attention
+and layers (``mutation_operators``), or of training steps (``mutation_steps``). What ``check`` accepts is executed on
+the virtual cluster in fp64, in several random orders, and simulated. A table counts, per operator, the mutants tried,
+refused, accepted and exact, accepted and wrong, and other: tracebacks of ``check``, of the execution or of the
+simulator. The last two must be 0; mutant N of a seed is made again by ``--first N --count 1``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_cluster_spec, make_model
-from tests.schedule.mutation_operators import OPERATORS
+from tests.schedule.mutation_operators import OPERATORS, Operator
+from tests.schedule.mutation_steps import STEP_OPERATORS, drawn_step
 from topology.cluster import Cluster
 from topology.specs import DramSpec, PcieSpec, SocketSpec
 
@@ -59,23 +61,30 @@ class Mutant(NamedTuple):
     why: str
 
 
-def mutants(count: int, seed: int, first: int = 0) -> Iterator[Mutant]:
-    """Yield mutants number ``first`` on; each depends on its number and the seed only."""
-    names = list(OPERATORS)
+def mutants(count: int, seed: int, first: int = 0, *, steps: bool = False) -> Iterator[Mutant]:
+    """Yield mutants number ``first`` on, of training steps or of all else; each depends on its number and the seed
+    only.
+    """
+    names = list(operators(steps=steps))
     for number in range(first, first + count):
         operator = names[number % len(names)]
-        cell, original, changed = mutate(operator, number, seed)
+        cell, original, changed = mutate(operator, number, seed, steps=steps)
         yield Mutant(number, operator, cell, *verdict(changed, original, number))
 
 
-def mutate(operator: str, number: int, seed: int) -> tuple[str, Checked, Schedule]:
+def operators(*, steps: bool) -> dict[str, Operator]:
+    """Return what changes training steps, or all else."""
+    return OPERATORS | STEP_OPERATORS if steps else OPERATORS
+
+
+def mutate(operator: str, number: int, seed: int, *, steps: bool = False) -> tuple[str, Checked, Schedule]:
     """Return a cell, its proved schedule, and the same with one change; other cells are drawn until one is found."""
     draw = Random(f"{seed} {number}")
     cell = number // PER_SCHEDULE
     for _ in range(CELLS):
-        name, original = proved(f"{seed} {cell}")
+        name, original = proved(f"{seed} {cell}", steps=steps)
         for _ in range(5):
-            changed = OPERATORS[operator](draw, original.schedule)
+            changed = operators(steps=steps)[operator](draw, original.schedule)
             if changed and (changed.header, changed.programs) != (original.schedule.header, original.schedule.programs):
                 return name, original, changed
         cell = draw.randrange(10**9)
@@ -83,9 +92,11 @@ def mutate(operator: str, number: int, seed: int) -> tuple[str, Checked, Schedul
 
 
 @lru_cache(maxsize=1)
-def proved(seed: str) -> tuple[str, Checked]:
+def proved(seed: str, *, steps: bool) -> tuple[str, Checked]:
     """Return a schedule of the catalog for a random workload that it takes, with what people call it."""
     draw = Random(seed)
+    if steps:
+        return drawn_step(draw)
     while True:
         name, ranks = draw.choice([*VARIANTS, *OFFLOADED]), draw.choice((2, 3, 4, 8))
         if (VARIANTS | OFFLOADED)[name].schedule == "single":
@@ -143,12 +154,14 @@ def cluster(gpus: int) -> Cluster:
     return Cluster(make_cluster_spec(gpus, pcie=PcieSpec(bytes_per_s=1e9, latency_s=0.0), socket=socket))
 
 
-def main(count: int = 3000, seed: int = 0, first: int = 0) -> None:
-    """Print what became of so many mutants, number ``first`` on; exits with 1 where one is wrong or other."""
+def main(count: int = 3000, seed: int = 0, first: int = 0, *, steps: bool = False) -> None:
+    """Print what became of so many mutants, number ``first`` on, of training steps or of all else; exits with 1 where
+    one is wrong or other.
+    """
     torch.set_num_threads(1)
     console, begin = Console(), time.perf_counter()
     verdicts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
-    for mutant in mutants(count, seed, first):
+    for mutant in mutants(count, seed, first, steps=steps):
         verdicts[mutant.operator][mutant.verdict] += 1
         if mutant.verdict in {"wrong", "other"} or count == 1:
             console.print(*mutant, sep=" | ", markup=False, highlight=False)

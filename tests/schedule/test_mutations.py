@@ -9,7 +9,8 @@ import pytest
 from sim.schedule.proof import check
 from tests.helpers import slow_but
 from tests.schedule.mutation_operators import OPERATORS
-from tests.schedule.mutations import mutants
+from tests.schedule.mutation_steps import STEP_OPERATORS
+from tests.schedule.mutations import mutants, operators
 
 SAMPLE = 2 * len(OPERATORS)
 
@@ -23,6 +24,24 @@ def test_no_mutant_is_accepted_that_is_wrong(seed: int) -> None:
     assert Counter(mutant.verdict for mutant in found).keys() == {"refused", "exact"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_no_mutant_of_a_step_is_accepted_that_is_wrong(seed: int) -> None:
+    every = operators(steps=True)
+    found = list(mutants(2 * len(every), seed=seed, steps=True))
+    assert [mutant for mutant in found if mutant.verdict in {"wrong", "other"}] == []
+    assert {mutant.operator for mutant in found} == every.keys()
+    assert Counter(mutant.verdict for mutant in found).keys() == {"refused", "exact"}
+
+
+@pytest.mark.sweep
+def test_some_mutants_of_steps() -> None:
+    """One of each way to change kernels of weights and of an optimiser."""
+    found = list(mutants(8, 2026, first=len(OPERATORS), steps=True))
+    assert {mutant.operator for mutant in found} == {name for name in STEP_OPERATORS if name.startswith("state op")}
+    assert {mutant.verdict for mutant in found} <= {"refused", "exact"}
+
+
 def test_a_mutant_is_the_same_whoever_came_before() -> None:
     whole = list(mutants(8, seed=7))
     assert list(mutants(3, seed=7, first=5)) == whole[5:]
@@ -34,4 +53,7 @@ def test_what_a_blind_check_lets_through_is_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(check.AbstractPlayer, "run", lambda _: None)
     monkeypatch.setattr(check, "_check_claims", lambda *_: None)
     wrong = [mutant for mutant in mutants(len(OPERATORS), seed=2026) if mutant.verdict == "wrong"]
+    assert len({mutant.operator for mutant in wrong}) >= 6, wrong
+    of_steps = mutants(len(STEP_OPERATORS), seed=2026, first=len(OPERATORS), steps=True)
+    wrong = [mutant for mutant in of_steps if mutant.verdict == "wrong"]
     assert len({mutant.operator for mutant in wrong}) >= 6, wrong
