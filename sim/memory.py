@@ -2,8 +2,9 @@
 
 That is the order in which a caching allocator sees it: a buffer is taken when an op that first touches it is issued,
 and freed when the last op that uses it has been issued; if that op runs on another stream, at the first later
-kernel that is ordered behind it, or op of that stream where no kernel ever is. Inputs and outputs belong to the caller
-and stay.
+kernel that is ordered behind it, or op of that stream where no kernel ever is. What arrives only to be passed on, as
+keys that a rank of a causal ring does not attend to, is freed at the next op of that stream if that comes first: no
+kernel has to wait for it. Inputs and outputs belong to the caller and stay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, Attend, AttendBackward, Kernel
+from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Kernel
 from sim.schedule.ir.program import Fragment, Program
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
@@ -50,7 +51,7 @@ class Lifetime(NamedTuple):
     first: int
     end: int
     unseen: frozenset[str] = frozenset()
-    """Streams that may still use it then, since no kernel is ever ordered behind them: an allocator has to be told."""
+    """Streams that may still use it then, since no kernel is ordered behind them yet: an allocator has to be told."""
 
 
 class MemoryWalk(NamedTuple):
@@ -95,6 +96,8 @@ class _Columns(NamedTuple):
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
     """Which: of all ops, one after the other."""
+    written: Booleans
+    """Which of these touches write."""
     inputs: Integers
     outputs: Integers
 
@@ -125,14 +128,17 @@ def _term(buffer: Buffer) -> int:
     return TERMS.index(_OF_CATEGORY.get(buffer.category) or ("attention" if of_attention else "temporaries"))
 
 
-def _touched(fragment: Fragment) -> tuple[Integers, Integers]:
-    """Return how many buffers each op touches, and which."""
+def _touched(fragment: Fragment) -> tuple[Integers, Integers, Booleans]:
+    """Return how many buffers each op touches, which, and whether it writes them."""
     try:
         columns = fragment.columns  # from which dependencies were derived
-        return np.diff(columns.access_ends, prepend=0).astype(np.int64), columns.accesses["buffer"].astype(np.int64)
+        counts, accesses = np.diff(columns.access_ends, prepend=0), columns.accesses
+        return counts.astype(np.int64), accesses["buffer"].astype(np.int64), accesses["writes"].astype(bool)
     except OverflowError:
         touched = [[view.buffer for view in (*op.reads, *op.writes)] for op in fragment.ops]
-        return np.array(list(map(len, touched)), np.int64), np.array(list(chain.from_iterable(touched)), np.int64)
+        written = [[False] * len(op.reads) + [True] * len(op.writes) for op in fragment.ops]
+        of_all, whether = (list(chain.from_iterable(one)) for one in (touched, written))
+        return np.array(list(map(len, touched)), np.int64), np.array(of_all, np.int64), np.array(whether, bool)
 
 
 def _of_program(program: Program) -> _Columns:
@@ -144,6 +150,8 @@ def _of_program(program: Program) -> _Columns:
             found[name] = _joined([numbers[own[name]] for own, numbers in calls])
         elif name == "counts":
             found[name] = _joined([own[name] for own, _ in calls])
+        elif name == "written":
+            found[name] = _joined([own[name] for own, _ in calls]).astype(bool)
         else:
             found[name] = list(chain.from_iterable(own[name] for own, _ in calls))
     return _Columns(**found)
@@ -164,20 +172,34 @@ class _Spans(NamedTuple):
 def _spans(columns: _Columns, dependencies: Dependencies) -> _Spans:
     count, buffers = len(columns.streams), columns.touched
     ops = np.repeat(np.arange(count), columns.counts)
-    safe, seen = _safe(columns.streams, dependencies)
+    safe, seen, following = _safe(columns.streams, dependencies)
     first, end = np.full(len(columns.nbytes), count), np.zeros(len(columns.nbytes), np.int64)
     np.minimum.at(first, buffers, ops)
-    np.maximum.at(end, buffers, safe[ops])
+    early = _passed_on(columns, ops)[buffers]
+    np.maximum.at(end, buffers, np.where(early, np.minimum(safe, following)[ops], safe[ops]))
+    told = ~seen[ops] | (safe[ops] > end[buffers])
     unseen: dict[int, set[str]] = {}
-    for buffer, op in zip(buffers[~seen[ops]].tolist(), ops[~seen[ops]].tolist(), strict=True):
+    for buffer, op in zip(buffers[told].tolist(), ops[told].tolist(), strict=True):
         unseen.setdefault(buffer, set()).add(columns.streams[op])
     first[columns.inputs] = 0
     end[columns.inputs] = end[columns.outputs] = count
     return _Spans(first, end, unseen)
 
 
-def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Booleans]:
-    """Return per op before which other its buffers may be given back, and whether that is known to come behind it.
+def _passed_on(columns: _Columns, ops: Integers) -> Booleans:
+    """Return (buffers,): which of them communication fills last, and only communication uses from then on. ``ops`` are
+    those of all touches.
+    """
+    sends = np.array([stream not in STREAMS for stream in columns.streams], bool)[ops]
+    filled, used = (np.full(len(columns.nbytes), -1) for _ in range(2))
+    for last, which in ((filled, sends & columns.written), (used, ~sends)):
+        np.maximum.at(last, columns.touched[which], ops[which])
+    return filled > used
+
+
+def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Booleans, Integers]:
+    """Return per op before which other its buffers may be given back, whether that is known to come behind it, and the
+    next op of its stream.
 
     Behind a kernel any later op does. Behind another op the first kernel that is ordered behind it does; if there is
     none, as on a rank that passes keys on without attending to them, it is the next op of its stream or else the
@@ -185,15 +207,16 @@ def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Boo
     """
     count, numbers = len(streams), {name: number for number, name in enumerate(dependencies.streams)}
     stream = np.array([numbers[name] for name in streams], np.int64)
-    safe, seen = np.arange(1, count + 1), np.ones(count, bool)
+    safe, seen, following = np.arange(1, count + 1), np.ones(count, bool), np.arange(1, count + 1)
     of_stream = {name: np.flatnonzero(stream == number) for name, number in numbers.items()}
     kernels = of_stream.pop(COMPUTE, stream[:0])
     for name, ops in of_stream.items():
         ended = dependencies.known_array[kernels, numbers[name]]  # grows, since kernels follow each other
         safe[ops] = np.append(kernels, count)[np.searchsorted(ended, ops)]
         seen[ops] = safe[ops] < count
-        safe[ops] = np.where(seen[ops], safe[ops], np.append(ops[1:], count))
-    return safe, seen
+        following[ops] = np.append(ops[1:], count)
+        safe[ops] = np.where(seen[ops], safe[ops], following[ops])
+    return safe, seen, following
 
 
 class _Held:

@@ -13,7 +13,7 @@ from sim.memory import Lifetime, lifetimes, walk, walks
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import COMPUTE, Accumulate, Exchange, HostSync, Kernel, Message
+from sim.schedule.ir.ops import COMPUTE, STREAMS, Accumulate, Exchange, HostSync, Kernel, Message
 from sim.schedule.ir.program import Communicator, Program
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.write.builder import ProgramBuilder
@@ -77,6 +77,22 @@ def test_memory_is_only_used_anew_when_it_is_free_or_its_user_is_named(name: str
         assert 0 < told < uses
 
 
+@pytest.mark.parametrize(("rank", "most"), [(0, 4), (2, 6)])
+def test_keys_that_are_only_passed_on_do_not_outlive_their_layer(rank: int, most: int) -> None:
+    """Rank 0 of a causal ring of slices attends to none that it receives, rank 2 of 4 not to the last ones: these are
+    freed at the next layer's first hop, however many layers there are. Rank 2 has keys in a buffer that it attended to,
+    too, which lives until the next layer's first kernel that is ordered behind it.
+    """
+    held = []
+    for layers in (2, 6):
+        checked = make_checked("ring", Workload(model=make_model(8, 4), seq=32, scope="layer", layers=layers), 4)
+        program = checked.schedule.program(rank)
+        spans = lifetimes(program, checked.dependencies[rank])
+        slots = [spans[at] for at, buffer in enumerate(program.buffers) if buffer.name.startswith("kv slot")]
+        held.append(max(sum(span.first <= op < span.end for span in slots) for op in range(len(program.ops))))
+    assert held == [most, most]
+
+
 def lifetimes_by_the_op(program: Program, dependencies: Dependencies) -> list[Lifetime]:
     """The lifetimes, by a pass over the ops."""
     count = len(program.ops)
@@ -93,15 +109,25 @@ def lifetimes_by_the_op(program: Program, dependencies: Dependencies) -> list[Li
     for of_stream in waiting.values():
         for index, following in pairwise(of_stream):
             behind[index] = following, False
+    in_turn: dict[str, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        in_turn.setdefault(op.stream, []).append(index)
+    next_of = {one: two for of_stream in in_turn.values() for one, two in pairwise([*of_stream, count])}
+    passed_on: set[int] = set()
+    for op in program.ops:
+        passed_on -= set() if op.stream not in STREAMS else {view.buffer for view in (*op.reads, *op.writes)}
+        passed_on |= {view.buffer for view in op.writes} if op.stream not in STREAMS else set()
     first, end = [count] * len(program.buffers), [0] * len(program.buffers)
     unseen: list[set[str]] = [set() for _ in program.buffers]
-    for index, op in enumerate(program.ops):
-        safe, seen = (index + 1, True) if op.stream == COMPUTE else behind[index]
-        for view in (*op.reads, *op.writes):
-            first[view.buffer] = min(first[view.buffer], index)
-            end[view.buffer] = max(end[view.buffer], safe)
-            if not seen:
-                unseen[view.buffer].add(op.stream)
+    behind = [(at + 1, True) if op.stream == COMPUTE else behind[at] for at, op in enumerate(program.ops)]
+    touches = [(index, op, view.buffer) for index, op in enumerate(program.ops) for view in (*op.reads, *op.writes)]
+    for index, _, buffer in touches:
+        safe = min(behind[index][0], next_of[index]) if buffer in passed_on else behind[index][0]
+        first[buffer], end[buffer] = min(first[buffer], index), max(end[buffer], safe)
+    for index, op, buffer in touches:
+        safe, seen = behind[index]
+        if not seen or safe > end[buffer]:
+            unseen[buffer].add(op.stream)
     for port in (*program.inputs, *program.outputs):
         end[port.view.buffer] = count
     for port in program.inputs:
