@@ -52,6 +52,9 @@ class LayerOptions:
     micro_batches: int = 1
     """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
     add up in fp32."""
+    sync: Literal["every", "last"] = "every"
+    """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
+    and are summed with the last one (no_sync). Below stage 2 they are summed once in any case."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
@@ -68,17 +71,18 @@ class LayerOptions:
                 "`set` schedule.optimiser=host with schedule.zero_stage=0: the host would hold and update all of the "
                 "optimiser's state once for every GPU; set schedule.zero_stage to 1, 2 or 3"
             )
-        if self.micro_batches > 1 and self.zero_stage < 2 and self.reduce == "model":
+        if self.micro_batches > 1 and (self.zero_stage < 2 or self.sync == "last") and self.reduce == "model":
             raise InputError(
                 f"`set` schedule.micro_batches={self.micro_batches} adds gradients up in fp32, and below zero_stage 2 "
-                f"these are what ranks sum: leave out `set` schedule.reduce, or set schedule.zero_stage=2"
+                f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
+                f"schedule.zero_stage=2 and schedule.sync=every"
             )
         return found
 
 
 _OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states"),
+    *("optimiser", "optimiser_states", "sync"),
 )
 
 

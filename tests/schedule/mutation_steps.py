@@ -70,6 +70,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "prefetch": (0, 1, 2),
     "reduce": ("fp32", "model"),
     "micro_batches": (1, 1, 2),
+    "sync": ("every", "last"),
     "optimiser": ("gpu", "gpu", "host"),
     "optimiser_states": ("fp32", "model"),
     "loss": ("whole", "chunked"),

@@ -72,6 +72,24 @@ def test_what_happens_how_often() -> None:
         assert labels(once).count("reduce weights") == labels(one).count("reduce weights")
 
 
+@pytest.mark.parametrize("shards", ["all", "replica"])
+@pytest.mark.parametrize("stage", sweep_but({3}, [2, 3]))
+def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:
+    """Whole gradients add up at once, and each unit's are summed over ranks once, behind its last backward pass and
+    beside that of the next unit.
+    """
+    options = {"zero_stage": stage, "shards": shards, "micro_batches": 3}
+    last = is_exact("ulysses", 4, step(batch=3), dp=2, sync="last", **options)
+    every = make_step("ulysses", 4, step(batch=3), 2, sync="every", **options)
+    for label in ("reduce weights", "reduce head", "reduce embedding"):
+        assert 3 * labels(last).count(label) == labels(every).count(label) > 0, label
+    assert labels(last).count("add gradients of weights") == 2 * 2
+    ops = labels(last)
+    backward = [at for at, label in enumerate(ops) if label == "pack gradients of weights"]
+    sums = [at for at, label in enumerate(ops) if label == "reduce weights"]
+    assert backward[-2] < sums[0] < backward[-1] < sums[1]
+
+
 def test_kernels_do_not_wait_for_sums() -> None:
     """A gradient is added to those before it behind the backward pass of the next unit, not behind its own."""
     checked = make_step("ring", 2, step(batch=2, layers=3), micro_batches=2)
@@ -94,6 +112,8 @@ def test_bytes_by_hand() -> None:
     sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
     of_layers = sum(math.prod(u.flat.shape(workload.model)) for u in units(workload) if u.name == LAYER.name)
     assert two - one == 8 * (sum(sizes) + of_layers) + 8 * sum(sizes)
+    once = make_step("ring", 2, workload, micro_batches=2, sync="last").schedule.header.claims.wire_bytes
+    assert two - once == 8 * sum(sizes)
 
 
 def test_flops_are_those_of_the_whole_batch() -> None:
@@ -102,11 +122,13 @@ def test_flops_are_those_of_the_whole_batch() -> None:
     assert one.attention_flops == two.attention_flops
 
 
-@pytest.mark.parametrize(("stage", "share"), [(3, 2), (1, 1)])
-def test_only_sums_outlive_a_micro_batch(stage: ZeroStage, share: int) -> None:
-    """Of each weight one fp64 number: from stage 2 on of what a rank owns, half on 2 ranks, and below it of all."""
+@pytest.mark.parametrize(("stage", "share", "sync"), [(3, 2, "every"), (3, 1, "last"), (1, 1, "every")])
+def test_only_sums_outlive_a_micro_batch(stage: ZeroStage, share: int, sync: str) -> None:
+    """Of each weight one fp64 number: from stage 2 on of what a rank owns, half on 2 ranks; below it, and where they
+    are summed over ranks with the last one, of all.
+    """
     workload = step(batch=2, layers=3)
-    checked = make_step("zigzag", 2, workload, micro_batches=2, zero_stage=stage)
+    checked = make_step("zigzag", 2, workload, micro_batches=2, zero_stage=stage, sync=sync)
     program = checked.schedule.program(0)
     parts = [op.part for op in program.ops]
     second = parts.index("forward", parts.index("backward"))
@@ -180,6 +202,10 @@ def test_what_is_refused() -> None:
         make_step("ring", 2, step(batch=2, scope="layer"), micro_batches=2)
     with pytest.raises(InputError, match="micro_batches=2 adds gradients up in fp32, and below zero_stage 2"):
         make_step("ring", 2, step(batch=2), micro_batches=2, zero_stage=1, reduce="model")
+    with pytest.raises(InputError, match="or with schedule.sync=last these are what ranks sum"):
+        make_step("ring", 2, step(batch=2), micro_batches=2, sync="last", reduce="model")
+    with pytest.raises(InputError, match="schedule.sync=last is of training steps"):
+        make_step("ring", 2, step(batch=2, scope="layer"), sync="last")
 
 
 def rebuilt(count: int, dp: int = 1) -> Schedule:

@@ -79,6 +79,8 @@ STACKS: dict[str, dict[str, Any]] = {
     "optimiser on the host": {"optimiser": "host"},
     "states in the model's type": {"optimiser_states": "model"},
     "micro-batches": {"micro_batches": 2, "reduce": "model"},
+    "micro-batches, one sum": {"micro_batches": 3, "sync": "last"},
+    "micro-batches, one sum to the host": {"micro_batches": 2, "sync": "last", "optimiser": "host", "zero_stage": 2},
     "micro-batches, weights kept": {"micro_batches": 3, "zero_stage": 0, "activations": "host"},
 }
 

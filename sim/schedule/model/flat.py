@@ -70,13 +70,14 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
 
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
-    where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it once.
+    where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it and with sync=last once.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
     groups, ranks = (mesh.dp, mesh.size // mesh.dp) if hybrid else (1, mesh.size)
-    gathers, sums = (options.micro_batches if stage >= least else 1 for least in (3, 2))
+    gathers = options.micro_batches if stage == 3 else 1
+    sums = options.micro_batches if stage >= 2 and options.sync == "every" else 1
     total = gathered = 0
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
@@ -118,7 +119,10 @@ class Flat:
     Stage 3 gathers weights for each pass, ``prefetch`` units ahead, into a pool of buffers; below it they stay, and are
     gathered when they have been updated. Gradients are summed by a reduce-scatter as soon as a unit has all of its own,
     at stage 1 when all units have theirs, and at stage 0 by an all-reduce. Those of several micro-batches add up in
-    fp32: summed in the shards, as in torch's FSDP2; below stage 2 whole, and are summed once, as behind its no_sync.
+    fp32: summed in the shards, as in torch's FSDP2; below stage 2 whole, and are summed once. With sync=last they are
+    whole from stage 2 on, too, and in the last backward pass a unit's are summed as soon as they are complete, as
+    behind FSDP2's set_requires_gradient_sync(False) (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
+    post_backward).
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
@@ -153,6 +157,8 @@ class Flat:
         self._passes_left = options.micro_batches
         self._sums_late = self._stage == 1 or (self._stage == 0 and options.micro_batches > 1)
         """Whether gradients are summed over ranks when all units have theirs."""
+        self._adds_whole = self._stage >= 2 and options.micro_batches > 1 and options.sync == "last"
+        """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
 
     @property
     def _num_parts(self) -> int:
@@ -268,9 +274,9 @@ class Flat:
 
     def room(self, unit: Unit) -> Room:
         """See Params: gradients of alike units are packed in one buffer, so each waits for the sum of the one before
-        where that leaves the buffer free, as FSDP2 waits.
+        where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
         """
-        if self._stage < 2 or not self._shards.gradients:
+        if self._stage < 2 or not self._shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
             extent, dtype = (
@@ -288,7 +294,7 @@ class Flat:
         (flat,) = room or (b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts),)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
         b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
-        return (flat if self._sums_late else self._sum(unit, flat),)
+        return (flat if self._sums_late or self._adds_whole else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
         """Append what sums a gradient over all ranks; return what this rank owns of it."""
@@ -306,6 +312,12 @@ class Flat:
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
         (gradient,) = reduced
+        if self._adds_whole:
+            self._add(unit, gradient)
+            if self._passes_left > 1:
+                return
+            whole = self._summed[unit]
+            gradient = self._b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), whole)
         self._arrived.append((unit, gradient))
         self._settle(lag=1)
 
@@ -315,7 +327,10 @@ class Flat:
         """
         while len(self._arrived) > lag:
             unit, gradient = self._arrived.pop(0)
-            self._add(unit, gradient)
+            if self._adds_whole:
+                self._summed[unit] = gradient
+            else:
+                self._add(unit, gradient)
             if self._passes_left == 1 and not self._sums_late:
                 self._finish(unit)
 
@@ -360,7 +375,7 @@ class Flat:
         self._packed.clear()
         self._passes_left -= 1
         sums = [one.name for one in (self._shards.gradients, self._shards.across) if one]
-        if self._passes_left and sums and not self._sums_late:
+        if self._passes_left and sums and not (self._sums_late or self._adds_whole):
             self._b.add(HostSync(label="wait for sums", streams=tuple(sums)))
 
     @cached_property
