@@ -23,14 +23,14 @@ MODEL_TYPES = {
 READ = (
     "_name_or_path", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type",
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
-    "rope_scaling", "rope_theta", "torch_dtype", "use_sliding_window", "vocab_size",
+    "rope_scaling", "rope_theta", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
 )  # fmt: skip
 CHANGES_NOTHING = (
     "_attn_implementation", "_attn_implementation_autoset", "architectures", "bos_token_id", "cache_implementation",
     "eos_token_id", "initializer_range", "max_window_layers", "original_max_position_embeddings", "pad_token_id",
-    "pretraining_tp", "tie_word_embeddings", "transformers_version", "unk_token_id", "use_cache",
+    "pretraining_tp", "transformers_version", "unk_token_id", "use_cache",
 )  # fmt: skip
-"""Neither work nor memory of layers."""
+"""Neither work nor memory."""
 CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     # experts
     "num_local_experts": (0,),
@@ -129,7 +129,8 @@ def _fields(path: str, config: dict[str, Any]) -> dict[str, Any]:
         "source": f"Hugging Face configuration {path}",
     }
     notes = _notes(config, rope)
-    return fields | ({"notes": notes} if notes else {})
+    tied = {"tied_embeddings": True} if given.get("tie_word_embeddings", False) else {}  # false where a type leaves it
+    return fields | tied | ({"notes": notes} if notes else {})
 
 
 def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Base of the rotary embedding's wavelengths (arXiv:2104.09864 §3.2.2)."""
     norm_epsilon: Rate = 1e-5
     """What RMSNorm adds to the mean square."""
+    tied_embeddings: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether the embedding is the LM head, too (arXiv:1608.05859). Unset where it is not, for the reason of notes."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then

@@ -89,10 +89,12 @@ def step(
     weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, band: Band
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
-    flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's.
+    flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
+    embedding is its head, too, the first are both.
     """
     _learn(weights)
-    first, *inner, last = weights
+    first, *inner = weights
+    last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
     x = torch.nn.functional.embedding(ids, first["w_embed"])
     for of_layer in inner:
         x = _layer(of_layer, x, model, band)

@@ -67,7 +67,7 @@ from tests.schedule.mutation_operators import (
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3, 3),
     "shards": ("all", "replica"),
-    "prefetch": (0, 1, 2),
+    "prefetch": (0, 1, 2, 3),
     "reduce": ("fp32", "model"),
     "micro_batches": (1, 1, 2),
     "sync": ("every", "last"),
@@ -88,7 +88,9 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         ranks = 1 if schedule == "single" else ranks
         chosen: dict[str, Any] = {name: draw.choice(values) for name, values in OPTIONS.items()}
         heads, kv_heads = draw.choice([(4, 4), (4, 2), (8, 2)])
-        model = msgspec.structs.replace(make_model(heads, kv_heads, head_dim=2), ffn_dim=12, vocab_size=40)
+        tied = draw.choice((msgspec.UNSET, msgspec.UNSET, True))
+        model = make_model(heads, kv_heads, head_dim=2)
+        model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, tied_embeddings=tied)
         batch = chosen["micro_batches"] * draw.choice((1, 1, 2))
         workload = Workload(
             model=model, seq=16, batch=batch, scope="step", layers=draw.choice((1, 2)), dtype="fp64",
@@ -103,7 +105,10 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         except InputError:
             continue
         told = {name: value for name, value in chosen.items() if value != getattr(entry.options, name)}
-        return f"step of {schedule}, P = {ranks}, dp = {dp}, {heads}:{kv_heads}, batch {batch}, {told}", checked
+        return (
+            f"step of {schedule}, P = {ranks}, dp = {dp}, {heads}:{kv_heads}, batch {batch}, tied {tied}, {told}",
+            checked,
+        )
 
 
 STATES = (Unpack, Pack, SquareSum, AdamW, HostAdamW)

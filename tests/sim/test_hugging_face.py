@@ -6,6 +6,7 @@ The files in ``hugging_face/`` have the keys and values of the published ones, w
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from sim import hugging_face
 from sim.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.scope import units
 from sim.workload import ModelSpec, Workload, load_model
 
 FOLDER = Path(__file__).parent / "hugging_face"
@@ -64,6 +66,18 @@ def test_dense_models_are_read(name: str, sizes: tuple[object, ...], notes: list
     config = keys_of(name)
     assert model.rope_theta == config.get("rope_theta", 10000.0)
     assert model.norm_epsilon == config["rms_norm_eps"]
+
+
+def test_an_embedding_that_is_the_head_is_one_weight(tmp_path: Path) -> None:
+    """3,212,749,824 weights of Llama 3.2 3B, by its model card 3.21 billion; types that do not say so have two."""
+    keys = {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "intermediate_size": 8192}
+    tied = load(tmp_path, LLAMA | keys | {"head_dim": 128, "tie_word_embeddings": True})
+    for model in (tied, load_model("llama3.2-3b")):
+        workload = Workload(model=model, seq=8, scope="step", layers=model.num_layers)
+        assert sum(math.prod(unit.flat.shape(model)) for unit in units(workload)) == 3_212_749_824
+    for said in ({"tie_word_embeddings": False}, {"tie_word_embeddings": None}, {}):
+        left = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+        assert not load(tmp_path, left | said).tied_embeddings
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import x
-from sim.schedule.model.equations import back, cross_entropy, embed, linear, norm
+from sim.schedule.model.equations import Equation, back, cross_entropy, embed, linear, norm
+from sim.workload import ModelSpec
 
 ids, labels = (Tensor(name, "activation", numbers="int64") for name in ("ids", "labels"))
 h, logits = Tensor("h", "activation", ("embed",)), Tensor("logits", "activation", ("vocab",))
@@ -15,9 +18,34 @@ norm_last, w_head = Tensor("norm", "weight", ("embed",)), Tensor("w_head", "weig
 
 embedded = embed(ids, w_embed, x)
 normed = norm(x, norm_last, h, rstd)
-to_logits = linear(h, w_head, logits)
+to_logits, to_tied_logits = linear(h, w_head, logits), linear(h, w_embed, logits, transposed=True)
 scored = cross_entropy(logits, labels, loss)
 
 EMBEDDING, EMBEDDING_BACKWARD = (embedded,), back(embedded)
-HEAD, HEAD_BACKWARD = (normed, to_logits, scored), back(to_logits, normed)
-"""Of the x that leaves the last layer. All tensors are numbered as of the layer that would follow."""
+
+
+class Head(NamedTuple):
+    """What is computed of the x that leaves the last layer. All tensors are numbered as of the layer that would follow,
+    the weight of an embedding that is the head, too, as all others.
+    """
+
+    weight: Tensor
+    to_logits: Equation
+
+    @property
+    def forward(self) -> tuple[Equation, ...]:
+        """Norm, logits, loss."""
+        return normed, self.to_logits, scored
+
+    @property
+    def backward(self) -> tuple[Equation, ...]:
+        """What follows on the gradient of the logits."""
+        return back(self.to_logits, normed)
+
+
+HEAD, TIED_HEAD = Head(w_head, to_logits), Head(w_embed, to_tied_logits)
+
+
+def head_of(model: ModelSpec) -> Head:
+    """Return the head of a model."""
+    return TIED_HEAD if model.tied_embeddings else HEAD

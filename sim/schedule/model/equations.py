@@ -105,13 +105,14 @@ def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor) -> Equation:
     return Equation(RmsNorm, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor) -> Equation:
-    """Return out = x weight."""
+def linear(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool = False) -> Equation:
+    """Return out = x weight, or x weight^T."""
+    on, back_on, sides = ("nt", "nn", (d(out), x)) if transposed else ("nn", "nt", (x, d(out)))
     backward = (
-        Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", "nt"),)),
-        Equation(Gemm, f"gradient {d(weight).name}", (x, d(out)), (d(weight),), (("form", "tn"),)),
+        Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", back_on),)),
+        Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
     )
-    return Equation(Gemm, weight.name, (x, weight), (out,), (("form", "nn"),), backward=backward)
+    return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:

@@ -30,7 +30,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.params import Reduced, Room
-from sim.schedule.model.scope import LAYER, Unit, units, updated, with_options
+from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, units, updated, with_options
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
@@ -146,6 +146,8 @@ class Flat:
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
         self._sets: list[tuple[View, Values]] = []
         """Of units that are on their way."""
+        self._both_ends: dict[Unit, tuple[View, Values]] = {}
+        """The unit of both ends of the model, where it has one and this pass has gathered it."""
         self._begun = self._gathered = 0
         """How many are in this pass, and have arrived."""
         self._packed: dict[str, View] = {}
@@ -214,24 +216,34 @@ class Flat:
         assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
         self._gathered += 1
         flat, weights = self._sets.pop(0)
+        if self._gathered > 1 and unit == self._order[0]:
+            return weights
         self._b.call(f"unpack {unit.name}", unit.layer, partial(self._unpack, unit), flat, weights)
         return weights
 
     @cached_property
     def _order(self) -> tuple[Unit, ...]:
-        """In which order a pass gathers: weights of both ends once, those of layers for backward again."""
-        again = reversed(self._units[1:-1]) if self._b.workload.backward else ()
-        return (*self._units, *again)
+        """In which order a pass gathers: weights of both ends once, those of layers for backward again. A unit of both
+        ends stands where the head is needed, too, and is there already.
+        """
+        layers = layers_of(self._b.workload)
+        first, last = ends_of(self._b.workload)
+        return (first, *layers, last, *(reversed(layers) if self._b.workload.backward else ()))
 
     def _begin(self, unit: Unit) -> tuple[View, Values]:
         """Append what sends a unit's weights; return where they arrive, and where they are to be."""
+        if unit in self._both_ends:
+            return self._both_ends[unit]
         pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._units)
         if len(pool.sets) < min(alike, 1 + self._options.prefetch):
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
         flat, weights = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
         own = self._kept[unit].gathered
-        return self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, flat), weights
+        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, flat), weights
+        if unit.name == ROOT.name:
+            self._both_ends[unit] = begun
+        return begun
 
     def _room(self, unit: Unit) -> tuple[View, Values]:
         b = self._b
@@ -371,6 +383,7 @@ class Flat:
         """
         self._settle(lag=0)
         self._pools.clear()
+        self._both_ends.clear()
         self._begun = self._gathered = 0
         self._packed.clear()
         self._passes_left -= 1

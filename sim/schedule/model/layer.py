@@ -24,13 +24,13 @@ from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
 from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint
-from sim.schedule.model.ends import HEAD, HEAD_BACKWARD
+from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.saving import Saving, saving
-from sim.schedule.model.scope import Unit, units
+from sim.schedule.model.scope import Unit, layers_of
 from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import (
@@ -156,11 +156,10 @@ class LayerWriter(NamedTuple):
 
     def _passes(self) -> None:
         """Append both passes over one micro-batch."""
-        b, layers = self.b, units(self.b.workload)
+        b, layers = self.b, layers_of(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            outer, layers = (layers[0], layers[-1]), layers[1:-1]
-            ends = Loss(b, self.tokens, outer, self.params, self.tiling, chunked=self.loss == "chunked")
+            ends = Loss(b, self.tokens, self.params, self.tiling, chunked=self.loss == "chunked")
         view = ends.enter()
         for unit in layers:
             view = self._forward(unit, view)
@@ -289,7 +288,8 @@ def gemm_flops(workload: Workload, block: Block = LLAMA) -> int:
     passes = [block.forward, block.backward] if workload.backward else [block.forward]
     per_token = workload.layers * _gemm_flops((one for around in passes for part in around for one in part), workload)
     if workload.scope == "step":
-        per_token += _gemm_flops((*HEAD, *HEAD_BACKWARD), workload)
+        head = head_of(workload.model)
+        per_token += _gemm_flops((*head.forward, *head.backward), workload)
     return per_token * workload.batch * workload.seq
 
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import Accumulate
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import x
 from sim.schedule.model.ends import (
     EMBEDDING,
     EMBEDDING_BACKWARD,
-    HEAD,
-    HEAD_BACKWARD,
     h,
+    head_of,
     ids,
     labels,
     logits,
     loss,
+    norm_last,
     normed,
     rstd,
     scored,
-    to_logits,
-    w_head,
+    w_embed,
 )
 from sim.schedule.model.equations import Equation, back
 from sim.schedule.model.params import Params, Reduced, Room
-from sim.schedule.model.scope import Unit
+from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
@@ -87,23 +88,33 @@ def chunk_of_loss(tokens: int, model: ModelSpec) -> int:
 
 
 class Loss:
-    """Token ids are embedded; final norm, LM head and cross-entropy make a loss of each token, left as an output."""
+    """Token ids are embedded; final norm, LM head and cross-entropy make a loss of each token, left as an output.
+
+    Where the embedding is the head, too, its weights are gathered once, for both, and its gradients of both ends are
+    added up, as torch's autograd adds them up, before they are handed on.
+    """
 
     def __init__(
         self,
         b: ProgramBuilder,
         tokens: Tokens,
-        ends: tuple[Unit, Unit],
         params: Params,
         tiling: Tiling,
         *,
         chunked: bool,
     ) -> None:
-        self._b, self._tokens, (self._first, self._last) = b, tokens, ends
+        self._b, self._tokens, (self._first, self._last) = b, tokens, ends_of(b.workload)
+        self._head, self._layers = head_of(b.workload.model), b.workload.layers
         self._params, self._tiling, self._chunked = params, tiling, chunked
         self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
         self._weights: Values = {}
+        self._made: Values = {}
+        """Gradients of the head where its unit lacks others yet."""
+
+    @property
+    def _tied(self) -> bool:
+        return self._first == self._last
 
     def enter(self) -> View:
         """See Outside."""
@@ -114,7 +125,7 @@ class Loss:
 
     def leave(self, last: View) -> None:
         """See Outside."""
-        layer = self._last.layer
+        layer = self._layers
         given = self._b.input_of(labels.later(layer), self._tokens)
         self._weights = self._params.gather(self._last)
         self._kept = self._b.call("loss", layer, self._score, last, given, self._weights)
@@ -123,14 +134,15 @@ class Loss:
     def _score(self, last: View, given: View, weights: Values) -> Values:
         if self._chunked:
             return self._score_in_chunks(last, given, weights)
-        made = self._written(HEAD, self._last.layer, {x: last, labels: given, **weights})
+        made = self._written(self._head.forward, self._layers, {x: last, labels: given, **weights})
         return {tensor: made[tensor] for tensor in (x, rstd, h, d(logits), loss)}
 
     def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
         """Append the loss of some tokens at a time, with the gradients of the head, so that no more of the logits is
         held (arXiv:2410.10989 §3.2).
         """
-        b, layer, count = self._b, self._last.layer, num_tokens(self._tokens)
+        b, layer, count = self._b, self._layers, num_tokens(self._tokens)
+        w_head, to_logits = self._head
         whole = self._written((normed,), layer, {x: last, **weights})
         whole |= {labels: given, loss: b.new(loss, count), d(h): b.new(d(h), count)}
         size, stop = chunk_of_loss(count, b.workload.model), 0
@@ -146,27 +158,45 @@ class Loss:
 
     def enter_backward(self) -> View:
         """See Outside."""
-        layer, back = self._last.layer, self._back_from_loss
+        layer, back = self._layers, self._back_from_loss
+        if self._tied:
+            dx, self._made = self._b.call("back from the loss", layer, self._back_to_last, self._kept, self._weights)
+            return dx
         room = self._params.room(self._last)
         dx, reduced = self._b.call("back from the loss", layer, back, self._kept, self._weights, room)
         self._params.keep(self._last, reduced)
         return dx
 
     def _back_from_loss(self, kept: Values, weights: Values, room: Room) -> tuple[View, Reduced]:
-        layer = self._last.layer
+        dx, _ = self._back_to_last(kept, weights)
+        return dx, self._params.reduced(self._last, room)
+
+    def _back_to_last(self, kept: Values, weights: Values) -> tuple[View, Values]:
+        """Append what gives the gradients of the last layer's output and of the head; return them."""
+        layer, gradients = self._layers, [d(weight) for weight in (norm_last, self._head.weight)]
         if self._chunked:
-            self._params.reduce(d(w_head).later(layer), kept[d(w_head)])
-        made = self._written(back(normed) if self._chunked else HEAD_BACKWARD, layer, {**kept, **weights})
-        return made[d(x)], self._params.reduced(self._last, room)
+            self._params.reduce(gradients[1].later(layer), kept[gradients[1]])
+        made = self._written(back(normed) if self._chunked else self._head.backward, layer, {**kept, **weights})
+        return made[d(x)], {gradient: made[gradient] for gradient in gradients}
 
     def leave_backward(self, first: View) -> None:
         """See Outside."""
         room = self._params.room(self._first)
-        reduced = self._b.call("back to the embedding", 0, self._back_to_embedding, self._ids, first, room)
-        self._params.keep(self._first, reduced)
+        call = partial(self._b.call, "back to the embedding", 0)
+        back, tied = self._back_to_embedding, self._back_to_tied_embedding
+        given = (self._ids, first, room)
+        self._params.keep(self._first, call(tied, *given, self._made) if self._tied else call(back, *given))
 
     def _back_to_embedding(self, given: View, first: View, room: Room) -> Reduced:
         self._written(EMBEDDING_BACKWARD, 0, {ids: given, d(x): first})
+        return self._params.reduced(self._first, room)
+
+    def _back_to_tied_embedding(self, given: View, first: View, room: Room, of_head: Values) -> Reduced:
+        made = self._written(EMBEDDING_BACKWARD, 0, {ids: given, d(x): first})
+        table = d(w_embed)
+        self._b.add(Accumulate(label=f"add {table.name} of both ends", source=made[table], into=of_head[table]))
+        for gradient, view in of_head.items():
+            self._params.reduce(gradient, view)
         return self._params.reduced(self._first, room)
 
     def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:

@@ -13,7 +13,7 @@ from sim.schedule.model.ends import (
     EMBEDDING,
     EMBEDDING_BACKWARD,
     HEAD,
-    HEAD_BACKWARD,
+    TIED_HEAD,
     ids,
     labels,
     loss,
@@ -65,14 +65,19 @@ def updated(tensor: Tensor) -> Tensor:
     return tensor._replace(name=f"new {tensor.name}", kind="updated", parts=tuple(map(updated, tensor.parts)))
 
 
-LAYER, EMBEDDED, HEADED = (
+LAYER, EMBEDDED, HEADED, ROOT = (
     Unit("weights", LLAMA.weights),
     Unit("embedding", (w_embed,)),
     Unit("head", (norm_last, w_head)),
+    Unit("root", (w_embed, norm_last)),
 )
+"""The last one has both ends of a model whose embedding is its head, too: a weight is in one unit only, so that FSDP
+shards and gathers them as one (pytorch/torchtitan models/llama3/infra/parallelize.py, enable_weight_tying). It counts
+as of layer 0.
+"""
 
 
-UNIT_KINDS = (LAYER, EMBEDDED, HEADED)
+UNIT_KINDS = (LAYER, EMBEDDED, HEADED, ROOT)
 """All that there are, as of the first layer."""
 
 
@@ -82,10 +87,26 @@ def units(workload: Workload) -> tuple[Unit, ...]:
     layers = tuple([LAYER._replace(layer=layer) for layer in range(workload.layers)])
     if workload.scope != "step":
         return layers if workload.scope == "layer" else ()
-    return (EMBEDDED, *layers, HEADED._replace(layer=workload.layers))
+    return (
+        (ROOT, *layers)
+        if workload.model.tied_embeddings
+        else (EMBEDDED, *layers, HEADED._replace(layer=workload.layers))
+    )
 
 
-_GROUPS = (LLAMA.equations, EMBEDDING, EMBEDDING_BACKWARD, HEAD, HEAD_BACKWARD)
+def layers_of(workload: Workload) -> tuple[Unit, ...]:
+    """Return the weights of layers alone."""
+    return tuple([unit for unit in units(workload) if unit.name == LAYER.name])
+
+
+def ends_of(workload: Workload) -> tuple[Unit, Unit]:
+    """Return the units of the embedding and of the head of a training step, which may be one."""
+    found = units(workload)
+    return found[0], found[0] if workload.model.tied_embeddings else found[-1]
+
+
+_HEADS = tuple(equation for head in (HEAD, TIED_HEAD) for equation in (*head.forward, *head.backward))
+_GROUPS = (LLAMA.equations, EMBEDDING, EMBEDDING_BACKWARD, _HEADS)
 EQUATIONS = tuple(equation for group in _GROUPS for equation in group)
 """All that a step computes of tokens."""
 _OF_TOKENS = (lse, *(tensor for one in EQUATIONS for tensor in (*one.operands, *one.results)))

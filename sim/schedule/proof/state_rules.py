@@ -10,9 +10,11 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.scope import UNIT_KINDS, Unit, tensor_of, units, updated
+from sim.schedule.model.ends import w_embed
+from sim.schedule.model.scope import ROOT, UNIT_KINDS, Unit, tensor_of, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Box, Content, Piece, brief
+from sim.schedule.proof.contents import Box, Content, Piece, Seen, brief
+from sim.schedule.proof.token_rules import behind
 from sim.workload import ModelSpec, Workload
 
 
@@ -59,11 +61,24 @@ class StateRules(NamedTuple):
             raise ScheduleError(
                 f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
             )
-        seen = pieces[0].content.seen
-        if any(piece.content.seen != seen for piece in pieces):
+        seen, *others = [self._seen(piece.content, twice=unit == ROOT) for piece in pieces]
+        if any(other != seen for other in others):
             raise ScheduleError("packs gradients that are sums over different tokens")
         flat = _whole(d(unit.flat), self._model, layer)
         return flat._replace(content=flat.content._replace(seen=seen))
+
+    def _seen(self, content: Content, *, twice: bool) -> Seen:
+        """Return the tokens and sequences that a gradient is a sum over, those of a weight at both ends once; raises
+        ScheduleError where one end has others than the other (``TokenRules``).
+        """
+        if not twice or content.tensor != d(w_embed).name:
+            return content.seen
+        later = behind(self.workload.seq)
+        head = tuple([(tokens.moved(-later), batch) for tokens, batch in content.seen if tokens.start >= later])
+        embedding = tuple([box for box in content.seen if box[0].start < later])
+        if head != embedding:
+            raise ScheduleError(f"packs {brief(content)}, to which head and embedding do not add of the same tokens")
+        return embedding
 
     def _square(self, pieces: list[Piece]) -> list[Piece]:
         """Return the sum of squares of some rows of a flat gradient."""

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, Tokens
-from sim.schedule.ir.ops import Accumulate, Op, TokenKernel
-from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.scope import EQUATIONS, TERMS, tensor_of, terms_of
+from sim.schedule.ir.ops import Accumulate, Gemm, Op, TokenKernel
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.ends import w_embed
+from sim.schedule.model.scope import EQUATIONS, ROOT, TERMS, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
 from sim.workload import ModelSpec
@@ -25,6 +26,8 @@ _NUMBERS = {
     _key(one.kind, one.variant, [(tensor.name, tensor.layer) for tensor in one.operands]): number
     for number, one in enumerate(EQUATIONS)
 }
+_AT_ENDS = {weight.name for weight in ROOT.weights}
+_GRADIENTS_AT_ENDS = {d(weight).name for weight in ROOT.weights}
 
 
 class TokenRules(NamedTuple):
@@ -76,12 +79,13 @@ class TokenRules(NamedTuple):
     def _combined(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the results of one kernel on the same tokens of each operand."""
         variant = tuple((name, getattr(op, name)) for name in ("form", "inverse") if name in op.__struct_fields__)
+        tokens = [piece for piece in operands if not _is_weight(piece)]
+        operands = [self._of_layer(tokens[0].content.layer, piece) for piece in operands]
         number = _NUMBERS.get(_key(type(op), variant, [piece.content[:2] for piece in operands]))
         if number is None:
             kind = " ".join([type(op).__name__, *(f"{name}={value}" for name, value in variant)])
             spelled = ", ".join(f"{piece.content.tensor} of layer {piece.content.layer}" for piece in operands)
             raise ScheduleError(f"{kind} of {spelled} is no equation of the layer")
-        tokens = [piece for piece in operands if not _is_weight(piece)]
         first = tokens[0]
         for piece in tokens:
             if piece.content.at != first.content.at:
@@ -90,9 +94,14 @@ class TokenRules(NamedTuple):
         layer = operands[0].content.layer - equation.operands[0].layer
         return [[self._result(number, tensor.later(layer), first)] for tensor in equation.results]
 
+    def _of_layer(self, layer: int, piece: Piece) -> Piece:
+        """Return a weight that stands at both ends of the model as one of the layer where it is used."""
+        at_ends = self.model.tied_embeddings and piece.content.tensor in _AT_ENDS
+        return piece._replace(content=piece.content._replace(layer=layer)) if at_ends else piece
+
     def _result(self, number: int, tensor: Tensor, tokens: Piece) -> Piece:
         """Return what an equation makes of tokens: a tensor of the same tokens, or their part in the gradient of a
-        weight.
+        weight. Of a weight at both ends that of the head has seen the tokens behind those of the sequence.
         """
         batch, rows, *_ = tokens.content.at
         inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
@@ -100,9 +109,20 @@ class TokenRules(NamedTuple):
         at = (batch, rows, *inner)
         if tensor.of_weight:
             (own,) = tensor.rows(self.model)
-            at, seen, b, s = (ONE, own, *inner), ((rows, batch),), (0, 1), (0, own.size)
+            twice = tensor.name == d(w_embed).name and EQUATIONS[number].kind is Gemm
+            seen = ((rows.moved(behind(self.attention.seq)) if twice else rows, batch),)
+            at, b, s = (ONE, own, *inner), (0, 1), (0, own.size)
+            if self.model.tied_embeddings and tensor.name in _GRADIENTS_AT_ENDS:
+                tensor = tensor._replace(layer=0)
         heads, width = inner
         return Piece((b, s, (0, heads.size), (0, width.size)), Content(tensor.name, tensor.layer, at, seen))
+
+
+def behind(seq: int) -> int:
+    """Return by how much later the tokens are numbered that the head adds to the gradient of a weight at both ends: so
+    much that no span of them continues one of the sequence.
+    """
+    return 2 * seq
 
 
 def _is_weight(piece: Piece) -> bool:
