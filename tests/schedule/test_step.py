@@ -111,6 +111,13 @@ def test_replicas(stage: int) -> None:
         is_exact("ulysses", 4, step(), dp=2, zero_stage=stage, shards=shards)
 
 
+@pytest.mark.parametrize(("layers", "prefetch"), [(1, 2), (2, 3), (3, 9)])
+def test_no_more_is_gathered_ahead_than_there_are_layers(layers: int, prefetch: int) -> None:
+    """Weights of a layer that forward still uses would be those that backward asks for."""
+    few, many = (is_exact("ring", 2, step(layers=layers), prefetch=ahead) for ahead in (layers, prefetch))
+    assert few.schedule.program(0) == many.schedule.program(0)
+
+
 def test_ranks_without_context_parallelism_share_weights() -> None:
     """FSDP alone: each of four ranks has a sequence of its own, and a quarter of all states."""
     checked = is_exact("single", 4, step(), dp=4)

@@ -143,6 +143,8 @@ class Flat:
         if self._stage < 3:
             whole = {unit: partial(self._whole, unit) for unit in self._units}
             self._weights = {unit: b.call(unit.name, unit.layer, made) for unit, made in whole.items()}
+        self._ahead = min(options.prefetch, b.workload.layers)
+        """Units that are gathered ahead: more would need the buffers of layers that are in use."""
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
         self._sets: list[tuple[View, Values]] = []
         """Of units that are on their way."""
@@ -210,7 +212,7 @@ class Flat:
         """
         if self._stage < 3:
             return self._weights[unit]
-        for ahead in self._order[self._begun : self._gathered + 1 + self._options.prefetch]:
+        for ahead in self._order[self._begun : self._gathered + 1 + self._ahead]:
             self._sets.append(self._begin(ahead))
             self._begun += 1
         assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
@@ -235,7 +237,7 @@ class Flat:
         if unit in self._both_ends:
             return self._both_ends[unit]
         pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._units)
-        if len(pool.sets) < min(alike, 1 + self._options.prefetch):
+        if len(pool.sets) < min(alike, 1 + self._ahead):
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
         flat, weights = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
