@@ -163,14 +163,23 @@ def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec
     stands a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
     """
     data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
+    unset = _unset_flags(spec)
+    data |= dict.fromkeys(unset, False)
     for path, text in changes:
         _replace(data, path, text, where)
+    data = {name: value for name, value in data.items() if value or name not in unset}
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
         at = [(path, text) for path, text in changes if _told(error)[1] == ".".join(_keys(path))]
         given = ", ".join(f"{_option(where, path)}={text}" for path, text in at or changes)
         raise InputError(f"{given}: {explained(error, type(spec), None if at else data)}") from error
+
+
+def _unset_flags(spec: object) -> set[str]:
+    """Return the fields of a struct that may be true, and are left out where they are not."""
+    fields = msgspec.structs.fields(spec) if isinstance(spec, msgspec.Struct) else ()
+    return {one.name for one in fields if getattr(spec, one.name) is msgspec.UNSET and bool in get_args(one.type)}
 
 
 def _keys(path: str) -> list[str]:

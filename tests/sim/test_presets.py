@@ -65,6 +65,14 @@ def test_wrong_overrides(path: str, text: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_flag_that_is_left_out_can_be_set() -> None:
+    tiny, tied = load_model("tiny"), override(load_model("tiny"), [("tied_embeddings", "true")], "--set")
+    assert not tiny.tied_embeddings
+    assert tied.tied_embeddings is True
+    assert not override(tied, [("tied_embeddings", "false")], "--set").tied_embeddings
+    assert override(tiny, [("tied_embeddings", "false")], "--set") == tiny
+
+
 def test_heads_that_do_not_divide_after_an_override() -> None:
     with pytest.raises(InputError, match="num_kv_heads 3 does not divide num_heads 8: allowed are 1, 2, 4, 8"):
         override(load_model("tiny"), [("num_kv_heads", "3")], "--set")
