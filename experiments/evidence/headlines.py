@@ -102,11 +102,11 @@ def _coverage(cells: Sequence[Judged]) -> float | None:
 
 
 def _published(evidence: Evidence) -> Iterator[Headline]:
-    """Yield the row of a case file; where some of its groups are judged together, one of these, and of each other;
-    none where only memory is known.
+    """Yield the row of a case file; where some of its groups are judged together, one of these, and of each other; none
+    where only memory is known, or ops were timed and no steps.
     """
     file, found = evidence.file, evidence.found
-    if not file.group:
+    if all(one.case.measure for one in found):
         return
     if not file.together:
         yield _headline(file.title, found, file.target)
