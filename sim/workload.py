@@ -85,6 +85,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mask: MaskName = "causal"
     window: Count | None = None
     """Sliding window: a query sees itself and the W - 1 tokens before it (with mask full also those after it)."""
+    documents: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of each document of a packed sequence, in order; all sequences share them. No token attends to another
+    document, positions restart in each, and its last token has no label. Unset where there is one: then it is not in
+    the JSON of schedules, whose hashes are those of before there were documents."""
     padding: Annotated[int, Meta(ge=0)] = 0
     """How many of the last tokens of ``seq`` only fill up the layout: zeros, with gradients of zero."""
     dtype: Dtype = "fp32"
@@ -111,12 +115,32 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{self.padding} tokens of padding in {self.seq} under mask {self.mask}: under a causal mask the last "
                 f"tokens may be padding, since no other sees them; set `mask` causal, or a `seq` that divides"
             )
+        self._require_documents()
         if self.scope == "layer" and self.passes == "backward":
             raise InputError("pass backward: layers need their forward pass; set `passes` both, or `scope` attention")
         if self.scope == "step" and self.passes != "both":
             raise InputError(f"pass {self.passes}: a training step has both; set `passes` both, or `scope` layer")
-        if self.scope == "step" and self.real_seq < 2:
-            raise InputError("a sequence of 1 token has no next one to predict: set a longer `seq`")
+        if self.scope == "step" and self.num_labels < 1:
+            what = "documents of 1 token each have" if self.documents else "a sequence of 1 token has"
+            raise InputError(f"{what} no next one to predict: set a longer `seq`")
+
+    def _require_documents(self) -> None:
+        """Raise InputError for documents without tokens, or that do not fill the sequence."""
+        if self.documents is msgspec.UNSET:
+            return
+        for index, size in enumerate(self.documents):
+            if size < 1:
+                raise InputError(f"`documents`: document {index} has {size} tokens: expected 1 or more; leave it out")
+        if sum(self.documents) != self.real_seq:
+            raise InputError(
+                f"`documents` have {sum(self.documents)} tokens in all: expected the {self.real_seq} of the sequence; "
+                f"set `seq` to their sum"
+            )
+
+    @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Tokens of each document; those of the sequence where it is one."""
+        return (self.real_seq,) if self.documents is msgspec.UNSET else self.documents
 
     @property
     def real_seq(self) -> int:
@@ -126,7 +150,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def num_labels(self) -> int:
         """Tokens of one group that have a next one to predict."""
-        return self.batch * (self.real_seq - 1)
+        return self.batch * (self.real_seq - len(self.document_lengths))
 
     @property
     def forward(self) -> bool:

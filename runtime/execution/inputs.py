@@ -50,9 +50,11 @@ def global_ids(span: Span, workload: Workload) -> torch.Tensor:
 
 
 def global_labels(span: Span, workload: Workload) -> torch.Tensor:
-    """Return the labels of some tokens: (B, tokens), the id of the next one; none of the last one and of padding."""
+    """Return the labels of some tokens: (B, tokens), the id of the next one; none of last ones and padding."""
     behind = global_ids(Span(span.start + 1, span.stop + 1, span.step), workload)
-    return behind.masked_fill(torch.arange(*span) >= workload.real_seq - 1, NO_LABEL)
+    positions, ends = torch.arange(*span), torch.tensor(workload.document_lengths).cumsum(0)
+    last = (positions >= workload.real_seq - 1) | torch.isin(positions, ends - 1)
+    return behind.masked_fill(last, NO_LABEL)
 
 
 def global_weight(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:

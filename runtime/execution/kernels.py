@@ -10,6 +10,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.dense import run_token_kernel
+from runtime.execution.packed import packed_backward, packed_forward
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
@@ -98,7 +99,9 @@ def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str
     name = attention.name
     results: tuple[torch.Tensor, ...]
     if op.kernel == "flash":
-        results = attention.forward(q, k, v, op.band)
+        results = (
+            packed_forward(attention, (q, k, v), op.documents) if op.documents else attention.forward(q, k, v, op.band)
+        )
     elif op.kernel == "memory-efficient":
         results, name = chunked_forward(q, k, v, op.band), "eager chunks"
     elif op.kernel == "standard":
@@ -120,7 +123,12 @@ def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: Attent
         out = delta
         if op.delta:
             out, name = with_delta(delta, dout), f"{name}, out from delta"
-        grads = attention.backward((q, k, v, out, lse), dout, op.band)
+        saved = q, k, v, out, lse
+        grads = (
+            packed_backward(attention, saved, dout, op.documents)
+            if op.documents
+            else attention.backward(saved, dout, op.band)
+        )
     else:
         if op.out:
             out, delta = delta, torch.empty_like(lse)

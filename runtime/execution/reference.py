@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sim.optimiser import ADAM
-from sim.schedule.ir.masks import Band
+from sim.schedule.ir.masks import Band, Documents, Mask
 from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
@@ -34,7 +34,7 @@ class Reference(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, band: Band, positions: range | None = None
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, mask: Mask, positions: range | None = None
 ) -> Reference:
     """Return attention of q (B, S_q, H, D) to k, v (B, S_k, H_kv, D) and, if dout is given, its gradients.
 
@@ -47,7 +47,7 @@ def attention(
     scale = q.shape[-1] ** -0.5
     for begin in range(0, q.shape[1], _QUERIES):
         some = slice(begin, begin + _QUERIES)
-        keep = _kept(band, (positions or range(q.shape[1]))[some], k.shape[1])
+        keep = _kept(mask, (positions or range(q.shape[1]))[some], k.shape[1])
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
             g = h // group
             scores = (q[b, some, h] @ k[b, :, g].T * scale).masked_fill_(~keep, -torch.inf)
@@ -65,7 +65,7 @@ def attention(
 
 
 def layers(
-    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, band: Band
+    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, mask: Mask
 ) -> dict[tuple[str, int], Tensor]:
     """Return what leaves a stack of Llama's layers and, if its gradient dx (B, S, E) is given, all gradients.
 
@@ -75,7 +75,7 @@ def layers(
     first = x.requires_grad_()
     _learn(weights)
     for of_layer in weights:
-        x = _layer(of_layer, x, model, band)
+        x = _layer(of_layer, x, model, mask)
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
@@ -86,7 +86,7 @@ def layers(
 
 
 def step(
-    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, band: Band
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, mask: Mask
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
@@ -97,7 +97,7 @@ def step(
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
     x = torch.nn.functional.embedding(ids, first["w_embed"])
     for of_layer in inner:
-        x = _layer(of_layer, x, model, band)
+        x = _layer(of_layer, x, model, mask)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
@@ -133,7 +133,7 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, band: Band) -> Tensor:
+def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     """Return what leaves one layer (arXiv:2302.13971 §2.2)."""
     heads, kv_heads, group = model.num_heads, model.num_kv_heads, model.num_heads // model.num_kv_heads
 
@@ -144,34 +144,45 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, band: Band) -> Ten
         return tokens.unflatten(-1, (count, model.head_dim)).transpose(1, 2)
 
     h = norm(x, w["norm1"])
-    q, k = (_turned(split(h @ w[name], count), model) for name, count in (("wq", heads), ("wk", kv_heads)))
+    q, k = (_turned(split(h @ w[name], count), model, mask) for name, count in (("wq", heads), ("wk", kv_heads)))
     v = split(h @ w["wv"], kv_heads)
     scores = q @ k.repeat_interleave(group, dim=1).mT * model.head_dim**-0.5
-    kept = scores.masked_fill(~_kept(band, range(x.shape[1]), x.shape[1]), -torch.inf)
+    kept = scores.masked_fill(~_kept(mask, range(x.shape[1]), x.shape[1]), -torch.inf)
     out = torch.softmax(kept, dim=-1) @ v.repeat_interleave(group, dim=1)
     x = x + out.transpose(1, 2).flatten(2) @ w["wo"]
     h = norm(x, w["norm2"])
     return x + (torch.nn.functional.silu(h @ w["w_gate"]) * (h @ w["w_up"])) @ w["w_down"]
 
 
-def _turned(x: Tensor, model: ModelSpec) -> Tensor:
+def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     """Return (B, H, S, D) with rotary embedding, as complex numbers (arXiv:2104.09864 §3.2.2), halves paired."""
     low, high = x.chunk(2, dim=-1)
     frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
-    angles = torch.outer(torch.arange(x.shape[2], dtype=x.dtype), frequencies)
+    positions = torch.arange(x.shape[2])
+    if not isinstance(mask, Band):
+        positions -= torch.tensor(mask.edges)[_document(positions, mask)]
+    angles = torch.outer(positions.to(x.dtype), frequencies)
     turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def _kept(band: Band, queries: range, num_keys: int) -> Tensor:
-    """Return which pairs of some queries and all keys a band keeps."""
+def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:
+    """Return which pairs of some queries and all keys a mask keeps."""
     rows, columns = torch.tensor(queries)[:, None], torch.arange(num_keys)[None, :]
     keep = torch.ones(len(queries), num_keys, dtype=torch.bool)
+    band = mask if isinstance(mask, Band) else mask.band
+    if isinstance(mask, Documents):
+        keep &= _document(rows, mask) == _document(columns, mask)
     if band.right is not None:
         keep &= columns <= rows + band.right
     if band.left is not None:
         keep &= columns >= rows - band.left
     return keep
+
+
+def _document(positions: Tensor, mask: Documents) -> Tensor:
+    """Return the number of the document of each position."""
+    return torch.bucketize(positions, torch.tensor(mask.edges), right=True) - 1
 
 
 def relative_error(value: Tensor, exact: Tensor, whole: Tensor | None = None) -> float:

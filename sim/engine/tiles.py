@@ -35,17 +35,39 @@ def busiest(use: KernelUse, sms: float) -> Load:
     Blocks that are all alike run in whole waves; those of a mask, which are not, fill each other's gaps, but none is
     divided. Scores that the diagonal cuts are computed as whole pairs.
     """
+    work = _work(use)
+    if use.variant == "full" and not use.documents:
+        waves = math.ceil(work.tiles / sms)
+        return Load(waves, waves * work.longest)
+    return Load(max(1.0, work.tiles / sms), max(work.longest, work.pairs / sms))
+
+
+class _Work(NamedTuple):
+    """What all SMs do, and the pairs of the longest tile."""
+
+    tiles: int
+    pairs: float
+    longest: float
+
+
+def _work(use: KernelUse) -> _Work:
+    """Return the work of a kernel; of one with several documents the sum of theirs."""
+    if use.documents:
+        each = [(_work(one), count) for one, count in use.documents]
+        return _Work(
+            sum(one.tiles * count for one, count in each),
+            sum(one.pairs * count for one, count in each),
+            max(one.longest for one, _ in each),
+        )
     batch, queries, keys, heads, _, head_dim = use.shape
     backward = use.kernel == "attention_backward"
     rows, columns = (-(-n // TILE) for n in ((keys, queries) if backward else (queries, keys)))
     tiles = batch * heads * rows
     if use.variant == "full":
-        waves = math.ceil(tiles / sms)
-        return Load(waves, waves * columns)
+        return _Work(tiles, tiles * columns, columns)
     per_pair = (10 if backward else 4) * head_dim * TILE * TILE
     pairs = use.flops / per_pair + tiles / 2
-    longest = columns if use.variant == "causal" else min(columns, 2 * pairs / tiles + 1)
-    return Load(max(1.0, tiles / sms), max(longest, pairs / sms))
+    return _Work(tiles, pairs, columns if use.variant == "causal" else min(columns, 2 * pairs / tiles + 1))
 
 
 def tiled_s(model: TileModel, use: KernelUse, sms: float, scale: float = 1.0) -> float:

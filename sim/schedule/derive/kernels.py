@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.derive.tiles import tiles
-from sim.schedule.ir.masks import FULL, Band, Span, count_pairs
+from sim.schedule.ir.masks import FULL, Band, DocumentBlock, Span, count_pairs
 from sim.schedule.ir.ops import (
     Attend,
     AttendBackward,
@@ -55,6 +55,9 @@ class KernelUse(NamedTuple):
     loop: tuple[tuple[KernelUse, int], ...] = ()
     """Of a loop over tiles the kernels that it runs, and how often each; ``flops`` and ``hbm_bytes`` are theirs."""
 
+    documents: tuple[tuple[KernelUse, int], ...] = ()
+    """Of attention to several documents in one kernel what each alone would be, and how many are alike."""
+
     @property
     def each(self) -> tuple[tuple[KernelUse, int], ...]:
         """The kernels that are run, and how often each: itself once, where it is no loop."""
@@ -80,6 +83,8 @@ class KernelUse(NamedTuple):
         """
         if not self.fused_attention:
             return None
+        if self.documents:
+            return sum((use.tiles or 0) * n for use, n in self.documents)
         batch, queries, keys, heads, _, _ = self.shape
         return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // TILE)
 
@@ -122,7 +127,11 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
     if isinstance(op, Attend | AttendBackward):
         backward = isinstance(op, AttendBackward)
         size = (program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
-        return attention_use(backward, *size) if op.kernel == "flash" else unfused_use(op.kernel, backward, *size)
+        return (
+            attention_use(backward, *size, op.documents or ())
+            if op.kernel == "flash"
+            else unfused_use(op.kernel, backward, *size)
+        )
     if isinstance(op, Gemm):
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
@@ -179,7 +188,13 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
 
 @lru_cache(maxsize=4096)
 def attention_use(
-    backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int, kv_heads: int, band: Band
+    backward: bool,
+    dtype: Dtype,
+    q_shape: tuple[int, ...],
+    num_keys: int,
+    kv_heads: int,
+    band: Band,
+    parts: tuple[DocumentBlock, ...] = (),
 ) -> KernelUse:
     """Return the fused attention kernel for q of shape (B, S_q, H, D) and keys (B, S_k, H_kv, D).
 
@@ -187,6 +202,21 @@ def attention_use(
     arXiv:2307.08691 §4.1).
     """
     batch, queries, heads, head_dim = q_shape
+    if parts:
+        each = tuple(
+            (attention_use(backward, dtype, (batch, part.rows, heads, head_dim), part.columns, kv_heads, part.band), n)
+            for part, n in Counter(parts).items()
+            if part.rows and part.columns
+        )
+        variants = {use.variant for use, _ in each}
+        shape, moved = _attention_operands(backward, DTYPE_BYTES[dtype], q_shape, num_keys, kv_heads)
+        return each[0][0]._replace(
+            variant=variants.pop() if len(variants) == 1 else "masked",
+            shape=shape,
+            flops=sum(use.flops * n for use, n in each),
+            hbm_bytes=moved,
+            documents=each,
+        )
     pairs = count_pairs(band, Span(0, queries), Span(0, num_keys)) * batch * heads
     size = DTYPE_BYTES[dtype]
     variant = mask_variant(band, queries, num_keys)

@@ -2,12 +2,16 @@
 
 A ``Span`` is an arithmetic progression of positions, so a contiguous slice and every P-th token are one idea. A
 ``Band`` keeps key j for query i iff ``i - left <= j <= i + right``; None is no limit on that side. The same band
-describes a whole sequence (positions) and one block of it (row and column indices of the block).
+describes a whole sequence (positions) and one block of it (row and column indices of the block). ``Documents`` of a
+packed sequence keep to themselves: their mask is a rectangle each, and in a block one ``DocumentBlock`` each.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -53,20 +57,89 @@ FULL = Band()
 CAUSAL = Band(right=0)
 
 
-def mask_of(workload: Workload) -> Band:
+class Documents(NamedTuple):
+    """Keep what the band keeps of pairs within one document of a packed sequence."""
+
+    band: Band
+    edges: tuple[int, ...]
+    """Where each document begins, and where the last one ends."""
+
+
+Mask = Band | Documents
+
+
+class DocumentBlock(NamedTuple):
+    """One document's share of a block: some rows and columns after those of the part before, as ``cu_seqlens`` of
+    variable-length kernels have them, and the band between them by indices of their own.
+    """
+
+    rows: int
+    columns: int
+    band: Band
+
+
+def mask_of(workload: Workload) -> Mask:
     """Return the mask of a whole sequence; a window of W keeps W tokens on each side that the mask keeps, the token
-    itself among them (arXiv:2310.06825 §2).
+    itself among them (arXiv:2310.06825 §2). Padding belongs to the last document.
     """
     reach = None if workload.window is None else workload.window - 1
-    return Band(left=reach, right=0 if workload.mask == "causal" else reach)
+    band = Band(left=reach, right=0 if workload.mask == "causal" else reach)
+    lengths = workload.document_lengths
+    if len(lengths) == 1:
+        return band
+    return Documents(band, (0, *accumulate(lengths[:-1]), workload.seq))
 
 
-def count_pairs(band: Band, queries: Span, keys: Span) -> int:
-    """Return how many (query, key) pairs the band keeps, exactly and in time independent of the lengths.
+def meeting(mask: Documents, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
+    """Yield which of these queries and keys, by their numbers, belong to each document from the first to the last one
+    that has both; one between may lack either where strides leave it out.
+    """
+    edges = mask.edges
+    first = bisect_right(edges, max(queries.start, keys.start)) - 1
+    last = bisect_right(edges, min(span.stop - span.step for span in (queries, keys))) - 1
+    for low, high in zip(edges[first : last + 1], edges[first + 1 : last + 2], strict=True):
+        rows, columns = (slice(_before(span, low), _before(span, high)) for span in (queries, keys))
+        yield rows, columns
+
+
+def _before(span: Span, position: int) -> int:
+    """Return how many positions of a span lie before one."""
+    return min(max(-((span.start - position) // span.step), 0), span.size)
+
+
+def restarted(tokens: Tokens, mask: Mask) -> Tokens:
+    """Return the positions of tokens within their documents, which rotary embeddings turn by.
+
+    >>> restarted((Span(2, 6),), Documents(CAUSAL, (0, 4, 8)))
+    (Span(start=2, stop=4, step=1), Span(start=0, stop=2, step=1))
+    """
+    if isinstance(mask, Band):
+        return tokens
+    found = []
+    for span in tokens:
+        for rows, _ in meeting(mask, span, span):
+            if rows.start < rows.stop:
+                part = span.part(rows.start, rows.stop)
+                found.append(part.moved(-mask.edges[bisect_right(mask.edges, part.start) - 1]))
+    return tuple(found)
+
+
+def count_pairs(mask: Mask, queries: Span, keys: Span) -> int:
+    """Return how many (query, key) pairs the mask keeps, exactly and in time independent of the lengths; it grows with
+    the number of documents that have both.
 
     >>> count_pairs(CAUSAL, Span(0, 8), Span(0, 8))
     36
+    >>> count_pairs(Documents(CAUSAL, (0, 4, 8)), Span(0, 8), Span(0, 8))
+    20
     """
+    if isinstance(mask, Documents):
+        return sum(
+            count_pairs(mask.band, queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop))
+            for rows, columns in meeting(mask, queries, keys)
+            if rows.start < rows.stop and columns.start < columns.stop
+        )
+    band = mask
     total = queries.size * keys.size if band.right is None else _at_most(band.right, queries, keys)
     return total if band.left is None else total - _at_most(-band.left - 1, queries, keys)
 
@@ -126,6 +199,51 @@ def same_pairs(a: Band, b: Band, num_queries: int, num_keys: int) -> bool:
         return True
     both = Band(_least(a.left, b.left), _least(a.right, b.right))
     return count_pairs(a, rows, columns) == count_pairs(b, rows, columns) == count_pairs(both, rows, columns)
+
+
+@lru_cache(maxsize=65536)
+def keeps_documents(
+    mask: Mask, parts: tuple[DocumentBlock, ...], queries: Span, keys: Span, first_row: int, first_column: int
+) -> bool:
+    """Return whether the parts of a block keep of these queries and keys, which lie from a row and a column of it on,
+    what the mask keeps: as many pairs, and all of them its own.
+    """
+    documents = Documents(mask, (0, max(queries.stop, keys.stop))) if isinstance(mask, Band) else mask
+    given = both = 0
+    ends = _ends(parts)
+    for at in range(bisect_right(ends, first_row), min(bisect_left(ends, first_row + queries.size) + 1, len(parts))):
+        row, column = ends[at] - parts[at].rows - first_row, _ends(parts, 1)[at] - parts[at].columns - first_column
+        some, others = _clip(row, parts[at].rows, queries.size), _clip(column, parts[at].columns, keys.size)
+        if some.start >= some.stop or others.start >= others.stop:
+            continue
+        mine, theirs = queries.part(some.start, some.stop), keys.part(others.start, others.stop)
+        band = moved_band(parts[at].band, some.start - row, others.start - column)
+        given += count_pairs(band, Span(0, mine.size), Span(0, theirs.size))
+        for rows, columns in meeting(documents, mine, theirs):
+            if rows.start == rows.stop or columns.start == columns.stop:
+                continue
+            q, k = mine.part(rows.start, rows.stop), theirs.part(columns.start, columns.stop)
+            wanted, kept = block_band(documents.band, q, k), moved_band(band, rows.start, columns.start)
+            if wanted is not None:
+                common = Band(_least(wanted.left, kept.left), _least(wanted.right, kept.right))
+                both += count_pairs(common, Span(0, q.size), Span(0, k.size))
+    return given == both == count_pairs(mask, queries, keys)
+
+
+def moved_band(band: Band, rows: int, columns: int) -> Band:
+    """Return a band by the indices of a block that begins so many rows and columns later."""
+    left = None if band.left is None else band.left - rows + columns
+    return Band(left, None if band.right is None else band.right + rows - columns)
+
+
+@lru_cache(maxsize=4096)
+def _ends(parts: tuple[DocumentBlock, ...], side: int = 0) -> tuple[int, ...]:
+    """Return where the rows of each part end, or (side 1) its columns."""
+    return tuple(accumulate(part.columns if side else part.rows for part in parts))
+
+
+def _clip(start: int, size: int, most: int) -> slice:
+    return slice(max(start, 0), min(start + size, most))
 
 
 @lru_cache(maxsize=65536)

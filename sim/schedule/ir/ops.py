@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
+import msgspec
+
 from sim.options import AttentionName
 from sim.schedule.ir.declare import In, InOut, Out, readers, side, writers
-from sim.schedule.ir.masks import Band, Tokens
+from sim.schedule.ir.masks import Band, DocumentBlock, Tokens
 from sim.schedule.ir.views import Data, Split, View
 
 COMPUTE = "compute"
@@ -110,6 +112,9 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     band: Band
     kernel: AttentionName = "flash"
     probs: Annotated[View | None, Out("bhqk")] = None
+    documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of several documents, in a variable-length kernel; ``band`` is FULL then. A query without keys has out 0 and lse
+    -inf."""
 
 
 class AttendBackward(_Kernel, frozen=True, kw_only=True):
@@ -132,6 +137,8 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     band: Band
     kernel: AttentionName = "flash"
     probs: Annotated[View | None, In("bhqk")] = None
+    documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
 
 
 class Delta(_Kernel, frozen=True, kw_only=True):

@@ -36,10 +36,10 @@ class BalancedOptions(SumOptions, OverlapOptions):
 def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOptions()) -> Schedule:
     """Return load-balanced attention; raises InputError for masks that leave nothing to balance."""
     mesh.only("balanced-ring", "ring")
-    if workload.mask != "causal" or workload.window is not None:
+    if workload.mask != "causal" or workload.window is not None or workload.documents:
         raise InputError(
             "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are `mask` causal "
-            "without `window`, or `schedule` ring"
+            "without `window` or `documents`, or `schedule` ring"
         )
     layout = contiguous(workload.seq, mesh.ring)
     fetch, back = (Communicator(name=name, groups=mesh.groups("ring")) for name in ("fetch", "return"))

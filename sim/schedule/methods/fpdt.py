@@ -22,7 +22,7 @@ from sim.errors import InputError, LengthError
 from sim.mesh import Mesh
 from sim.options import SumOptions
 from sim.schedule.ir.layout import contiguous
-from sim.schedule.ir.masks import Band, Tokens, mask_of
+from sim.schedule.ir.masks import Mask, Tokens, mask_of
 from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, Barrier, HostSync
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import TOKENS, Split, View
@@ -114,7 +114,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _steps(mask: Band, chunks: Tokens) -> tuple[_Step, ...]:
+def _steps(mask: Mask, chunks: Tokens) -> tuple[_Step, ...]:
     """Return all steps that a mask leaves, by queries, then by keys."""
     met = {
         (i, j): block

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
+from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import AttentionName, LayerOptions
 from sim.schedule.ir.layout import contiguous
-from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.masks import FULL, Documents, mask_of
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 
@@ -55,7 +59,12 @@ class SingleAttention:
 
     def __init__(self, builder: ProgramBuilder, shard: Shard, kernel: AttentionName = "flash") -> None:
         self._b = builder
-        self._mask = mask_of(builder.workload)
+        whole = contiguous(builder.workload.seq, 1)[0]
+        mask = mask_of(builder.workload)
+        self._documents = blocks(mask, whole, whole)[0].documents or UNSET if isinstance(mask, Documents) else UNSET
+        if self._documents and kernel != "flash":
+            raise InputError(f"`attention` {kernel!r} takes one document, not {len(self._documents)}: set it to flash")
+        self._mask = FULL if isinstance(mask, Documents) else mask
         self._kernel = kernel
         self.saved_shard = shard
 
@@ -68,7 +77,16 @@ class SingleAttention:
             probs = b.buffer("probs", "bhst", (batch, heads, tokens, k.shape[1]), b.workload.dtype, "saved")
         b.add(
             Attend(
-                label="attend all", q=q, k=k, v=v, out=out, lse=lse, band=self._mask, kernel=self._kernel, probs=probs
+                label="attend all",
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                lse=lse,
+                band=self._mask,
+                kernel=self._kernel,
+                probs=probs,
+                documents=self._documents,
             )
         )
         return out, Saved(q, k, v, out, lse, () if probs is None else (probs,))
@@ -93,6 +111,7 @@ class SingleAttention:
                 band=self._mask,
                 kernel=self._kernel,
                 probs=probs,
+                documents=self._documents,
             )
         )
         return dq, dk, dv

@@ -6,6 +6,7 @@ What others have timed of a step, or in a microbenchmark, is compared with it (`
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET
 
 from sim.errors import InputError
 from sim.mesh import AXES, Mesh
@@ -90,14 +91,29 @@ def _attend(b: ProgramBuilder, kind: str, size: Attended) -> None:
     q, k, v = q[:, block.rows], k[:, block.columns], v[:, block.columns]
     if kind == "Attend":
         out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[TOKENS], heads.size, "attention")
-        b.add(ops.Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band))
+        b.add(
+            ops.Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band, documents=block.documents or UNSET)
+        )
         return
     b.part = "backward"
     out, dout = (b.input(x, queries, heads)[:, block.rows] for x in ("out", "dout"))
     lse = b.input("lse", queries, heads)[:, :, block.rows]
     dq, dk, dv = (b.like(f"d{x}", view, "attention") for x, view in zip("qkv", (q, k, v), strict=True))
     b.add(
-        ops.AttendBackward(label=kind, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, band=block.band)
+        ops.AttendBackward(
+            label=kind,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            dout=dout,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            band=block.band,
+            documents=block.documents or UNSET,
+        )
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.masks import Tokens, mask_of, restarted
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
 from sim.schedule.model.equations import Equation
@@ -48,7 +48,7 @@ class TokenWriter(NamedTuple):
         settings: dict[str, Any] = {
             "epsilon": model.norm_epsilon,
             "theta": model.rope_theta,
-            "tokens": self.tokens,
+            "tokens": restarted(self.tokens, mask_of(self.b.workload)),
             "accumulate": equation.adds or adds,
             "count": self.b.replicas * self.b.workload.num_labels,
         }

@@ -61,7 +61,9 @@ class AbstractPlayer(Interpreter):
         """Write what a kernel makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
-            out, probs = self._rules.attend(memory.read(op.q), memory.read(op.k), memory.read(op.v), op.band, ratio)
+            out, probs = self._rules.attend(
+                memory.read(op.q), memory.read(op.k), memory.read(op.v), op.documents or op.band, ratio
+            )
             memory.write(op.out, out)
             memory.write(op.lse, renamed(out, "lse"))
             if op.probs is not None:
@@ -70,7 +72,7 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.attend_backward(saved, op.band, ratio)
+            grads = self._rules.attend_backward(saved, op.documents or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
                 memory.write(view, pieces)
         elif isinstance(op, ops.Delta):
@@ -126,7 +128,7 @@ class AbstractPlayer(Interpreter):
         given = [memory.read(view) for view in op.reads]
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
-            check_positions(given[0], op.tokens)
+            check_positions(given[0], op.tokens, self._rules.mask)
         source, target = ({piece.content.tensor for piece in pieces} - {ZERO} for pieces in (given[0], into))
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)

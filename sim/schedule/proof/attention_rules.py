@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Band, Span, count_pairs, keeps_mask
+from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_documents, keeps_mask
 from sim.schedule.model.scope import TERMS, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
@@ -25,22 +25,26 @@ from sim.schedule.proof.contents import (
     spell,
 )
 
+Local = Band | tuple[DocumentBlock, ...]
+"""What a block keeps by local indices."""
+
 
 class AttentionRules(NamedTuple):
     """How attention combines contents, for one mask and one ratio of query to key/value heads."""
 
-    mask: Band
+    mask: Mask
     seq: int
     batch: int
     group: int
 
     def attend(
-        self, q: list[Piece], k: list[Piece], v: list[Piece], band: Band, ratio: int
+        self, q: list[Piece], k: list[Piece], v: list[Piece], band: Local, ratio: int
     ) -> tuple[list[Piece], list[Piece]]:
         """Return the pieces of out and of the probabilities, which know the order of their keys; raises ScheduleError
         where the block is not what the mask asks for.
 
-        ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices.
+        ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices, or
+        its parts of several documents.
         """
         self._same_keys(k, v)
         out, probs = [], []
@@ -54,7 +58,7 @@ class AttentionRules(NamedTuple):
         return out, probs
 
     def attend_backward(
-        self, operands: dict[str, list[Piece]], band: Band, ratio: int
+        self, operands: dict[str, list[Piece]], band: Local, ratio: int
     ) -> tuple[list[Piece], list[Piece], list[Piece]]:
         """Return the pieces of dq, dk and dv; ``operands`` are those of q, k, v and, of the same queries, out or delta,
         lse, dout (and probs) by name.
@@ -119,12 +123,13 @@ class AttentionRules(NamedTuple):
                 raise ScheduleError(f"{brief(x.content)} and {brief(y.content)} used as keys and values of one block")
 
     def _blocks(
-        self, q: list[Piece], k: list[Piece], band: Band, ratio: int
+        self, q: list[Piece], k: list[Piece], band: Local, ratio: int
     ) -> Iterator[tuple[Piece, list[Piece], int]]:
         """Yield pieces of q, each with the pieces of k for all of its heads and with the number, within the group of
         its key/value head, of the query head that meets each first; checks that the heads belong together and that the
         band keeps just what the mask keeps.
         """
+        whole_block = _extent(q), _extent(k)
         for whole in q:
             if whole.content.tensor != "q":
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
@@ -154,8 +159,8 @@ class AttentionRules(NamedTuple):
                             f"{brief(piece.content)} attends with the wrong key/value heads {spell(key.content.heads)}"
                         )
                     offsets.add(offset)
-                    shift = piece.box[TOKENS][0] - key.box[TOKENS][0]
-                    if not keeps_mask(self.mask, band, mine.tokens, other.tokens, shift):
+                    row, column = piece.box[TOKENS][0], key.box[TOKENS][0]
+                    if not _keeps(self.mask, band, (mine.tokens, other.tokens), (row, column), whole_block):
                         raise ScheduleError(
                             f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {band}, "
                             f"which is not what the mask {self.mask} keeps of them"
@@ -165,13 +170,25 @@ class AttentionRules(NamedTuple):
                 yield piece, keys, offsets.pop()
 
 
+def _extent(pieces: list[Piece]) -> int:
+    """Return how many rows or columns hold something."""
+    return max((piece.box[TOKENS][1] for piece in pieces), default=0)
+
+
+def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, int], size: tuple[int, int]) -> bool:
+    """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column."""
+    if isinstance(mask, Band) and isinstance(local, Band):
+        return keeps_mask(mask, local, *tokens, at[0] - at[1])
+    return keeps_documents(mask, (DocumentBlock(*size, local),) if isinstance(local, Band) else local, *tokens, *at)
+
+
 def _in_memory_order(keys: list[Piece]) -> Seen:
     """Return the keys of a block as they lie in memory."""
     return tuple((key.content.tokens, ONE) for key in sorted(keys, key=lambda key: key.box[TOKENS]))
 
 
 @lru_cache(maxsize=65536)
-def _pairs(mask: Band, queries: Span, keys: Span) -> int:
+def _pairs(mask: Mask, queries: Span, keys: Span) -> int:
     return count_pairs(mask, queries, keys)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Span, Tokens
+from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
 from sim.schedule.ir.ops import Accumulate, Gemm, Op, TokenKernel
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
@@ -142,8 +142,8 @@ def row_of(tensor: Tensor, model: ModelSpec) -> tuple[Span, Span]:
     return Span(0, tensor.heads(model) or 1), Span(0, tensor.features(model))
 
 
-def check_positions(pieces: list[Piece], tokens: Tokens) -> None:
-    """Raise where a rotary embedding turns tokens by other positions than theirs."""
+def check_positions(pieces: list[Piece], tokens: Tokens, mask: Mask) -> None:
+    """Raise where a rotary embedding turns tokens by other positions than theirs in their documents."""
     at = 0
     for span in tokens:
         for piece in pieces:
@@ -153,7 +153,7 @@ def check_positions(pieces: list[Piece], tokens: Tokens) -> None:
                 continue
             begin, end = shared
             has = piece.content.tokens.part(begin - own[0], end - own[0])
-            if has != span.part(begin - at, end - at):
+            if restarted((has,), mask) != (span.part(begin - at, end - at),):
                 raise ScheduleError(f"{brief(piece.content)} is rotated by positions {spell(span)}")
         at += span.size
 

@@ -12,6 +12,7 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import FULL
 from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
@@ -199,6 +200,17 @@ def _dtype_problem(op: ops.Kernel | ops.HostAdamW, program: Program, workload: W
     return ""
 
 
+def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
+    """Return what does not fit of the parts of several documents."""
+    parts = op.documents or ()
+    held, size = (sum(p.rows for p in parts), sum(p.columns for p in parts)), (op.q.shape[1], op.k.shape[1])
+    if held != size or any(part.rows < 0 or part.columns < 0 for part in parts):
+        return f"has parts of {held[0]}x{held[1]} for {size[0]}x{size[1]} queries and keys"
+    if op.kernel != "flash" or op.band != FULL:
+        return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
+    return ""
+
+
 def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
     workload = schedule.header.workload
@@ -206,6 +218,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
+        if op.documents and (problem := _parts_of_documents(op)):
+            return problem
         if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
             return f"has out {op.out} and delta {op.delta}: give one of them"
         heads, kv_heads = op.q.shape[2], op.k.shape[2]

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from sim.options import SumOptions
 from sim.schedule.ir.ops import Accumulate, Attend, AttendBackward, Merge, Zero
 from sim.schedule.ir.views import Category, View
@@ -73,7 +75,18 @@ class SoftmaxAccumulator:
         direct = fresh and b.dtype(self._sum) == b.dtype(q)
         out = self._sum[:, rows] if direct else b.tensor("out part", tokens, heads, "attention")
         lse = self.lse[:, :, rows] if fresh else b.lse("lse part", tokens, heads, "attention")
-        b.add(Attend(label=f"attend {label}", q=q, k=k, v=v, out=out, lse=lse, band=block.band))
+        b.add(
+            Attend(
+                label=f"attend {label}",
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                lse=lse,
+                band=block.band,
+                documents=block.documents or UNSET,
+            )
+        )
         for piece, held in pieces if not direct else ():
             part = slice(piece.start - rows.start, piece.stop - rows.start)
             into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
@@ -199,6 +212,7 @@ def attend_backward(
             dk=targets[1],
             dv=targets[2],
             band=block.band,
+            documents=block.documents or UNSET,
         )
     )
     for total, part, where in zip(sums, targets, (rows, columns, columns), strict=True):

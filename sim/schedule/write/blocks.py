@@ -11,7 +11,19 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from sim.schedule.ir.masks import FULL, Band, Tokens, block_band, keeps_mask, simplified
+from sim.schedule.ir.masks import (
+    FULL,
+    Band,
+    DocumentBlock,
+    Documents,
+    Mask,
+    Span,
+    Tokens,
+    block_band,
+    keeps_mask,
+    meeting,
+    simplified,
+)
 
 
 class Block(NamedTuple):
@@ -20,14 +32,18 @@ class Block(NamedTuple):
     rows: slice
     columns: slice
     band: Band
+    documents: tuple[DocumentBlock, ...] = ()
+    """Of several documents, which one variable-length kernel attends to; then ``band`` is FULL."""
 
 
 @lru_cache(maxsize=65536)
-def blocks(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
+def blocks(mask: Mask, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
     """Return the blocks that hold all pairs the mask keeps, none twice; the larger ones first.
 
     Raises ScheduleError where spans of different strides meet and the mask cuts between them.
     """
+    if isinstance(mask, Documents):
+        return _of_documents(mask, _joined(queries), _joined(keys))
     if len(queries) == len(keys) == 1:
         band = block_band(mask, queries[0], keys[0])
         return () if band is None else (_trimmed(band, queries[0].size, keys[0].size),)
@@ -47,6 +63,60 @@ def blocks(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
             for block in blocks(mask, queries, (span,))
         ]
     return tuple(sorted(parts, key=_extent, reverse=True))
+
+
+def _of_documents(mask: Documents, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
+    """Return blocks as of the band alone where one document has all of these tokens, else one for each pair of spans
+    that share a document.
+    """
+    spans = (*queries, *keys)
+    whole = Span(min(span.start for span in spans), max(span.stop - span.step + 1 for span in spans))
+    if len(list(meeting(mask, whole, whole))) == 1:
+        return blocks(mask.band, queries, keys)
+    found = []
+    for some, row in zip(queries, _starts(queries), strict=True):
+        for others, column in zip(keys, _starts(keys), strict=True):
+            block = _packed(mask, some, others)
+            if block is not None:
+                found.append(_moved(block, row, column))
+    return tuple(sorted(found, key=_extent, reverse=True))
+
+
+def _packed(mask: Documents, queries: Span, keys: Span) -> Block | None:
+    """Return one block of a part for each document that has some of both, or lies between such ones."""
+    met = []
+    for rows, columns in meeting(mask, queries, keys):
+        some, others = queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop)
+        met.append((rows, columns, block_band(mask.band, some, others) if some.size and others.size else None))
+    kept = [at for at, (_, _, band) in enumerate(met) if band is not None]
+    if not kept:
+        return None
+    met = met[kept[0] : kept[-1] + 1]
+    rows, columns, band = met[0]
+    if len(met) == 1:
+        assert band is not None
+        return _moved(_trimmed(band, rows.stop - rows.start, columns.stop - columns.start), rows.start, columns.start)
+    parts = tuple(
+        DocumentBlock(rows.stop - rows.start, columns.stop - columns.start, NOTHING if band is None else band)
+        for rows, columns, band in met
+    )
+    return Block(slice(rows.start, met[-1][0].stop), slice(columns.start, met[-1][1].stop), FULL, parts)
+
+
+NOTHING = Band(left=-1, right=0)
+"""The band of a part that keeps no pair."""
+
+
+def _joined(tokens: Tokens) -> Tokens:
+    """Return the same positions in as few spans."""
+    found = [tokens[0]]
+    for span in tokens[1:]:
+        last = found[-1]
+        if last.stop == span.start and last.step == span.step:
+            found[-1] = last._replace(stop=span.stop)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def _as_one(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...] | None:
@@ -96,6 +166,7 @@ def _moved(block: Block, rows: int = 0, columns: int = 0) -> Block:
         slice(block.rows.start + rows, block.rows.stop + rows),
         slice(block.columns.start + columns, block.columns.stop + columns),
         block.band,
+        block.documents,
     )
 
 
