@@ -62,6 +62,8 @@ def fit(command: Fit, console: Console) -> None:
     """Print what fits where, and what to switch on where nothing does."""
     if command.scope != "step":
         raise InputError(f"`scope` {command.scope}: what fits is known of training steps: set `scope` step")
+    if command.documents:
+        raise InputError(f"`documents` {command.documents}: `fit` goes over lengths; leave it out, or use simulate")
     lengths = listed(command.seq, "`seq`", LENGTHS)
     with progress("predicting") as show:
         base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)

@@ -53,6 +53,9 @@ class Selection:
     """causal or full."""
     window: OptionalText = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
+    documents: OptionalText = None
+    """Tokens of each document packed into a sequence, which is as long as all: 5000,3000,192, or FILE.txt, .jsonl or
+    .parquet with lengths."""
     pad: bool = False
     """Fill up a length that does not divide with tokens that no other token sees."""
     dtype: OptionalText = None

@@ -57,6 +57,10 @@ def cells_of(sweep: Sweep) -> list[Cell]:
         layers["step"] = sweep.layers or sweep.setup().model_spec.num_layers
     if not 0 < sweep.target < 1:
         raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
+    if sweep.documents:
+        raise InputError(
+            f"`documents` {sweep.documents}: sweeps go over lengths; leave it out, or use longstep compare"
+        )
     lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
     stacks = listed(sweep.stack, "`stack`", "fsdp,alst") if sweep.stack is not None else [""]
     return [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from runtime.execution.attention import AttentionKernel, CpuFlash
 from runtime.execution.cuda_attention import HOPPER, AtenFlash, Cudnn, FlashAttention2, FlashAttention3, MemoryEfficient
 from sim.errors import InputError, unknown
 from sim.schedule.derive.kernels import mask_variant
+from sim.schedule.ir.masks import Band
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.ir.program import Program
 
@@ -74,7 +77,16 @@ def described(name: str) -> str:
 def needs_windows(program: Program) -> bool:
     """Return whether attention of a program has masks that are neither full nor causal."""
     return any(
-        mask_variant(op.band, op.q.shape[1], op.k.shape[1]) == "masked"
+        mask_variant(*block) == "masked"
         for op in program.ops
         if isinstance(op, Attend | AttendBackward) and op.kernel == "flash"
+        for block in _blocks(op)
     )
+
+
+def _blocks(op: Attend | AttendBackward) -> Iterator[tuple[Band, int, int]]:
+    """Yield the band, rows and columns of what kernels are called on: a block, or one of each document."""
+    if not op.documents:
+        yield op.band, op.q.shape[1], op.k.shape[1]
+    for part in op.documents or ():
+        yield part.band, part.rows, part.columns

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import numbers
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from sim.batches.files import read_lengths
 from sim.errors import InputError, unknown
 from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override, preset_names
@@ -113,9 +115,11 @@ def workload(
     layers: int | None = None,
     passes: str = "both",
     seed: int = 0,
+    documents: str | Sequence[int] | None = None,
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
-    model's, and so are the ``layers`` of a step.
+    model's, and so are the ``layers`` of a step. ``documents`` are packed into each sequence, which is as long as they:
+    their lengths, or a file with them.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
@@ -133,7 +137,27 @@ def workload(
         "passes": one_of("passes", passes, PASSES),
         "seed": _expected("seed", plain(seed), int),
     }
+    if documents is not None:
+        lengths = lengths_of(documents)
+        fields["seq"] = sum(lengths)
+        fields |= {"documents": lengths} if len(lengths) > 1 else {}
     return Workload(**fields)
+
+
+def lengths_of(documents: str | Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of documents: given as such, as a text such as 5000,3000,192, or in a file.
+
+    >>> lengths_of("5000, 192")
+    (5000, 192)
+    """
+    if not isinstance(documents, str):
+        found = tuple(plain(size) for size in documents)
+        if not all(type(size) is int for size in found):
+            raise InputError(f"`documents` {documents!r}: expected whole numbers of tokens")
+        return found
+    if re.fullmatch(r"[0-9\s,]+", documents):
+        return tuple(int(size) for size in documents.replace(",", " ").split())
+    return read_lengths(documents)
 
 
 def scope_title(scope: str, layers: int) -> str:

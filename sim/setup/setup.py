@@ -78,6 +78,9 @@ class Setup:
     """causal or full."""
     window: int | str | None = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
+    documents: str | tuple[int, ...] | None = None
+    """Tokens of each document packed into a sequence, which is as long as all: (5000, 3000, 192), a text with these, or
+    FILE.txt, .jsonl or .parquet with lengths."""
     pad: bool = False
     """Fill up a length that does not divide with tokens that no other token sees."""
     dtype: str | None = None
@@ -115,6 +118,8 @@ class Setup:
         """
         for name, value in vars(self).items():
             object.__setattr__(self, name, names.plain(value))
+        if isinstance(self.documents, Sequence) and not isinstance(self.documents, str):
+            object.__setattr__(self, "documents", tuple(self.documents))
         if isinstance(self.set, Mapping):
             object.__setattr__(self, "set", dict(self.set))
         elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
@@ -155,7 +160,7 @@ class Setup:
         )
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
-            layers=self.layers, passes=self.passes, seed=self.seed,
+            layers=self.layers, passes=self.passes, seed=self.seed, documents=self.documents,
         )  # fmt: skip
         found = Configuration(
             schedule=names.schedule_name(self.played),
@@ -331,6 +336,7 @@ class Configuration:
         scope = names.scope_title(w.scope, w.layers)
         length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
         mask = w.mask + (f" with a window of {w.window}" if w.window else "")
+        mask += f", {len(w.document_lengths)} documents" if len(w.document_lengths) > 1 else ""
         return (
             f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
             f"{ranks} {self.spec.gpu.name} ({self.spec.name})"

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -150,6 +151,8 @@ def test_windows_take_a_kernel_that_has_them() -> None:
     assert not runs("aten-cudnn", torch.bfloat16, windows=True)
     for window, needed in ((None, False), (8, True)):
         workload = Workload(model=make_model(8, 4), seq=64, window=window)
+        packed = msgspec.structs.replace(workload, documents=(40, 24))
+        assert needs_windows(make_checked("single", packed, 1).schedule.program(0)) == needed
         assert needs_windows(make_checked("single", workload, 1).schedule.program(0)) == needed
 
 

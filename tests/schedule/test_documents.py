@@ -17,8 +17,9 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import VARIANTS, make_model
+from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused
+from tests.schedule.test_step import is_exact, step
 
 LENGTHS = (5, 20, 1, 3, 11, 24)
 NAMES = [name for name in SCHEDULES if name != "balanced-ring"]
@@ -124,3 +125,9 @@ def test_one_kernel_does_the_work_of_all_documents() -> None:
 def test_bad_lengths_are_refused(lengths: tuple[int, ...], match: str) -> None:
     with pytest.raises(InputError, match=match):
         workload(documents=lengths)
+
+
+@pytest.mark.parametrize("name", by_tier(set(), {"zigzag"}, NAMES))
+def test_training_steps_of_documents_are_exact(name: str) -> None:
+    """Losses, gradients and updated weights: rotary positions restart, and labels stay within their documents."""
+    is_exact(name, 1 if name == "single" else 2, step(documents=(5, 20, 1, 3, 3), batch=2))

@@ -107,6 +107,25 @@ def test_what_ifs_add_to_what_was_set() -> None:
     )
 
 
+def test_documents_are_given_as_lengths_text_or_file(tmp_path: Path) -> None:
+    """And decide the length; one document is none."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("44800 12800 7936")
+    setup = longstep.Setup("zigzag", **SMALL | {"seq": "8K"}, jitter=0)
+    whole = setup.replace(seq=65536).predicted()
+    for documents in ((44800, 12800, 7936), [44800, 12800, 7936], "44800,12800,7936", str(path)):
+        found = setup.replace(documents=documents)
+        assert found.resolved().workload.documents == (44800, 12800, 7936)
+        assert "S 65536" in found.resolved().title
+        assert "3 documents" in found.resolved().title
+        assert found.predicted().step_time_s < 0.9 * whole.step_time_s
+    one = setup.replace(documents=[65536]).predicted()
+    assert one.report.schedule_hash == whole.report.schedule_hash
+    for wrong, says in (("5,0", "document 1 has 0 tokens"), ("none.txt", "none.txt"), ((1.5,), "whole numbers")):
+        with pytest.raises(InputError, match=says):
+            setup.replace(documents=wrong).resolved()
+
+
 def test_help_shows_what_predict_takes_and_returns() -> None:
     shown = inspect.signature(longstep.predict)
     assert shown.return_annotation == "Prediction"
