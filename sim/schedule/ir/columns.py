@@ -101,7 +101,7 @@ def joined(parts: Sequence[tuple[Columns, Sequence[int]]]) -> Columns:
 
 def _each(sizes: Sequence[int], counts: Sequence[int]) -> Array:
     """Return the sum of all sizes before each part, once for each of its rows."""
-    return np.repeat(np.cumsum([0, *sizes[:-1]], dtype=INT), counts)
+    return np.repeat(np.cumsum([0, *sizes], dtype=INT)[:-1], counts)
 
 
 def together(parts: Iterable[Array], dtype: np.dtype[Any] | type[Any] = INT) -> Array:

@@ -52,14 +52,14 @@ def _all_rows(view: View) -> slice:
 class SoftmaxAccumulator:
     """Attention of one set of queries to keys that come in ``num_parts`` partial results, merged by their lse."""
 
-    def __init__(self, builder: ProgramBuilder, q: View, num_parts: int) -> None:
+    def __init__(self, builder: ProgramBuilder, q: View, num_parts: int, category: Category = "saved") -> None:
         self._b = builder
         self._q = q
         self._left = num_parts
         self._filled = _Filled()
         _, tokens, heads, _ = q.shape
-        self.out = builder.tensor("out", tokens, heads, "saved")
-        self.lse = builder.lse("lse", tokens, heads, "saved")
+        self.out = builder.tensor("out", tokens, heads, category)
+        self.lse = builder.lse("lse", tokens, heads, category)
         self._sum = self.out
         sum_dtype = accumulation_dtype(builder.workload.dtype)
         if num_parts > 1 and sum_dtype != builder.workload.dtype:
@@ -87,25 +87,29 @@ class SoftmaxAccumulator:
                 documents=block.documents or UNSET,
             )
         )
-        for piece, held in pieces if not direct else ():
-            part = slice(piece.start - rows.start, piece.stop - rows.start)
-            into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
-            if held:
-                b.add(
-                    Merge(
-                        label=f"merge {label}", out=out[:, part], lse=lse[:, :, part], into_out=into, into_lse=into_lse
-                    )
-                )
-            else:
-                b.copy(out[:, part], into, f"cast {label}")
-                if not fresh:
-                    b.copy(lse[:, :, part], into_lse, f"keep lse {label}")
+        if not direct:
+            self._add(pieces, rows, (out, lse), label)
         self._count()
 
-    def merge(self, part: tuple[View, View], label: str) -> None:
-        """Merge a partial (out, lse) of all queries that another rank has computed."""
-        self._b.add(Merge(label=f"merge {label}", out=part[0], lse=part[1], into_out=self._sum, into_lse=self.lse))
+    def merge(self, part: tuple[View, View], label: str, rows: slice | None = None) -> None:
+        """Merge a partial (out, lse) of some rows of the queries, by default all, that another rank has computed."""
+        rows = rows or _all_rows(self._q)
+        self._add(self._filled.take(rows), rows, part, label)
         self._count()
+
+    def _add(self, pieces: list[tuple[slice, bool]], rows: slice, part: tuple[View, View], label: str) -> None:
+        """Add a partial (out, lse) of these rows: merged where they hold something, else copied."""
+        b = self._b
+        for piece, held in pieces:
+            some = slice(piece.start - rows.start, piece.stop - rows.start)
+            out, lse = part[0][:, some], part[1][:, :, some]
+            into, into_lse = self._sum[:, piece], self.lse[:, :, piece]
+            if held:
+                b.add(Merge(label=f"merge {label}", out=out, lse=lse, into_out=into, into_lse=into_lse))
+            else:
+                b.copy(out, into, f"cast {label}")
+                if lse != into_lse:
+                    b.copy(lse, into_lse, f"keep lse {label}")
 
     def _count(self) -> None:
         self._left -= 1
@@ -144,9 +148,9 @@ class GradientSum:
             else:
                 self._b.copy(some, into, f"cast {self._name} {label}")
 
-    def take(self, part: View, label: str) -> None:
-        """Add what another rank has sent, of all rows."""
-        rows = _all_rows(part)
+    def take(self, part: View, label: str, rows: slice | None = None) -> None:
+        """Add what another rank has sent, of some rows, by default all."""
+        rows = rows or _all_rows(part)
         self._pieces = self._filled.take(rows)
         self.add(part, rows, label)
 

@@ -279,14 +279,21 @@ class ProgramBuilder:
         return parts_are_contiguous(split, self._buffer(split.view))
 
     def input(self, tensor: str, tokens: Tokens, heads: Span) -> View:
-        """Return a buffer that holds these tokens and heads of a global tensor when the program starts."""
+        """Return a buffer that holds these tokens and heads of a global tensor when the program starts. Of no tokens
+        there is none: what is returned then has a shape only.
+        """
+        if not tokens:
+            batch, dim = self.batch.size, self.workload.model.head_dim
+            shape = (batch, heads.size, 0) if tensor == "lse" else (batch, 0, heads.size, dim)
+            return View(-1, tuple([(0, extent) for extent in shape]))
         new = self.lse if tensor == "lse" else self.tensor
         view = new(tensor, num_tokens(tokens), heads.size, "other" if tensor == "dout" else "saved")
         return self._input(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
     def output(self, tensor: str, view: View, tokens: Tokens, heads: Span) -> None:
-        """Declare that a view holds these tokens and heads of a global tensor when the program ends."""
-        self._output(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
+        """Declare that a view holds these tokens and heads of a global tensor when the program ends, if any."""
+        if tokens:
+            self._output(Port(tensor=tensor, view=view, batch=self.batch, tokens=tokens, heads=heads))
 
     def new(self, tensor: Tensor, extent: int, place: Place = "hbm") -> View:
         """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight, which
