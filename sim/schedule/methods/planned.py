@@ -1,0 +1,285 @@
+"""Plays a plan: each rank attends the tasks that a planner gave it, whose inputs come from wherever they live.
+
+While a rank computes one division, the rows arrive that the next one needs first: keys and values, and queries where a
+task is not on their rank, each once, by point-to-point messages of irregular sizes (as DCP does it, arXiv:2510.10620).
+Partial outputs of others' queries go home after the last division that adds to them, and their owner merges them by
+their log-sum-exp. Backward the same rows come again, queries with dout, log-sum-exp and delta, and the sums of dq, dk
+and dv go home in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sim.errors import InputError
+from sim.mesh import Mesh
+from sim.options import OverlapOptions, SumOptions
+from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
+from sim.schedule.ir.plan import Plan
+from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.views import Split, View
+from sim.schedule.model.layer import AttentionPlan, build_around
+from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
+from sim.schedule.write.attention import Saved, Shard, all_heads
+from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.movement import Attended, Division, Movement, Rows, movement
+from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype, gradient_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptions(SumOptions, OverlapOptions):
+    """Options of schedules that play a plan."""
+
+
+def planned(plan: Plan, name: str = "planned") -> Callable[..., Schedule]:
+    """Return the builder of a schedule that plays a plan, for ``longstep.Setup(schedule=...)``. Its ring has as many
+    ranks as the plan, and its sequence as many tokens.
+    """
+    builder = partial(build, plan, name)
+    builder.__qualname__ = name  # type: ignore[attr-defined]  # what setups call it
+    return builder
+
+
+def build(
+    plan: Plan, name: str, workload: Workload, mesh: Mesh, options: PlannedOptions = PlannedOptions()
+) -> Schedule:
+    """Return attention as planned, along the axis ring; raises InputError for a plan of other ranks or tokens, and for
+    layers around ranks without any.
+    """
+    mesh.only(name, "ring")
+    if mesh.ring != len(plan.layout):
+        raise InputError(
+            f"the plan is for {len(plan.layout)} ranks, and the ring has {mesh.ring}: set `gpus`, or make a plan for "
+            f"so many"
+        )
+    for rank, tokens in enumerate(plan.layout) if workload.scope != "attention" else ():
+        if not num_tokens(tokens):
+            raise InputError(
+                f"rank {rank} of the plan has no tokens, and layers need some on each: set `scope` attention, or make "
+                f"a plan for fewer ranks"
+            )
+    flow = movement(plan, mask_of(workload), workload.seq)
+    fetch, back = (Communicator(name=one, groups=mesh.groups("ring")) for one in ("fetch", "return"))
+
+    def shard(rank: int) -> Shard:
+        return all_heads(workload.model, plan.layout[mesh.place(rank)["ring"]])
+
+    around = AttentionPlan(
+        name=name,
+        communicators=(fetch, back) if mesh.ring > 1 else (),
+        shard=shard,
+        attention=lambda b: PlannedAttention(b, fetch, back, flow, shard(b.rank), options),
+        wire_bytes=lambda work: _wire_bytes(work, options, flow),
+        source="the plan: each row of another rank once, and what becomes of it (arXiv:2510.10620)",
+    )
+    return build_around(around, workload, mesh, options)
+
+
+Bundle = tuple[View, ...]
+"""Tensors of the same rows."""
+
+Pair = tuple[Bundle, Bundle]
+"""Of queries, and of keys."""
+
+Made = tuple[dict[Rows, Bundle], dict[Rows, Bundle]]
+"""By rows, of queries, and of keys."""
+
+Homecoming = tuple[list[tuple[Rows, Bundle]], list[tuple[Rows, Bundle]]]
+"""What arrives of own queries, and of own keys: of which rows, and where it lies."""
+
+
+class PlannedAttention:
+    """What one rank does of a plan."""
+
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        fetch: Communicator,
+        back: Communicator,
+        flow: Movement,
+        shard: Shard,
+        options: PlannedOptions,
+    ) -> None:
+        self._b = builder
+        self._fetch, self._return = fetch, back
+        self._ring, self._position = fetch.group_of(builder.rank), fetch.position(builder.rank)
+        self._flow = flow
+        self._divisions = flow[self._position]
+        self._own = Rows(self._position, 0, num_tokens(shard.tokens))
+        self._options = options
+        self.saved_shard = shard
+
+    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """Division by division; what others have computed of own queries is merged a division later."""
+        b, own, sums = self._b, self._own, dict[Rows, SoftmaxAccumulator]()
+        parts = Counter(one.queries for division in self._divisions for one in division.attended)
+        parts[own] += sum(rows.owner == own.owner for _, one in self._others() for rows in one.last_queries)
+        if own.size:
+            sums[own] = SoftmaxAccumulator(b, q, parts[own])
+        arrived: list[tuple[Rows, Bundle]] = []
+        for at, queries, keys in self._tour((q,), (k, v)):
+            for rows in self._divisions[at].queries:
+                sums[rows] = SoftmaxAccumulator(b, queries[rows][0], parts[rows], "attention")
+            for one in self._divisions[at].attended:
+                keys_at, values_at = keys[one.keys]
+                sums[one.queries].attend(one.block, keys_at, values_at, _named(one))
+            self._merge(sums, arrived)
+            made: Made = ({rows: (sums[rows].out, sums[rows].lse) for rows in self._divisions[at].last_queries}, {})
+            like = (sums[own].out, sums[own].lse) if own.size else ()
+            arrived, _ = self._bring_home(at, made, (like, ()), "out", b.workload.dtype)
+        self._merge(sums, arrived)
+        if not own.size:
+            batch, none, heads, _ = q.slices
+            return q, Saved(q, k, v, out=q, lse=View(q.buffer, (batch, heads, none)))
+        return sums[own].out, Saved(q, k, v, sums[own].out, sums[own].lse)
+
+    def _merge(self, sums: dict[Rows, SoftmaxAccumulator], arrived: list[tuple[Rows, Bundle]]) -> None:
+        for rows, (out, lse) in arrived:
+            sums[self._own].merge((out, lse), "from another", slice(rows.begin, rows.end))
+
+    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """Division by division again; gradients of what was fetched go home after the last one that adds to them."""
+        b, own, delta = self._b, self._own, saved.lse
+        dq, dk, dv = dict[Rows, GradientSum](), dict[Rows, GradientSum](), dict[Rows, GradientSum]()
+        if own.size:
+            delta = b.lse("delta", own.size, saved.q.shape[2], "attention")
+            b.add(Delta(label="delta", out=saved.out, dout=dout, delta=delta))
+            likes = {"dq": saved.q, "dk": saved.k, "dv": saved.v}
+            dq[own], dk[own], dv[own] = new_sums(b, self._options, likes)
+        arrived: Homecoming = ([], [])
+        for at, queries, keys in self._tour((saved.q, dout, saved.lse, delta), (saved.k, saved.v)):
+            division = self._divisions[at]
+            for rows in division.queries:
+                (dq[rows],) = self._of_others({"dq": queries[rows][0]})
+            for rows in division.keys:
+                dk[rows], dv[rows] = self._of_others(dict(zip(("dk", "dv"), keys[rows], strict=True)))
+            for one in division.attended:
+                q, dout_of, lse, delta_of = queries[one.queries]
+                operands = Saved(q, keys[one.keys][0], keys[one.keys][1], out=q, lse=lse)  # delta serves for out
+                sums = Gradients(dq[one.queries], dk[one.keys], dv[one.keys])
+                attend_backward(b, one.block, operands, dout_of, sums, _named(one), delta_of)
+            self._add(arrived, dq, dk, dv)
+            made: Made = (
+                {rows: (dq[rows].total,) for rows in division.last_queries},
+                {rows: (dk[rows].total, dv[rows].total) for rows in division.last_keys},
+            )
+            like, dtype = ((saved.q,), (saved.k, saved.v)), gradient_dtype(b.workload, self._options)
+            arrived = self._bring_home(at, made, like, "gradients", dtype)
+        self._add(arrived, dq, dk, dv)
+        if not own.size:
+            return saved.q, saved.k, saved.v
+        for total in (dq[own], dk[own], dv[own]):
+            total.fill()
+        return dq[own].finished("dq"), dk[own].finished("dk"), dv[own].finished("dv")
+
+    def _add(self, arrived: Homecoming, *sums: dict[Rows, GradientSum]) -> None:
+        """Add what others have summed of dq, and of dk and dv."""
+        for some, found in zip((sums[:1], sums[1:]), arrived, strict=True):
+            for rows, bundle in found:
+                for total, view in zip(some, bundle, strict=True):
+                    total[self._own].take(view, "from another", slice(rows.begin, rows.end))
+
+    def _of_others(self, likes: Mapping[str, View]) -> list[GradientSum]:
+        return new_sums(self._b, self._options, likes, "for another")
+
+    def _others(self, at: int | None = None) -> Iterator[tuple[int, Division]]:
+        """Yield what each other rank does in one division, or in all of them, by the rank's place in the ring."""
+        for peer, divisions in enumerate(self._flow):
+            for division in divisions if at is None else divisions[at : at + 1]:
+                if peer != self._position:
+                    yield peer, division
+
+    def _tour(self, queries: Bundle, keys: Bundle) -> Iterator[tuple[int, dict[Rows, Bundle], dict[Rows, Bundle]]]:
+        """Yield each division with the queries and keys that are held by then, having asked for what the next needs."""
+        own, held, packed = (queries, keys), ({self._own: queries}, {self._own: keys}), dict[View, View]()
+        for at in range(len(self._divisions) + 1):
+            if at < len(self._divisions):
+                self._fetch_for(at, own, held, packed)
+            if at:
+                yield at - 1, *held
+
+    def _fetch_for(self, at: int, own: Pair, held: Made, packed: dict[View, View]) -> None:
+        """Append what goes around before a division; what arrives is held from now on."""
+        mine, sends, recvs = self._divisions[at], [], []
+        for peer, division in self._others(at):
+            for wanted, bundle in zip((division.queries, division.keys), own, strict=True):
+                for rows in wanted:
+                    if rows.owner == self._position:
+                        sends += [(peer, self._in_one_piece(_part(view, rows), packed)) for view in bundle]
+        for wanted, bundle, into in zip((mine.queries, mine.keys), own, held, strict=True):
+            for rows in wanted:
+                into[rows] = tuple([self._room(view, rows, "fetched") for view in bundle])
+                recvs += [(rows.owner, view) for view in into[rows]]
+        self._swap(self._fetch, sends, recvs, f"fetch {at}")
+
+    def _bring_home(self, at: int, made: Made, like: Pair, what: str, dtype: Dtype) -> Homecoming:
+        """Append the return of what was made of others' queries and keys; return what arrives of own ones."""
+        sends = [(rows.owner, view) for of_side in made for rows, bundle in of_side.items() for view in bundle]
+        recvs: list[tuple[int, View]] = []
+        arrived: Homecoming = ([], [])
+        for peer, division in self._others(at):
+            for ended, bundle, found in zip((division.last_queries, division.last_keys), like, arrived, strict=True):
+                for rows in ended if bundle else ():
+                    if rows.owner == self._position:
+                        into = tuple([self._room(view, rows, f"{what} from another", dtype) for view in bundle])
+                        found.append((rows, into))
+                        recvs += [(peer, view) for view in into]
+        self._swap(self._return, sends, recvs, f"return {what} {at}")
+        return arrived
+
+    def _room(self, like: View, rows: Rows, name: str, dtype: Dtype | None = None) -> View:
+        """Return a new buffer for rows of a tensor, or of a log-sum-exp or delta."""
+        if len(like.shape) == 3:
+            return self._b.lse(name, rows.size, like.shape[1], "communication")
+        return self._b.tensor(name, rows.size, like.shape[2], "communication", dtype)
+
+    def _in_one_piece(self, view: View, packed: dict[View, View]) -> View:
+        """Return what can be sent: the view itself, or a copy where it has gaps, one for all who get it."""
+        if self._b.parts_are_contiguous(Split(view, 0, 1)):
+            return view
+        if view not in packed:
+            packed[view] = self._b.like("to send", view, "communication")
+            self._b.copy(view, packed[view], "pack")
+        return packed[view]
+
+    def _swap(
+        self, over: Communicator, sends: Sequence[tuple[int, View]], recvs: Sequence[tuple[int, View]], label: str
+    ) -> None:
+        """Append an exchange, if there is anything to send or to receive."""
+        if not (sends or recvs):
+            return
+        out, into = (tuple([Message(self._ring[peer], view) for peer, view in some]) for some in (sends, recvs))
+        self._b.add(Exchange(label=label, communicator=over.name, sends=out, recvs=into))
+        if not self._options.overlap:
+            self._b.add(HostSync(label=f"wait for {label}", streams=(over.name,)))
+
+
+def _named(one: Attended) -> str:
+    return f"q{one.queries.owner} kv{one.keys.owner}"
+
+
+def _part(view: View, rows: Rows) -> View:
+    """Return rows of a tensor, bshd, or of a log-sum-exp or delta, bhs."""
+    part = slice(rows.begin, rows.end)
+    return view[:, :, part] if len(view.shape) == 3 else view[:, part]
+
+
+def _wire_bytes(workload: Workload, options: SumOptions, flow: Movement) -> int:
+    """Over all ranks: forward K and V of fetched keys, q of fetched queries and their (out, lse) back; backward K, V,
+    dK and dV, and of queries q, dout, lse and delta, and dq back.
+    """
+    divisions = [division for of_rank in flow for division in of_rank]
+    keys = workload.batch * sum(rows.size for division in divisions for rows in division.keys)
+    queries = workload.batch * sum(rows.size for division in divisions for rows in division.queries)
+    model, element = workload.model, DTYPE_BYTES[workload.dtype]
+    wide, summed = DTYPE_BYTES[accumulation_dtype(workload.dtype)], DTYPE_BYTES[gradient_dtype(workload, options)]
+    kv, q = 2 * keys * model.num_kv_heads * model.head_dim, queries * model.num_heads * model.head_dim
+    lse = queries * model.num_heads
+    forward = kv * element + 2 * q * element + lse * wide
+    backward = kv * (element + summed) + q * (2 * element + summed) + 2 * lse * wide
+    return forward * workload.forward + backward * workload.backward
