@@ -41,6 +41,13 @@ def kernels_s(trace: Trace) -> Times:
     return _spent(trace).parts[:, PARTS.index("compute")]
 
 
+def attention_s(trace: Trace) -> Times:
+    """Return the seconds that the attention kernels of each rank take: (ranks,)."""
+    is_attention = np.array([KINDS[kind].meta.family == "attention" for kind in trace.ops.kinds], bool)
+    busy_s = np.where(is_attention, trace.ended_s - trace.begun_s, 0.0)
+    return np.array([busy_s[first:last].sum() for first, last in pairwise(trace.ops.starts)])
+
+
 def overlapped_s(trace: Trace, rank: int) -> float:
     """Return the seconds in which one rank both computes and communicates."""
     return float(_spent(trace).overlapped[rank])

@@ -132,6 +132,23 @@ def execute(
         return [step.trace for step in measured_steps(ScheduleRun(session, checked).step, repeats)]
 
 
+def attention_seconds(played: Prediction | Checked, repeats: int = 5) -> list[float]:
+    """Return per rank the seconds that its attention kernels take on this CPU, to hold beside those that are simulated
+    (``sim.breakdown.attention_s``). Ranks are played one at a time, so that they do not share cores. It needs torch.
+
+    >>> from longstep import build, workload
+    >>> seconds = attention_seconds(build("ring", workload("tiny", "256"), 2), repeats=1)
+    >>> len(seconds), min(seconds) > 0
+    (2, True)
+    """
+    require_torch()
+    import torch
+
+    from runtime.execution import virtual
+
+    return virtual.attention_seconds(proved(played), torch.device("cpu"), repeats)
+
+
 def verify(played: Prediction | Checked, order: int = 0) -> dict[str, float]:
     """Return the largest relative error of each output and gradient against attention (or layers) computed by one
     process in fp64. All ranks run in this process, in a random order that ``order`` draws. It needs torch.

@@ -7,6 +7,7 @@ and a kernel that changes what it only reads is caught by the tensor's version.
 from __future__ import annotations
 
 import random
+import time
 from typing import assert_never
 
 import torch
@@ -16,9 +17,9 @@ from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
-from sim.errors import ScheduleError
+from sim.errors import InputError, ScheduleError
 from sim.schedule.derive.matching import Key, describe
-from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.ops import Attend, AttendBackward, Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import require_checked
 from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import Checked
@@ -32,6 +33,26 @@ def execute_virtual(checked: Checked, device: torch.device, order_seed: int | No
     """
     require_checked(checked)
     return _VirtualCluster(checked, device, order_seed).run()
+
+
+def attention_seconds(checked: Checked, device: torch.device, repeats: int = 5) -> list[float]:
+    """Return per rank the seconds that its attention kernels take, each alone on the device, so that ranks do not slow
+    each other: of every kernel the fastest of so many plays, since what disturbs it makes it slower only.
+
+    Raises InputError for a schedule that was not checked, or for less than one play.
+    """
+    require_checked(checked)
+    if repeats < 1:
+        raise InputError(f"`repeats` {repeats}: expected 1 or more")
+    found: list[dict[Key, float]] = []
+    for _ in range(repeats):
+        cluster = _VirtualCluster(checked, device, order_seed=None)
+        cluster.run()
+        found.append(cluster.attention_s)
+    seconds = [0.0] * checked.schedule.num_ranks
+    for key in found[0]:
+        seconds[key[0]] += min(of_play[key] for of_play in found)
+    return seconds
 
 
 class _VirtualCluster:
@@ -51,6 +72,9 @@ class _VirtualCluster:
         self._after: dict[Key, list[Key]] = {}
         self._ready: list[Key] = []
         self._begun: set[Key] = set()
+        self.attention_s: dict[Key, float] = {}
+        """Of each attention kernel that has run how long it took."""
+        self._device = device
         self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
         for program, storage in zip(self._programs, self._storage, strict=True):
             fill_inputs(program.inputs, checked.schedule.header.workload, storage)
@@ -103,11 +127,27 @@ class _VirtualCluster:
         written = {view.buffer for view in op.writes}
         only_read = [(view, storage.read(view)) for view in op.reads if view.buffer not in written]
         versions = [tensor._version for _, tensor in only_read]  # noqa: SLF001 - torch has no public name for it
-        run_kernel(op, storage, self._attention)
+        if isinstance(op, Attend | AttendBackward):
+            self.attention_s[key] = self._seconds(op, storage)
+        else:
+            run_kernel(op, storage, self._attention)
         for (view, tensor), version in zip(only_read, versions, strict=True):
             if tensor._version != version:  # noqa: SLF001
                 name = self._programs[key[0]].buffers[view.buffer].name
                 raise ScheduleError(f"{describe(self._checked.schedule, key)} changed {name!r}, which it only reads")
+
+    def _seconds(self, op: Kernel, storage: Storage) -> float:
+        """Run a kernel; return how long it took, alone on the device."""
+        self._wait()
+        begin_s = time.perf_counter()
+        run_kernel(op, storage, self._attention)
+        self._wait()
+        return time.perf_counter() - begin_s
+
+    def _wait(self) -> None:
+        """Wait for what a GPU has been given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _end(self, key: Key) -> None:
         for after in self._after.get(key, ()):
