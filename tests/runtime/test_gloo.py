@@ -26,11 +26,13 @@ from sim.engine.simulate import simulate
 from sim.errors import RankError
 from sim.memory import walk
 from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
+from sim.schedule.ir.plan import Plan
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
+from tests.schedule.plans import HELPED, proved
 from tests.schedule.test_step import STACKS, enough, make_step, odd, step
 from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster
@@ -153,6 +155,11 @@ def test_a_step_whose_ranks_do_not_divide_its_weights(ranks: Callable[[int], Ses
     walks = map(walk, checked.schedule.programs, checked.dependencies)
     assert list(played.peak_bytes) == [found.buffer_peak_bytes for found in walks]
     run.close()
+
+
+def test_a_plan_with_ranks_that_have_no_tokens_or_nothing_to_do(ranks: Callable[[int], Session]) -> None:
+    plan = Plan((*HELPED.layout, ()), (*HELPED.tasks, ()))
+    step_equals_the_reference(ranks(4), proved(plan, Workload(model=make_model(4, 2), seq=16, dtype="fp64", batch=2)))
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])
