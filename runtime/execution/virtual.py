@@ -37,7 +37,8 @@ def execute_virtual(checked: Checked, device: torch.device, order_seed: int | No
 
 def attention_seconds(checked: Checked, device: torch.device, repeats: int = 5) -> list[float]:
     """Return per rank the seconds that its attention kernels take, each alone on the device, so that ranks do not slow
-    each other: of every kernel the fastest of so many plays, since what disturbs it makes it slower only.
+    each other: of every kernel the fastest of so many plays, since what disturbs it makes it slower only. On a CPU each
+    has one thread, and seconds are those of the CPU, which do not count other processes.
 
     Raises InputError for a schedule that was not checked, or for less than one play.
     """
@@ -45,10 +46,15 @@ def attention_seconds(checked: Checked, device: torch.device, repeats: int = 5) 
     if repeats < 1:
         raise InputError(f"`repeats` {repeats}: expected 1 or more")
     found: list[dict[Key, float]] = []
-    for _ in range(repeats):
-        cluster = _VirtualCluster(checked, device, order_seed=None)
-        cluster.run()
-        found.append(cluster.attention_s)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(repeats):
+            cluster = _VirtualCluster(checked, device, order_seed=None)
+            cluster.run()
+            found.append(cluster.attention_s)
+    finally:
+        torch.set_num_threads(threads)
     seconds = [0.0] * checked.schedule.num_ranks
     for key in found[0]:
         seconds[key[0]] += min(of_play[key] for of_play in found)
@@ -138,11 +144,12 @@ class _VirtualCluster:
 
     def _seconds(self, op: Kernel, storage: Storage) -> float:
         """Run a kernel; return how long it took, alone on the device."""
+        clock = time.perf_counter if self._device.type == "cuda" else time.process_time
         self._wait()
-        begin_s = time.perf_counter()
+        begin_s = clock()
         run_kernel(op, storage, self._attention)
         self._wait()
-        return time.perf_counter() - begin_s
+        return clock() - begin_s
 
     def _wait(self) -> None:
         """Wait for what a GPU has been given."""
