@@ -19,7 +19,7 @@ from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.derive.matching import wire_bytes
-from sim.schedule.ir.masks import Span, mask_of
+from sim.schedule.ir.masks import Band, Span, mask_of
 from sim.schedule.ir.ops import Attend, Exchange, HostSync
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.methods.planned import PlannedOptions, planned
@@ -101,7 +101,9 @@ def properties(plan: Plan, workload: Workload, options: PlannedOptions) -> None:
 
 def enumerated_bytes(plan: Plan, workload: Workload) -> int:
     """Count pair by pair which tokens each rank has to be sent, in fp64 of 2 key/value heads of 4."""
-    left, right = mask_of(workload)
+    band = mask_of(workload)
+    assert isinstance(band, Band)
+    left, right = band
     home = {token: rank for rank, spans in enumerate(plan.layout) for span in spans for token in range(*span)}
     keys, queries = set(), set()
     for rank, tasks in enumerate(plan.tasks):
@@ -126,6 +128,16 @@ def test_a_rank_without_tokens_and_more_ranks_than_tokens() -> None:
     exact(HELPED, SMALL)
     everything = task((0, 2), (0, 2))
     exact(written([[], [Span(0, 2)], [], []], [[everything], [], [], []]), msgspec.structs.replace(SMALL, seq=2))
+
+
+def test_documents() -> None:
+    """Blocks across the borders of documents are cut, and those between documents are skipped."""
+    workload = msgspec.structs.replace(SMALL, documents=(6, 1, 9))
+    exact(HELPED, workload)
+    sent, alone = (proved(HELPED, one).schedule.header.claims for one in (workload, SMALL))
+    assert sent is not None
+    assert alone is not None
+    assert sent.wire_bytes < alone.wire_bytes
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import cut, num_tokens
-from sim.schedule.ir.masks import Band, Span, Tokens
+from sim.schedule.ir.masks import Mask, Span, Tokens
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.write.blocks import Block, blocks
 
@@ -58,7 +58,7 @@ Movement = tuple[tuple[Division, ...], ...]
 """Per rank its divisions; all ranks have as many."""
 
 
-def movement(plan: Plan, mask: Band, seq: int) -> Movement:
+def movement(plan: Plan, mask: Mask, seq: int) -> Movement:
     """Return what a plan for so many tokens makes every rank do; raises InputError where a token lives on no rank or on
     two, where a task has tokens that are not there, and where strides of tasks and of the layout do not fit;
     ScheduleError where a token attends to nothing. That it attends to all that it has to, and once, ``check`` proves.
@@ -141,7 +141,7 @@ def _common(span: Span, there: Span, rows: Rows) -> Rows | None:
 
 
 def _of_rank(
-    rank: int, tasks: tuple[Task, ...], numbers: list[int], layout: tuple[Tokens, ...], places: _Places, mask: Band
+    rank: int, tasks: tuple[Task, ...], numbers: list[int], layout: tuple[Tokens, ...], places: _Places, mask: Mask
 ) -> tuple[Division, ...]:
     """Return the divisions of one rank."""
     by_division: dict[int, list[Task]] = defaultdict(list)
@@ -162,7 +162,7 @@ def _of_rank(
     )
 
 
-def _needed(task: Task, layout: tuple[Tokens, ...], places: _Places, mask: Band) -> Iterator[tuple[Rows, Rows]]:
+def _needed(task: Task, layout: tuple[Tokens, ...], places: _Places, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
     """Yield queries and keys of a task that the mask keeps, each of one owner."""
     for queries in places.of(task.queries):
         for keys in places.of(task.keys):
@@ -263,11 +263,11 @@ def _joined(pairs: Iterable[tuple[Side, Side]]) -> list[tuple[Side, Side]]:
     return found
 
 
-def _kernels(pairs: Iterable[tuple[Side, Side]], layout: tuple[Tokens, ...], mask: Band) -> Iterator[Attended]:
+def _kernels(pairs: Iterable[tuple[Side, Side]], layout: tuple[Tokens, ...], mask: Mask) -> Iterator[Attended]:
     """Yield the kernels of pairs of queries and keys."""
     for queries, keys in pairs:
         for block in blocks(mask, _tokens(queries.rows, layout), _tokens(keys.rows, layout)):
-            inside = Block(_in_buffer(queries, block.rows), _in_buffer(keys, block.columns), block.band)
+            inside = block._replace(rows=_in_buffer(queries, block.rows), columns=_in_buffer(keys, block.columns))
             yield Attended(queries.held, keys.held, inside)
 
 
