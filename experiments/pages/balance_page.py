@@ -14,7 +14,17 @@ _MOST_TICKS = 16
 
 def page(title: str, found: Balance) -> str:
     """Return the page of what ``longstep.balance`` returned."""
-    heads = ("planner", "slowest rank", "slowest / mean", "pairs", "tokens", "received", "planned in", "refused")
+    heads = (
+        "planner",
+        "attention",
+        "slowest rank",
+        "slowest / mean",
+        "pairs",
+        "tokens",
+        "received",
+        "planned in",
+        "refused",
+    )
     return render("balance.html.j2", title=title, plot=bars(found), heads=heads, rows=found.rows.rows, size=size)
 
 

@@ -64,6 +64,8 @@ class Balance(Writes):
     """KEY=VALUE of cluster or model, as often as wanted."""
     page: OptionalText = None
     """Write an HTML page with the seconds of every rank to this file."""
+    kernels_only: bool = False
+    """Leave out the simulation of transfers, which takes most of the time."""
     json: bool = False
     """Print JSON instead of tables: the figures of all planners, and by rank and by hop those of each."""
 
@@ -81,7 +83,9 @@ def balance(command: Balance, console: Console) -> None:
     if command.seeds > 1:
         _several(setup, chosen, command, console)
         return
-    found = longstep.balance(setup, _documents(command, command.seed), chosen, order=_order(command.layout))
+    found = longstep.balance(
+        setup, _documents(command, command.seed), chosen, order=_order(command.layout), play=not command.kernels_only
+    )
     of_batch = f"{len(found.batch.documents)} documents of {length(min(found.batch.documents))} to "
     of_batch += f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all"
     title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
@@ -109,13 +113,15 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
     rows: list[dict[str, Any]] = []
     with progress("planning") as show:
         for number in range(command.seeds):
-            found = longstep.balance(setup, _documents(command, command.seed + number), planners)
+            found = longstep.balance(
+                setup, _documents(command, command.seed + number), planners, play=not command.kernels_only
+            )
             rows += [{"seed": command.seed + number, **row} for row in found.rows]
             show(number + 1, command.seeds)
     if command.json:
         print_json(rows, console)
         return
-    heads = ("planner", "slowest rank", "slowest / mean", "received", "planned in")
+    heads = ("planner", "attention", "slowest / mean", "received", "planned in")
     title = (
         f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {command.seeds} batches of "
     )
@@ -127,7 +133,7 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
         planned = "" if mine[0]["planning_s"] is None else _spread(mine, "planning_s", seconds)
         table.add_row(
             name,
-            _spread(mine, "slowest_s", seconds),
+            _spread(mine, "slowest_s" if command.kernels_only else "attention_s", seconds),
             _spread(mine, "skew", "{:.2f}".format),
             _spread(mine, "received_bytes", lambda nbytes: size(int(nbytes))),
             planned,
@@ -137,7 +143,9 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
 
 def _spread(rows: list[dict[str, Any]], name: str, shown: Callable[[float], str]) -> str:
     """Return the median of a figure, with its least and its most."""
-    values = [row[name] for row in rows]
+    values = [row[name] for row in rows if row[name] is not None]
+    if not values:
+        return ""
     return f"{shown(statistics.median(values))} ({shown(min(values))} to {shown(max(values))})"
 
 
@@ -167,16 +175,17 @@ def _order(path: str | None) -> tuple[int, ...] | None:
 
 
 def _planners_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    heads = ("planner", "slowest rank", "slowest / mean", "pairs", "tokens", "received", "planned in")
-    about = "attention alone, forward and backward; pairs, tokens: most over mean; received: most of a rank, forward"
+    heads = ("planner", "attention", "slowest rank", "slowest / mean", "pairs", "tokens", "received", "planned in")
+    about = "forward and backward: attention with transfers, kernels of the slowest rank; pairs, tokens: most over mean"
     table = Table(*heads, title=title, title_justify="left", caption=about, caption_justify="left")
     for row in rows:
         if row["error"]:
-            table.add_row(row["planner"], "", "", "", "", "", row["error"])
+            table.add_row(row["planner"], "", "", "", "", "", "", row["error"])
             continue
         skews = [f"{row[name]:.2f}" for name in ("skew", "pairs_skew", "token_skew")]
         planned = "" if row["planning_s"] is None else seconds(row["planning_s"])
-        table.add_row(row["planner"], seconds(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
+        taken = "" if row["attention_s"] is None else seconds(row["attention_s"])
+        table.add_row(row["planner"], taken, seconds(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
     return table
 
 

@@ -24,7 +24,10 @@ from sim.engine.cost import CostModel
 from sim.errors import InputError
 from sim.schedule.derive.kernels import TILE, KernelUse, attention_use
 from sim.schedule.ir.masks import FULL
+from sim.schedule.ir.plan import Task
+from sim.schedule.methods.planned import planned as playing
 from sim.setup.names import one_of
+from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
 from sim.setup.table import Table
 from sim.workload import DTYPE_BYTES
@@ -94,7 +97,11 @@ class Balanced(NamedTuple):
     planned: Planned
     statistics: Statistics
     seconds: Floats
-    """(P, T): predicted seconds of attention, forward and backward, one launch a division each."""
+    """(P, T): predicted seconds of attention kernels, forward and backward, one launch a division each."""
+    played: Prediction | None
+    """Forward and backward with all transfers, by the schedule of that name or the one that plays plans; None where it
+    was not asked for.
+    """
 
     @property
     def row(self) -> dict[str, Any]:
@@ -102,6 +109,7 @@ class Balanced(NamedTuple):
         per_rank = self.seconds.sum(axis=1)
         return {
             "planner": self.planned.planner,
+            "attention_s": self.played and self.played.step_time_s,
             "slowest_s": float(per_rank.max()),
             "mean_s": float(per_rank.mean()),
             "skew": max_over_mean(per_rank),
@@ -168,8 +176,8 @@ class Balance(NamedTuple):
     found: list[Balanced]
     rows: Table
     """Of every planner, in the order asked, with ``error`` where one refuses the batch; then the lower bound. Times in
-    seconds; ``skew`` is the slowest rank over the mean, of seconds, pairs and tokens; bytes are those that the rank
-    receives forward that receives most."""
+    seconds: ``attention_s`` with all transfers, ``slowest_s`` and ``mean_s`` of kernels; ``skew`` is the slowest rank
+    over the mean, of seconds, pairs and tokens; bytes are those that the rank receives forward that receives most."""
     notes: list[str]
     """What the predicted seconds rest on, where the profile has nothing near."""
 
@@ -180,12 +188,14 @@ def balance(
     planners: Sequence[str] = tuple(PLANNERS),
     *,
     order: Sequence[int] | None = None,
+    play: bool = True,
 ) -> Balance:
     """Return how evenly ranks attend causal documents of these lengths, packed in this order into one sequence.
 
     Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``order`` is
-    a layout of your own: all positions of the sequence as a framework shards them. Seconds are of attention alone, the
-    transfers beside it are counted in bytes. Raises InputError for documents without tokens, an ``order`` that is no
+    a layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
+    simulated: ring, zigzag, striped and all-gather by the schedules of these names, others by messages of the blocks
+    that their tasks need (``methods/planned``). Raises InputError for documents without tokens, an ``order`` that is no
     permutation, or an unknown planner.
 
     >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
@@ -212,8 +222,9 @@ def balance(
         except InputError as refused:
             rows.append({"planner": name, **dict.fromkeys(_FIGURES), "error": str(refused)})
             continue
+        played = _played(setup, planned, packed) if play else None
         balanced.append(
-            Balanced(planned, statistics(planned, packed, per_token), seconds_of(planned, packed, attention))
+            Balanced(planned, statistics(planned, packed, per_token), seconds_of(planned, packed, attention), played)
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
@@ -221,6 +232,7 @@ def balance(
 
 
 _FIGURES = (
+    "attention_s",
     "slowest_s", "mean_s", "skew", "pairs_skew", "token_skew", "received_bytes", "planning_s",
 )  # fmt: skip
 
@@ -228,7 +240,8 @@ _FIGURES = (
 def seconds_of(planned: Planned, packed: Batch, attention: Attention) -> Floats:
     """Return (P, T): predicted seconds of what every rank attends in each division."""
     found = np.zeros((len(planned.plan.layout), num_divisions(planned.plan)))
-    for rank, tasks in enumerate(planned.plan.tasks):
+    for rank, split in enumerate(planned.plan.tasks):
+        tasks = _joined(_joined(split, "queries", "keys"), "keys", "queries")
         parts = list(
             meetings(table([one.queries for one in tasks]), table([one.keys for one in tasks]), packed.rectangles)
         )
@@ -244,13 +257,51 @@ def seconds_of(planned: Planned, packed: Batch, attention: Attention) -> Floats:
     return found
 
 
+def _joined(tasks: Sequence[Task], alike: str, along: str) -> list[Task]:
+    """Return tasks with those as one that attend the same ``alike``, and whose spans ``along`` follow each other."""
+    found: list[Task] = []
+    for task in sorted(tasks, key=lambda one: (one.division, getattr(one, alike), getattr(one, along))):
+        last, mine = found[-1] if found else task, getattr(task, along)
+        before = getattr(last, along)
+        together = (last.division, getattr(last, alike)) == (task.division, getattr(task, alike))
+        if found and together and before.stop == mine.start and before.step == mine.step == 1:
+            found[-1] = last._replace(**{along: before._replace(stop=mine.stop)})
+        else:
+            found.append(task)
+    return found
+
+
+def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
+    """Return one step of attention by a plan; None where it has too many tasks to build in seconds."""
+    schedule = _SCHEDULES.get(planned.planner)
+    if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
+        return None
+    return setup.replace(
+        schedule=schedule or playing(planned.plan, planned.planner), stack=None, scope="attention", pad=False,
+        documents=packed.documents, seeds=setup.seeds or 1,
+    ).predicted()  # fmt: skip
+
+
+_SCHEDULES = {"ring": "ring", "zigzag": "zigzag", "striped": "striped", "all-gather": "allgather"}
+"""Planners that are schedules, too, by their names there."""
+MOST_TASKS = 50_000
+"""Of a plan that is simulated."""
+
+
 def _bound(packed: Batch, ranks: int, per_token: TokenBytes, attention: Attention) -> dict[str, Any]:
     """Return the row of what no plan can beat: an equal share of the pairs in one block without a mask."""
     least = lower_bound(packed, ranks, per_token)
     side = max(1, math.isqrt(int(least.pairs)))
     square = np.array([side])
     seconds = attention.seconds(square, square, square * square)
-    figures = {"slowest_s": seconds, "mean_s": seconds, "skew": 1.0, "pairs_skew": 1.0, "token_skew": 1.0}
+    figures = {
+        "attention_s": seconds,
+        "slowest_s": seconds,
+        "mean_s": seconds,
+        "skew": 1.0,
+        "pairs_skew": 1.0,
+        "token_skew": 1.0,
+    }
     return {
         "planner": LOWER_BOUND,
         **figures,

@@ -58,7 +58,7 @@ def test_one_long_document_and_the_rank_that_has_its_end() -> None:
     """Of 4 ranks with a quarter each of one document the last attends 7 of 16 parts of the pairs, 1.75 times the mean.
     Zigzag levels it; of two documents of half the length a zigzag of the whole is as good.
     """
-    found = longstep.balance(ON_H100, [65536], STATIC)
+    found = longstep.balance(ON_H100, [65536], STATIC, play=False)
     ring, zigzag = of_planner(found, "ring"), of_planner(found, "zigzag")
     assert ring["pairs_skew"] == pytest.approx(1.75, abs=1e-3)
     assert ring["skew"] == pytest.approx(1.75, rel=0.05)
@@ -70,6 +70,20 @@ def test_one_long_document_and_the_rank_that_has_its_end() -> None:
     (first, *_) = found.found
     assert sum(row["pairs"] for row in first.by_hop) == sum(row["pairs"] for row in first.by_rank) == 65536 * 65537 // 2
     assert sum(row["seconds"] for row in first.by_rank) == pytest.approx(4 * ring["mean_s"])
+
+
+def test_what_is_simulated_has_kernels_and_transfers() -> None:
+    """By the schedule of that name, or by messages; merges and launches come on top where a plan sends nothing."""
+    found = longstep.balance(ON_H100, [65536], ["zigzag", "fcp-style"])
+    for name in ("zigzag", "fcp-style"):
+        row = of_planner(found, name)
+        assert 0.9 * row["mean_s"] < row["attention_s"] < 1.6 * row["slowest_s"]
+    zigzag = ON_H100.replace(schedule="zigzag", seq=65536, seeds=1).predicted().step_time_s
+    assert of_planner(found, "zigzag")["attention_s"] == zigzag
+    local = of_planner(longstep.balance(ON_H100, [8192] * 4, ["fcp-style"]), "fcp-style")
+    assert local["slowest_s"] < local["attention_s"] < 1.4 * local["slowest_s"]
+    kernels = longstep.balance(ON_H100, [65536], ["zigzag"], play=False)
+    assert of_planner(kernels, "zigzag")["attention_s"] is None
 
 
 def test_short_documents_make_all_that_travels_needless() -> None:
