@@ -128,7 +128,7 @@ Use = Callable[[ProgramBuilder, View, View], Any]
         lambda b, _, other: b.elsewhere(other, "host"),
         lambda b, _, other: b.parts_are_contiguous(Split(other, 0, 1)),
         lambda _, given, other: [given, {"more": (other,)}],
-        lambda b, _, other: b.output("q", other, (), Span(0, 8)),
+        lambda b, _, other: b.output("q", other, (Span(0, 8),), Span(0, 8)),
     ],
 )
 def test_a_view_that_a_call_was_not_given(b: ProgramBuilder, use: Use) -> None:
