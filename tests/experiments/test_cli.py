@@ -430,7 +430,10 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (("simulat",), "unknown command 'simulat' (did you mean 'simulate'?): allowed are list, show"),
-        ((), "expected a command: list, show, simulate, fit, ladder, balance, roofline, run, compare, validate, calibrate; "),
+        (
+            (),
+            "expected a command: list, show, simulate, fit, ladder, balance, roofline, run, compare, validate, cal",
+        ),
         (("simulate", "--gpu", "4"), "unknown option '--gpu' (did you mean '--gpus'?): allowed are"),
         (("simulate", "--passes=both"), "unknown option '--passes' (did you mean '--pass'?)"),
         (("simulate", "--verify"), "unknown option '--verify'"),

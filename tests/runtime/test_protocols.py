@@ -13,14 +13,13 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.mesh import Mesh
-from sim.schedule.ir.layout import contiguous, num_tokens, zigzag
-from sim.schedule.ir.masks import CAUSAL, Span, Tokens
-from sim.schedule.ir.ops import Accumulate, AllGather, Attend, Gemm, ReduceScatter, Rope
+from sim.schedule.ir.layout import num_tokens, zigzag
+from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import Accumulate, AllGather, Gemm, ReduceScatter, Rope
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.ir.views import HEADS, Split, View
+from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
-from sim.schedule.methods.single import SingleAttention
 from sim.schedule.model.block import LLAMA, act, h1, h2, rstd1, rstd2
 from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import LayerWriter, gemm_flops
@@ -30,12 +29,10 @@ from sim.schedule.model.scope import Unit
 from sim.schedule.model.tiling import Tiling, whole
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
-from sim.schedule.write.attention import Saved, Shard, all_heads, attention_flops
-from sim.schedule.write.blocks import blocks
+from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.head_trade import HeadTrade, TradeOptions
 from sim.workload import DTYPE_BYTES, Workload
-from tests.helpers import make_model, sweep_but
+from tests.helpers import make_model
 from tests.schedule.test_check_catches import refuses
 
 RANKS = 2
@@ -175,7 +172,7 @@ def schedule_of(name: str) -> Schedule:
         return LayerWriter(
             b=b,
             block=LLAMA,
-            chunks=(own.tokens,),
+            tokens=own.tokens,
             attention=RingAttention(b, rings, layout, own, options),
             params=technique.params(b),
             saving=technique.saving(b, own.tokens),
@@ -235,111 +232,6 @@ def test_a_tile_that_is_lost_or_counted_twice() -> None:
         return program.replace(ops=(*program.ops[: at + 1], *program.ops[at:]))
 
     refuses(Schedule(schedule.header, doubled), "twice")
-
-
-class Cached:
-    """Ulysses attention of the chunks of all ranks: what each brings lies in whole buffers, behind the ones before."""
-
-    def __init__(self, b: ProgramBuilder, chunks: int, *, forgetful: bool) -> None:
-        self.b, self.chunks, self.forgetful = b, chunks, forgetful
-        self.trade = HeadTrade(b, EVERYONE, TradeOptions())
-        heads = Span(b.rank * 2, b.rank * 2 + 2)
-        shard = Shard((Span(0, b.workload.seq),), heads, Span(b.rank, b.rank + 1))
-        self.inside = SingleAttention(b, shard)
-        self.fed = chunks
-
-    def begin(self) -> None:
-        """Make room for a layer: of all tokens and this rank's heads q, k, v, out, and of its tokens out."""
-        b, seq = self.b, self.b.workload.seq
-        sizes = {"q": 2, "k": 1, "v": 1, "out": 2}
-        self.held = {name: b.tensor(f"all {name}", seq, heads, "saved") for name, heads in sizes.items()}
-        self.lse = b.lse("all lse", seq, 2, "saved")
-        self.out = b.tensor("out", seq // RANKS, 4, "saved")
-        self.fed = 0
-
-    def rows(self, chunk: int, ranks: int) -> slice:
-        """Return where a chunk lies among the tokens of so many ranks."""
-        each = ranks * self.b.workload.seq // RANKS // self.chunks
-        return slice(chunk * each, chunk * each + each)
-
-    def hold(self, chunk: int, **local: View) -> None:
-        """Append what brings this rank's heads of a chunk here."""
-        for name, view in zip(local, self.trade.to_heads(local, "attention"), strict=True):
-            self.b.copy(view, self.held[name][:, self.rows(chunk, RANKS)], f"hold {name}")
-
-    def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """See DistributedAttention."""
-        if self.fed == self.chunks:
-            self.begin()
-        self.hold(self.fed, q=q, k=k, v=v)
-        rows = self.rows(self.fed, RANKS)
-        keys = Span(rows.start if self.forgetful else 0, rows.stop)
-        (block,) = blocks(CAUSAL, (Span(rows.start, rows.stop),), (keys,))
-        q, out = self.held["q"][:, rows], self.held["out"][:, rows]
-        k, v = (self.held[name][:, keys.start : keys.stop] for name in "kv")
-        lse = self.lse[:, :, rows]
-        self.b.add(Attend(label=f"attend {self.fed}", q=q, k=k, v=v, out=out, lse=lse, band=block.band))
-        own = self.rows(self.fed, 1)
-        self.trade.to_tokens({"out": out}, {"out": self.out[:, own]})
-        self.fed += 1
-        so_far = {name: view[:, : rows.stop] for name, view in self.held.items()}
-        return self.out[:, : own.stop], Saved(**so_far, lse=self.lse[:, :, : rows.stop])
-
-    def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
-        """See DistributedAttention."""
-        b, (_, own, _, _) = self.b, dout.shape
-        self.held["dout"] = b.like("all dout", saved.out, "attention")
-        for chunk in range(self.chunks):
-            self.hold(chunk, dout=dout[:, self.rows(chunk, 1)])
-        grads = dict(zip(("dq", "dk", "dv"), self.inside.backward(saved, self.held["dout"]), strict=True))
-        local = {name: b.tensor(name, own, 2 * view.shape[HEADS], "attention") for name, view in grads.items()}
-        for chunk in range(self.chunks):
-            here, there = self.rows(chunk, 1), self.rows(chunk, RANKS)
-            self.trade.to_tokens(
-                {name: view[:, there] for name, view in grads.items()},
-                {name: view[:, here] for name, view in local.items()},
-            )
-        return local["dq"], local["dk"], local["dv"]
-
-
-def chunked(chunks: int, technique: Techniques, *, forgetful: bool = False) -> Schedule:
-    """Two layers that go forward chunk by chunk; of each every rank has as many neighbouring tokens."""
-    workload = Workload(model=make_model(4, 2), seq=16, dtype="fp64", scope="layer", layers=2)
-    spans = contiguous(workload.seq, RANKS * chunks)
-
-    def program(rank: int) -> Program:
-        b, own = ProgramBuilder(rank, workload), spans[rank::RANKS]
-        return LayerWriter(
-            b=b,
-            block=LLAMA,
-            chunks=own,
-            attention=Cached(b, chunks, forgetful=forgetful),
-            params=technique.params(b),
-            saving=technique.saving(b, sum(own, ())),
-            tiling=technique.tiling,
-        ).program()
-
-    return Schedule(
-        Header(name="chunked", workload=workload, mesh=Mesh(ulysses=RANKS), communicators=(EVERYONE,)), program
-    )
-
-
-@pytest.mark.parametrize("name", TECHNIQUES)
-@pytest.mark.parametrize("chunks", sweep_but({2}, [1, 2, 4]))
-def test_layers_fed_in_chunks_are_proved_and_exact(chunks: int, name: str) -> None:
-    checked = check(chunked(chunks, TECHNIQUES[name]))
-    program = checked.schedule.program(0)
-    labels = [op.label for op in program.ops if op.part == "forward"]
-    assert labels.index("attend 0") < labels.index("w_down")
-    assert labels.count("attend 0") == labels.count(f"attend {chunks - 1}") == 2
-    assert {buffer.shape[1] for buffer in program.buffers if buffer.name == "q_raw"} == {8 // chunks}
-    errors = output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1))
-    assert errors.keys() >= {"x 2", "dx", "dwq", "dw_down 1", "dnorm1"}
-    assert max(errors.values()) <= BOUNDS["fp64"]
-
-
-def test_a_chunk_that_forgets_the_keys_before_it() -> None:
-    refuses(chunked(2, Techniques(), forgetful=True), "not complete")
 
 
 def test_what_is_recomputed_of_other_activations() -> None:

@@ -13,17 +13,10 @@ from runtime.execution.virtual import execute_virtual
 from sim.errors import InputError, LengthError
 from sim.memory import walk
 from sim.mesh import Mesh
-from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Barrier, HostCopy, HostSync
-from sim.schedule.ir.program import Communicator, Header, Program, Schedule
-from sim.schedule.methods.fpdt import FpdtAttention, FpdtOptions, build
-from sim.schedule.model.block import LLAMA
-from sim.schedule.model.layer import LayerWriter
-from sim.schedule.model.params import Replicated
-from sim.schedule.model.saving import Keep
-from sim.schedule.model.tiling import whole
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.methods.fpdt import FpdtOptions, build
 from sim.schedule.proof.check import Checked, check
-from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
 from tests.helpers import make_model, sweep_but
 from tests.schedule.test_check_catches import refuses
@@ -59,7 +52,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "published": {"pipeline": "published", "loss": "chunked", "activations": "host"},
     "chunks on the GPU": {"offload": False, "zero_stage": 1},
     "with all techniques": {"mlp": "tiled", "optimiser": "host", "activations": "save-on-cpu", "loss": "chunked"},
-    "a list": {"checkpoint": "x+q+k+v+out"},
+    "a list": {"checkpoint": "x+out"},
 }
 
 
@@ -74,24 +67,6 @@ def test_layers_are_exact(fields: dict[str, Any]) -> None:
     """With activations of layers on the host beside the chunks of attention, which stay there."""
     layers = {"scope": "layer", "layers": 3, "seq": 32, **fields}
     is_right(fpdt(2, 8, layers, activations="host"))
-
-
-def test_layers_that_feed_their_chunks_are_exact() -> None:
-    """Each layer projects a chunk, attends, and goes on to the MLP, before it comes to the next one."""
-    workload = Workload(model=make_model(4, 2), seq=32, dtype="fp64", scope="layer", layers=2)
-    chunks = tuple(chunk for (chunk,) in contiguous(32, 4))
-    ulysses = Communicator(name="ulysses", groups=((0, 1),))
-
-    def program(rank: int) -> Program:
-        b, own = ProgramBuilder(rank, workload), [(chunk.part(rank * 4, rank * 4 + 4),) for chunk in chunks]
-        attention = FpdtAttention(b, ulysses, chunks, FpdtOptions())
-        return LayerWriter(b, LLAMA, tuple(own), attention, Replicated(b, (ulysses,)), Keep(), whole).program()
-
-    header = Header(name="fed", workload=workload, mesh=Mesh(ulysses=2), communicators=(ulysses,))
-    checked = check(Schedule(header, program))
-    labels = [op.label for op in checked.schedule.program(0).ops]
-    assert labels.index("attend q0 kv0") < labels.index("w_down") < labels.index("attend q1 kv0")
-    is_right(checked)
 
 
 def copied(checked: Checked, stream: str, part: str) -> Counter[str]:
@@ -194,7 +169,7 @@ def test_lengths_and_chunks_that_do_not_divide() -> None:
         fpdt(2, 24)
     with pytest.raises(InputError, match=r"schedule.chunk=9: .* allowed are multiples of 2"):
         fpdt(2, 9)
-    with pytest.raises(InputError, match="fpdt keeps them in a form of its own"):
-        make_step("fpdt", 2, step(), chunk=8, checkpoint="attention")
+    with pytest.raises(InputError, match="'q' is none of the tensors that a layer can keep"):
+        make_step("fpdt", 2, step(), chunk=8, checkpoint="x+q+out")
     with pytest.raises(InputError, match="set `passes` both"):
         fpdt(2, 8, {"passes": "backward"})

@@ -174,7 +174,7 @@ def test_the_weight_of_another_layer() -> None:
     [
         (0, (1, 0), "wq.* where all of the weight is needed"),
         (0, (0, 0), "wq.* where all of the weight is needed"),
-        (1, (1, 0), "wq.* where all of the weight is needed"),
+        (1, (1, 0), "attends with the wrong key/value heads"),
     ],
 )
 def test_a_weight_in_another_order(dim: int, order: tuple[int, int], message: str) -> None:

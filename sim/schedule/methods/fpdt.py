@@ -1,9 +1,10 @@
 """FPDT: Ulysses in chunks of the sequence, which wait in the host's memory for their turn (arXiv:2408.16978 §4).
 
-    forward    per chunk i: all-to-alls of q, k, v; for j <= i: attend q_i to kv_j, while kv_j+1 is fetched; one
-               all-to-all of the output; q, k, v, out, lse to the host
+    forward    per chunk i: q, k, v are projected; their all-to-alls; for j <= i: attend q_i to kv_j, while kv_j+1 is
+               fetched; one all-to-all of the output; q, k, v, out, lse to the host
     backward   per chunk j: for i >= j: q_i, out_i, lse_i, dout_i and the sum of dq_i are fetched, the sum goes back;
-               dk_j and dv_j stay on the GPU; then all-to-alls of dq_j, dk_j, dv_j, which are complete
+               dk_j and dv_j stay on the GPU; then all-to-alls of dq_j, dk_j, dv_j, which are complete, and what
+               goes back through their projections
 
 A rank has the r-th P-th of every chunk, so that the all-to-alls of a chunk give each rank all of its tokens for H/P
 heads. What is fetched has two places on the GPU in turns: one is filled while kernels use the other. Published code
@@ -33,6 +34,7 @@ from sim.schedule.write.attention import Saved, all_heads, needs_forward
 from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import HeadTrade, TradeOptions
+from sim.schedule.write.inputs import NAMES, Inputs, Name, Whole
 from sim.workload import Dtype, Workload, gradient_dtype
 
 _SAVED = ("q", "k", "v", "out", "lse")
@@ -72,8 +74,8 @@ def build(workload: Workload, mesh: Mesh, options: FpdtOptions = FpdtOptions()) 
         shard=lambda rank: all_heads(workload.model, own(rank)),
         attention=lambda b: FpdtAttention(b, ulysses, chunks, options),
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
+        partwise=True,
         source="arXiv:2408.16978 §4; all-to-alls as in arXiv:2309.14509 §3.2",
-        keeps_inputs=True,
     )
     return build_around(plan, workload, mesh, options)
 
@@ -233,34 +235,34 @@ class _Places:
 
 
 class FpdtAttention:
-    """FPDT of one rank, whose group has these chunks of tokens. Forward it may be fed some of them at a time."""
+    """FPDT of one rank, whose group has these chunks of tokens."""
 
     def __init__(self, builder: ProgramBuilder, ulysses: Communicator, chunks: Tokens, options: FpdtOptions) -> None:
         self._b, self._count = builder, len(chunks)
         self._tools = _Tools(builder, ulysses, chunks[0].size // len(ulysses.groups[0]), options)
         model, trade = builder.workload.model, self._tools.trade
         self.saved_shard = shard_of_heads(model, trade.size, trade.position, chunks)
+        self.q_heads = tuple(range(model.num_heads))
         self._steps = _steps(mask_of(builder.workload), chunks)
         self._held: list[dict[str, View]] = []
         """Of each chunk that has arrived q, k, v, and once they are there out, lse: where they wait for their turn."""
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """Chunk by chunk: all-to-alls of q, k and v; attention of the queries whose keys are all there."""
-        if len(self._held) in {0, self._count}:
-            self._begin()
-        for chunk in range(q.shape[TOKENS] // self._tools.rows(0).stop):
-            rows = self._tools.rows(chunk)
-            self._take({"q": q[:, rows], "k": k[:, rows], "v": v[:, rows]})
-        done = tuple([_saved(held) for held in self._held if "out" in held])
-        return self._out[:, : self._tools.rows(len(self._held) - 1).stop], done[0]._replace(stages=done)
+        """Of whole q, k and v."""
+        return self.forward_from(Whole(self._b, self.q_heads, (q, k, v)))
 
-    def _begin(self) -> None:
-        """Make room for a layer."""
+    def forward_from(self, inputs: Inputs) -> tuple[View, Saved]:
+        """Chunk by chunk: all-to-alls of q, k and v; attention of the queries whose keys are all there."""
         self._held = []
-        self._out = self._local("out", self._b.workload.model.num_heads)
+        rows = self._tools.rows
+        self._out = self._b.tensor("out", rows(self._count - 1).stop, self._b.workload.model.num_heads, "attention")
         self._queries, self._keys = _Places(self._tools), _Places(self._tools)
         self._left = deque(sorted(self._steps, key=lambda step: step.arrival))
         self._ahead: dict[str, View] | None = None
+        for chunk in range(self._count):
+            self._take({name: inputs.part(name, rows(chunk)).view for name in NAMES})
+        done = tuple([_saved(held) for held in self._held])
+        return self._out, done[0]._replace(stages=done)
 
     def _take(self, local: dict[str, View]) -> None:
         """Take one more chunk, and all steps that can be done then."""
@@ -295,10 +297,14 @@ class FpdtAttention:
         return brought
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """Of whole q, k and v."""
+        inputs = Whole(self._b, self.q_heads, num_gradients=dout.shape[TOKENS])
+        self.backward_into(saved, dout, inputs)
+        return inputs.gradients()
+
+    def backward_into(self, saved: Saved, dout: View, inputs: Inputs) -> None:
         """By chunks of keys, for all queries that attend to them; all-to-alls of gradients once they are complete."""
-        b, tools, model = self._b, self._tools, self._b.workload.model
-        heads = {"dq": model.num_heads, "dk": model.num_kv_heads, "dv": model.num_kv_heads}
-        local = {name: self._local(name, of) for name, of in heads.items()}
+        b, tools = self._b, self._tools
         chunks = [dict(zip(_SAVED, stage[:5], strict=True)) for stage in saved.stages]
         queries, keys = _Places(tools), _Places(tools)
 
@@ -335,18 +341,20 @@ class FpdtAttention:
             attend_backward(b, step.block, here, found["dout"], Gradients(dq, *sums), step.label)
             dq.fill()
             if step.is_last:
-                tools.to_tokens("dq", dq.finished("dq"), local["dq"][:, tools.rows(step.queries)])
+                self._give(inputs, "q", dq, step.queries)
             elif following and following.queries != step.queries:
                 held = chunks[step.queries]
                 held["dq"] = tools.kept("dq", dq.total, held.get("dq"))
             tools.wait()
             if step.closes:
-                for name, total in zip(("dk", "dv"), sums, strict=True):
+                for name, total in zip(NAMES[1:], sums, strict=True):
                     total.fill()
-                    tools.to_tokens(name, total.finished(name), local[name][:, tools.rows(step.keys)])
+                    self._give(inputs, name, total, step.keys)
                 tools.meet()
-        return local["dq"], local["dk"], local["dv"]
 
-    def _local(self, name: str, heads: int) -> View:
-        """Return a new buffer for this rank's tokens of all chunks."""
-        return self._b.tensor(name, self._tools.rows(self._count - 1).stop, heads, "attention")
+    def _give(self, inputs: Inputs, name: Name, total: GradientSum, chunk: int) -> None:
+        """Append what takes the gradient of a chunk to the ranks whose tokens they are."""
+        rows = self._tools.rows(chunk)
+        whole, home = total.finished(f"d{name}"), inputs.room(name, rows)
+        self._tools.to_tokens(f"d{name}", whole, home)
+        inputs.take(name, home, rows)

@@ -1,24 +1,24 @@
 """UPipe, untied Ulysses: heads go through Ulysses U at a time, so that attention needs room for O(U) heads, not O(H).
 
-A stage sends one query head to each of U ranks, attends, and sends the output back (arXiv:2602.21196 §3). Heads are
-taken so that a rank's query head belongs to the key/value head that it holds: keys are sent once, then serve all query
-heads of their group. Backward sends q, k and v again, as published code computes them again, and sums dK and dV over
-the stages of a group. Inside each stage may be a ring. Stages follow each other, as in published code, which overlaps
-nothing (``overlap`` overlaps only copies with all-to-alls).
+A stage projects U query heads, sends one to each of U ranks, attends, and sends the output back (arXiv:2602.21196 §3).
+Heads are taken so that a rank's query head belongs to the key/value head that it holds: keys are projected and sent
+once, then serve all query heads of their group. Backward projects and sends q, k and v again, as published code does,
+sums dK and dV over the stages of a group, and adds up the gradient of what all were projected from. Inside each stage
+may be a ring. Stages follow each other, as in published code, which overlaps nothing (``overlap`` overlaps only copies
+with all-to-alls).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Tokens
-from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.program import Communicator, Schedule
-from sim.schedule.ir.views import HEADS, Category, Split, View
+from sim.schedule.ir.views import Category, View
 from sim.schedule.methods.ring import check_backward, ring_bytes
 from sim.schedule.methods.ulysses import Inside, check_heads, input_bytes, kv_heads_of, ulysses_bytes
 from sim.schedule.methods.usp import UspOptions, around_rings
@@ -26,6 +26,7 @@ from sim.schedule.write.accumulate import GradientSum
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import HeadTrade
+from sim.schedule.write.inputs import NAMES, HeadsInTurn, Inputs, Part, Whole
 from sim.workload import Workload, gradient_dtype
 
 
@@ -61,10 +62,11 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
         mesh,
         options,
         name="upipe",
+        partwise=True,
+        projects_again=options.recompute,
         outside=UPipeAttention,
         wire_bytes=wire_bytes,
         source="arXiv:2602.21196 §3",
-        keeps_inputs=not options.recompute,
     )
 
 
@@ -81,52 +83,74 @@ class UPipeAttention:
         self._tokens = num_tokens(tokens) // self._trade.size
         model, size = builder.workload.model, self._trade.size
         sent = max(model.num_kv_heads, size)
-        group = model.num_heads // sent
-        replicas = kv_heads_of(model, sent)
-        self._kv_heads = [replicas[first : first + size] for first in range(0, sent, size)]
-        self._q_heads = [
-            [[head * group + i for head in range(first, first + size)] for i in range(group)]
-            for first in range(0, sent, size)
-        ]
-        order = [head for stages in self._q_heads for stage in stages for head in stage]
-        self._places = [order.index(head) for head in range(model.num_heads)]
+        self._group = model.num_heads // sent
+        """Stages that share keys."""
+        self._replicas = kv_heads_of(model, sent)
+        self.q_heads = tuple(
+            [
+                head * self._group + i
+                for first in range(0, sent, size)
+                for i in range(self._group)
+                for head in range(first, first + size)
+            ]
+        )
         self.saved_shard = all_heads(model, tokens)
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
+        """Of whole q, k and v."""
+        out, saved = self.forward_from(Whole(self._b, self.q_heads, (q, k, v)))
+        return out, saved._replace(q=q, k=k, v=v)
+
+    def forward_from(self, inputs: Inputs) -> tuple[View, Saved]:
         """H/U stages; k and v with the first stage of their group."""
-        staged = self._local("out", self._b.workload.model.num_heads)
+        out = HeadsInTurn(self._b, "out", self._tokens, self.q_heads)
         kept: list[Saved] = []
-        for kv_heads, stages in zip(self._kv_heads, self._q_heads, strict=True):
-            k_here, v_here = self._to_heads({"k": k, "v": v}, kv_heads)
+        for stages, kv_heads in self._stages():
+            k, v = self._to_heads({name: inputs.part(name, heads=kv_heads) for name in NAMES[1:]})
             for heads in stages:
-                (q_here,) = self._to_heads({"q": q}, heads)
-                out, saved = self._inside.forward(q_here, k_here, v_here)
-                self._to_tokens({"out": out}, {"out": self._stage(staged, len(kept))})
-                kept.append(saved)
-        return self._in_order(staged, "out"), Saved(q, k, v, kept[0].out, kept[0].lse, stages=tuple(kept))
+                (q,) = self._to_heads({"q": inputs.part("q", heads=heads)})
+                of_stage, saved = self._inside.forward(q, k, v)
+                self._to_tokens({"out": of_stage}, {"out": out.view[:, :, heads]})
+                kept.append(saved.without_inputs() if self._options.recompute else saved)
+        return out.in_order(), kept[0]._replace(more=(), stages=tuple(kept))
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
+        """Of whole q, k and v."""
+        inputs = Whole(self._b, self.q_heads, saved[:3], num_gradients=self._tokens)
+        self.backward_into(saved, dout, inputs)
+        return inputs.gradients()
+
+    def backward_into(self, saved: Saved, dout: View, inputs: Inputs) -> None:
         """H/U stages again; dK and dV go home after the last stage of their group."""
-        model, kept = self._b.workload.model, saved.stages
-        staged = self._local("dq", model.num_heads)
-        local = {name: self._local(name, model.num_kv_heads) for name in ("dk", "dv")}
-        number = 0
-        for group, (kv_heads, stages) in enumerate(zip(self._kv_heads, self._q_heads, strict=True)):
-            k, v = kept[number].k, kept[number].v
-            if self._options.recompute:
-                k, v = self._to_heads({"k": saved.k, "v": saved.v}, kv_heads)
+        again, number = self._options.recompute, 0
+        for stages, kv_heads in self._stages():
+            _, k, v, *_ = saved.stages[number]
+            if again:
+                k, v = self._to_heads({name: inputs.part(name, heads=kv_heads) for name in NAMES[1:]})
             sums: list[GradientSum] = []
             for heads in stages:
-                q = self._to_heads({"q": saved.q}, heads)[0] if self._options.recompute else kept[number].q
-                (dout_here,) = self._to_heads({"dout": dout}, heads)
-                dq, *dkv = self._inside.backward(kept[number]._replace(q=q, k=k, v=v), dout_here)
-                self._to_tokens({"dq": dq}, {"dq": self._stage(staged, number)})
+                of_stage = saved.stages[number]
+                q = self._to_heads({"q": inputs.part("q", heads=heads)})[0] if again else of_stage.q
+                (dout_here,) = self._to_heads({"dout": Part(dout, self.q_heads[heads])})
+                dq, *dkv = self._inside.backward(of_stage._replace(q=q, k=k, v=v), dout_here)
+                home = inputs.room("q", heads=heads)
+                self._to_tokens({"dq": dq}, {"dq": home})
+                inputs.take("q", home, heads=heads)
                 self._add(sums, dkv)
                 number += 1
-            whole = {name: total.finished(name) for name, total in zip(("dk", "dv"), sums, strict=True)}
-            width = min(len(kv_heads), model.num_kv_heads)
-            self._to_tokens(whole, {name: x[:, :, group * width : (group + 1) * width] for name, x in local.items()})
-        return self._in_order(staged, "dq"), local["dk"], local["dv"]
+            whole = {f"d{name}": total.finished(f"d{name}") for name, total in zip(NAMES[1:], sums, strict=True)}
+            homes = {name: inputs.room(name, heads=kv_heads) for name in NAMES[1:]}
+            self._to_tokens(whole, {f"d{name}": home for name, home in homes.items()})
+            for name, home in homes.items():
+                inputs.take(name, home, heads=kv_heads)
+
+    def _stages(self) -> Iterator[tuple[list[slice], slice]]:
+        """Yield by group the heads of q of each stage, in their order, and those of k and v."""
+        size, width = self._trade.size, min(self._trade.size, self._b.workload.model.num_kv_heads)
+        for group in range(len(self._replicas) // size):
+            first = group * self._group
+            stages = [slice(stage * size, (stage + 1) * size) for stage in range(first, first + self._group)]
+            yield stages, slice(group * width, (group + 1) * width)
 
     def _add(self, sums: list[GradientSum], parts: list[View]) -> None:
         """Add the gradients of a stage; the first ones become the sums where they have the data type of sums."""
@@ -140,13 +164,17 @@ class UPipeAttention:
                 sums.append(GradientSum(b, name, b.gradient(f"{name} sum", part, self._options)))
                 sums[-1].take(part, "of a stage")
 
-    def _to_heads(self, local: dict[str, View], heads: Sequence[int]) -> list[View]:
-        """Return one head of all tokens of the group for each tensor of this rank's tokens."""
+    def _to_heads(self, parts: dict[str, Part]) -> list[View]:
+        """Return one head of all tokens of the group for each part of this rank's own tokens."""
         keeps = self._b.part == "forward" and not self._options.recompute
         category: Category = "saved" if keeps else "attention"
         if self._trade.size == 1:
-            return [self._one_head(name, view[:, :, heads[0] : heads[0] + 1]) for name, view in local.items()]
-        return self._trade.to_heads(local, category, dict.fromkeys(local, heads))
+            return [self._one_head(name, view[:, :, head : head + 1]) for name, (view, (head,)) in parts.items()]
+        local = {name: part.view for name, part in parts.items()}
+        # Where key/value heads are fewer than ranks, several ranks get one.
+        each = {name: self._trade.size // len(part.heads) for name, part in parts.items()}
+        chosen = {name: [head for head in part.heads for _ in range(each[name])] for name, part in parts.items()}
+        return self._trade.to_heads(local, category, chosen)
 
     def _one_head(self, name: str, view: View) -> View:
         """Return a copy in one piece."""
@@ -160,26 +188,3 @@ class UPipeAttention:
             return
         for name, view in whole.items():
             self._b.copy(view, into[name], f"place {name}")
-
-    def _stage(self, staged: View, number: int) -> View:
-        """Return where the heads of a stage lie among those of all stages."""
-        return staged[:, :, number * self._trade.size : (number + 1) * self._trade.size]
-
-    def _in_order(self, staged: View, name: str) -> View:
-        """Return all heads in their order instead of that of the stages."""
-        total = staged.shape[HEADS]
-        if self._places == list(range(total)):
-            return staged
-        whole = self._local(name, total)
-        self._b.add(
-            Copy(
-                label=f"order {name}",
-                source=Split(staged, HEADS, total),
-                target=Split(whole, HEADS, total),
-                order=tuple(self._places),
-            )
-        )
-        return whole
-
-    def _local(self, name: str, heads: int) -> View:
-        return self._b.tensor(name, self._tokens, heads, "attention")

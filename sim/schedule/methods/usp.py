@@ -57,7 +57,9 @@ def around_rings(
     wire_bytes: Callable[[Workload], int],
     source: str,
     laid_out_bytes: Callable[[Workload], int] = lambda _: 0,
-    keeps_inputs: bool,
+    keeps_inputs: bool = False,
+    partwise: bool = False,
+    projects_again: bool = False,
 ) -> Schedule:
     """Return a schedule in which ``outside`` trades heads in each Ulysses group, and what it attends to with the heads
     that a rank gets goes around a ring.
@@ -83,5 +85,7 @@ def around_rings(
         source=source,
         laid_out_bytes=laid_out_bytes,
         keeps_inputs=keeps_inputs,
+        partwise=partwise,
+        projects_again=projects_again,
     )
     return build_around(plan, workload, mesh, options)

@@ -35,12 +35,14 @@ class Checkpoint(NamedTuple):
 
 def checkpoint(block: Block, name: str) -> Checkpoint:
     """Return what a name means for a block: none keeps all that backward needs; full the layer's input; attention its
-    output, too (DistFlashAttn, arXiv:2310.03294 §3.3); others list tensors, as ``x+out+h2``.
+    output, too (DistFlashAttn, arXiv:2310.03294 §3.3); others list tensors, as ``x+out+h2``. A block whose projections
+    are apart has no q, k and v to keep.
 
     Raises InputError for what is no tensor that backward needs, and for lists from which some cannot be made.
     """
     at = block.saved.index(block.out)
-    needed = (*block.saved[:at], block.q, block.k, block.v, *block.saved[at:])
+    inputs = set() if block.projections else {block.q, block.k, block.v}
+    needed = (*block.saved[:at], *(one for one in (block.q, block.k, block.v) if one in inputs), *block.saved[at:])
     made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
     names = {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
     spelled = {"none": "+".join(names), "full": block.x.name, "attention": f"{block.x.name}+{block.out.name}"}
@@ -54,7 +56,7 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
     kept = {tensor for one in chosen for tensor in made.get(names[one], (names[one],))}
     missing = set(needed) - kept
     after = _makers(block.forward.after, missing, kept)
-    attends, inputs = block.out in missing, {block.q, block.k, block.v}
+    attends = block.out in missing
     missing |= inputs - kept if attends else set()
     before = _makers(block.forward.before, missing, kept)
     if block.x in missing:

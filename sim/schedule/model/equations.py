@@ -71,6 +71,8 @@ class Block(NamedTuple):
     """What the backward equations need of the forward ones, in the order in which it is made."""
     forward: Around
     backward: Around
+    projections: tuple[Equation, ...] = ()
+    """Forward equations that attention has written when it asks for its inputs (see ``projections``)."""
 
     @property
     def equations(self) -> tuple[Equation, ...]:

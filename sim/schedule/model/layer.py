@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -25,10 +25,11 @@ from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
 from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint
 from sim.schedule.model.ends import head_of
-from sim.schedule.model.equations import Around, Block, Equation
+from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
+from sim.schedule.model.projections import Projections, with_projections_apart
 from sim.schedule.model.saving import Saving, saving
 from sim.schedule.model.scope import Unit, layers_of
 from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
@@ -42,6 +43,7 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.inputs import PartwiseAttention
 from sim.workload import Workload
 
 GRADIENTS = "gradients"
@@ -61,6 +63,10 @@ class AttentionPlan(NamedTuple):
     formula."""
     source: str
     kernel: AttentionName = "flash"
+    partwise: bool = False
+    """Whether it asks for q, k and v part by part: see ``PartwiseAttention``."""
+    projects_again: bool = False
+    """Whether it asks for them backward, too."""
     laid_out_bytes: Callable[[Workload], int] = lambda _: 0
     """What it sends of one layer to lay out q, k and v again: see ``LaysOut``."""
     keeps_inputs: bool = False
@@ -88,6 +94,7 @@ def build_around(
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block = block_of(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
+    block = with_projections_apart(block) if plan.partwise else block
     point = checkpoint(block, options.checkpoint) if step else EVERYTHING
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
@@ -119,7 +126,7 @@ def build_around(
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (point, options.loss, options.micro_batches) if step else ()
-        written = LayerWriter(b, block, (tokens,), plan.attention(b), params, kept, whole, *techniques).program()
+        written = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
     return Schedule(header, program, replicated=not across_replicas)
@@ -130,20 +137,15 @@ class LayerWriter(NamedTuple):
 
     b: ProgramBuilder
     block: Block
-    chunks: tuple[Tokens, ...]
-    """The tokens of this rank, which go forward a chunk at a time, and backward all at once."""
-    attention: DistributedAttention
+    tokens: Tokens
+    attention: DistributedAttention | PartwiseAttention
+    """The latter where the block has projections apart."""
     params: Params
     saving: Saving
     tiling: Tiling
     checkpoint: Checkpoint = EVERYTHING
     loss: LossName = "whole"
     micro_batches: int = 1
-
-    @property
-    def tokens(self) -> Tokens:
-        """Tokens of all chunks."""
-        return sum(self.chunks, ())
 
     def program(self) -> Program:
         """Return the program of this rank."""
@@ -203,26 +205,22 @@ class LayerWriter(NamedTuple):
         return self._kept(values, saved, everything)
 
     def _attended(self, layer: int, at_hand: Values, weights: Values, around: Around) -> tuple[Values, Saved]:
-        """Append attention of a layer with the equations around it; return all values, and what attention saves. What
-        outlives a chunk lies in one buffer for all of them.
-        """
-        block, stop, lasting = self.block, 0, dict(at_hand)
-        if len(self.chunks) > 1:
-            made = (tensor for one in (*around.before, *around.after) for tensor in one.results)
-            kept_whole = {*block.saved, block.x.later(1)} - {block.out, *at_hand}
-            lasting |= {
-                tensor: self.b.new(tensor.later(layer), num_tokens(self.tokens))
-                for tensor in dict.fromkeys(made)
-                if tensor in kept_whole
-            }
-        for tokens in self.chunks:
-            start, stop = stop, stop + num_tokens(tokens)
-            values = {**weights, **{tensor: view[:, start:stop] for tensor, view in lasting.items()}}
-            self._write(around.before, layer, tokens, values)
-            lasting[block.out], saved = self.attention.forward(values[block.q], values[block.k], values[block.v])
-            values[block.out] = lasting[block.out][:, start:stop]
-            self._write(around.after, layer, tokens, values)
-        return values | lasting, saved
+        """Append attention of a layer with the equations around it; return all values, and what attention saves."""
+        block, values = self.block, {**weights, **at_hand}
+        self._write(around.before, layer, self.tokens, values)
+        if block.projections:
+            values[block.out], saved = self._partwise.forward_from(self._projections(layer, values))
+        else:
+            values[block.out], saved = self.attention.forward(values[block.q], values[block.k], values[block.v])
+        self._write(around.after, layer, self.tokens, values)
+        return values, saved
+
+    @property
+    def _partwise(self) -> PartwiseAttention:
+        return cast("PartwiseAttention", self.attention)
+
+    def _projections(self, layer: int, values: Values) -> Projections:
+        return Projections(self.b, layer, self.tokens, self.block, values, self._partwise.q_heads)
 
     def _kept(self, values: Values, saved: Saved, point: Checkpoint) -> Kept:
         """Return what is kept of a layer's values, and of what attention saves."""
@@ -249,8 +247,14 @@ class LayerWriter(NamedTuple):
         assert kept.attention is not None
         values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
         self._write(around.before, layer, self.tokens, values)
-        grads = self.attention.backward(kept.attention, values[d(block.out)])
-        values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
+        dout = values[d(block.out)]
+        if block.projections:
+            projections = self._projections(layer, values)
+            self._partwise.backward_into(kept.attention, dout, projections)
+            projections.reduce(self.params)
+        else:
+            grads = self.attention.backward(kept.attention, dout)
+            values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
         self._write(around.after, layer, self.tokens, values)
         return values[d(block.x)], self.params.reduced(unit, room)
 
@@ -262,12 +266,15 @@ class LayerWriter(NamedTuple):
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
     """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
     dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
+    if plan.projects_again and workload.backward:
+        gemms += gemm_flops_again(workload, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
         forward = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
-        gemms += gemm_flops_again(workload, point)
+        projections = block.projections if point.attends else ()
+        gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
     flops = dp * sum(attention_flops(one, plan.kernel) for one in passes)
     wire_bytes = dp * (sum(plan.wire_bytes(one) for one in passes) + laid_out)
     if workload.scope == "attention":
@@ -285,17 +292,19 @@ def gemm_flops(workload: Workload, block: Block = LLAMA) -> int:
     """Return the FLOPs of all linear layers over all ranks of a replica: 2 per token and weight of each product."""
     if workload.scope == "attention":
         return 0
-    passes = [block.forward, block.backward] if workload.backward else [block.forward]
-    per_token = workload.layers * _gemm_flops((one for around in passes for part in around for one in part), workload)
+    equations = [*block.forward.before, *block.projections, *block.forward.after]
+    if workload.backward:
+        equations += [*block.backward.before, *back(*block.projections), *block.backward.after]
+    per_token = workload.layers * _gemm_flops(equations, workload)
     if workload.scope == "step":
         head = head_of(workload.model)
         per_token += _gemm_flops((*head.forward, *head.backward), workload)
     return per_token * workload.batch * workload.seq
 
 
-def gemm_flops_again(workload: Workload, point: Checkpoint) -> int:
-    """Return the FLOPs of linear layers that checkpointing computes again, over all ranks of a replica."""
-    per_token = _gemm_flops((*point.again.before, *point.again.after), workload)
+def gemm_flops_again(workload: Workload, equations: Iterable[Equation]) -> int:
+    """Return the FLOPs of linear layers whose equations are computed again, over all ranks of a replica."""
+    per_token = _gemm_flops(equations, workload) if workload.scope != "attention" else 0
     return workload.layers * per_token * workload.batch * workload.seq
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
+from sim.schedule.ir.ops import Gemm
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.block import LLAMA, lse
 from sim.schedule.model.ends import (
@@ -21,7 +22,8 @@ from sim.schedule.model.ends import (
     w_embed,
     w_head,
 )  # fmt: skip
-from sim.workload import Workload
+from sim.schedule.model.equations import Equation
+from sim.workload import ModelSpec, Workload
 
 
 class Unit(NamedTuple):
@@ -117,8 +119,8 @@ _OF_UNITS = tuple(
     for tensor in (*kept, *map(updated, kept), d(unit.flat), unit.square)
 )
 _TENSORS = {tensor.name: tensor._replace(layer=0) for tensor in (*_OF_TOKENS, *_OF_UNITS)}
-TERMS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
-"""How many equations of a layer add up to a tensor, by name."""
+_MAKERS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
+"""How many equations of a layer make a tensor, by name."""
 
 
 _STATES = frozenset(one.name for unit in UNIT_KINDS for state in unit.states for one in (state, updated(state)))
@@ -129,15 +131,34 @@ def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
     return tensor._replace(numbers="model") if optimiser_states == "model" and tensor.name in _STATES else tensor
 
 
-@cache
-def terms_of(number: int, name: str) -> Span:
+def is_sum(name: str) -> bool:
+    """Return whether several equations of a layer add up to a tensor."""
+    return _MAKERS[name] > 1
+
+
+@lru_cache(maxsize=4096)
+def num_terms(name: str, model: ModelSpec) -> int:
+    """Return how many terms add up to a tensor: of a matrix product over heads one for each of them."""
+    return sum(_num_heads(one, model) for one in LLAMA.equations for tensor in one.results if tensor.name == name)
+
+
+@lru_cache(maxsize=4096)
+def terms_of(number: int, name: str, model: ModelSpec) -> Span:
     """Return which of the terms of a result an equation makes, in the order of a layer's equations: at an end of the
     model it makes them all.
     """
     if number >= len(LLAMA.equations):
-        return Span(0, TERMS[name])
-    before = [tensor.name for one in LLAMA.equations[:number] for tensor in one.results].count(name)
-    return Span(before, before + 1)
+        return Span(0, num_terms(name, model))
+    earlier = [one for one in LLAMA.equations[:number] for tensor in one.results if tensor.name == name]
+    before = sum(_num_heads(one, model) for one in earlier)
+    return Span(before, before + _num_heads(LLAMA.equations[number], model))
+
+
+def _num_heads(equation: Equation, model: ModelSpec) -> int:
+    """Return over how many heads a product of tokens and weights sums, 1 where over none."""
+    first, *_ = equation.operands
+    over_heads = equation.kind is Gemm and not equation.results[0].of_weight
+    return (first.heads(model) or 1) if over_heads else 1
 
 
 def tensor_of(name: str) -> Tensor:

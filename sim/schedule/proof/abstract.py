@@ -17,7 +17,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.scope import TERMS, tensor_of
+from sim.schedule.model.scope import is_sum, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
@@ -186,8 +186,8 @@ def _whole(program: Program, number: int) -> View:
 def attention_rules(schedule: Schedule) -> AttentionRules:
     """Return what attention of a schedule's workload makes of contents."""
     workload = schedule.header.workload
-    group = workload.model.num_heads // workload.model.num_kv_heads
-    return AttentionRules(mask_of(workload), workload.seq, workload.batch * schedule.whole.header.mesh.dp, group)
+    batch = workload.batch * schedule.whole.header.mesh.dp
+    return AttentionRules(mask_of(workload), workload.seq, batch, workload.model)
 
 
 def check_output(port: Port, program: Program, memory: AbstractMemory, rules: AttentionRules) -> None:
@@ -237,7 +237,7 @@ _SUMS = {"weight gradient", "square"}
 @cache
 def _adds_up(name: str) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind in _SUMS or TERMS[name] > 1
+    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind in _SUMS or is_sum(name)
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

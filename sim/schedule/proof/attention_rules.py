@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_documents, keeps_mask
-from sim.schedule.model.scope import TERMS, tensor_of
+from sim.schedule.model.scope import is_sum, num_terms, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
     HEADS,
@@ -24,18 +24,24 @@ from sim.schedule.proof.contents import (
     seeing,
     spell,
 )
+from sim.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
 """What a block keeps by local indices."""
 
 
 class AttentionRules(NamedTuple):
-    """How attention combines contents, for one mask and one ratio of query to key/value heads."""
+    """How attention combines contents, for one mask and one model."""
 
     mask: Mask
     seq: int
     batch: int
-    group: int
+    model: ModelSpec
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.model.num_heads // self.model.num_kv_heads
 
     def attend(
         self, q: list[Piece], k: list[Piece], v: list[Piece], band: Local, ratio: int
@@ -102,8 +108,8 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
             return summed == _pairs(self.mask, whole, tokens) * self.group
-        if TERMS[content.tensor] > 1:
-            return sum(terms.size for terms, _ in content.seen) == TERMS[content.tensor]
+        if is_sum(content.tensor):
+            return sum(terms.size for terms, _ in content.seen) == num_terms(content.tensor, self.model)
         if tensor_of(content.tensor).kind == "weight gradient":
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
         if content.tensor in {"out", "lse", "dq", "probs"}:
@@ -114,8 +120,9 @@ class AttentionRules(NamedTuple):
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""
         if content.tensor in {"out", "lse"}:
             return content._replace(seen=((Span(0, self.seq), ONE),))
-        terms = TERMS[content.tensor]
-        return content._replace(seen=((Span(0, terms), ONE),)) if terms > 1 else content
+        if not is_sum(content.tensor):
+            return content
+        return content._replace(seen=((Span(0, num_terms(content.tensor, self.model)), ONE),))
 
     def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
         for x, y in common(k, v):

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
-from sim.schedule.ir.ops import Accumulate, Gemm, Op, TokenKernel
+from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import EQUATIONS, ROOT, TERMS, tensor_of, terms_of
+from sim.schedule.model.scope import EQUATIONS, ROOT, is_sum, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
+from sim.schedule.proof.head_rules import Heads, joined, parts_by_heads
 from sim.workload import ModelSpec
 
 
@@ -40,6 +41,10 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
+        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | Rope) else []
+        if parts:
+            of_parts = [self._of_heads(op, operands, part) for part in parts]
+            return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]
         weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if _is_weight(pieces[0])}
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
         if not tokens:
@@ -51,6 +56,11 @@ class TokenRules(NamedTuple):
             results = found if results is None else [_joined(a, b) for a, b in zip(results, found, strict=True)]
         assert results is not None
         return results
+
+    def _of_heads(self, op: TokenKernel | Accumulate, operands: list[list[Piece]], part: Heads) -> list[list[Piece]]:
+        """Return the pieces of each result that come from some heads."""
+        made = self.apply(op, [part.lifted(pieces, self.model) for pieces in operands])
+        return [part.lowered(pieces, self.model) for pieces in made]
 
     def _whole(self, pieces: list[Piece]) -> Piece:
         """Return the one piece of a weight, all of which is needed."""
@@ -105,7 +115,7 @@ class TokenRules(NamedTuple):
         """
         batch, rows, *_ = tokens.content.at
         inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
-        seen: Seen = ((terms_of(number, tensor.name), ONE),) if TERMS[tensor.name] > 1 else ()
+        seen: Seen = ((terms_of(number, tensor.name, self.model), ONE),) if is_sum(tensor.name) else ()
         at = (batch, rows, *inner)
         if tensor.of_weight:
             (own,) = tensor.rows(self.model)
@@ -132,7 +142,7 @@ def _is_weight(piece: Piece) -> bool:
 def _joined(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return a result of more tokens: side by side, or summed up where it is a weight's gradient."""
     if tensor_of(a[0].content.tensor).kind == "weight gradient":
-        return [a[0]._replace(content=union(a[0].content, b[0].content))]
+        return [x._replace(content=union(x.content, y.content)) for x, y in zip(a, b, strict=True)]
     return a + b
 
 

@@ -48,8 +48,6 @@ class Saved(NamedTuple):
 class DistributedAttention(Protocol):
     """Attention of one rank, written into the program builder that it was made with.
 
-    A layer may go forward in chunks of its tokens, under a mask that hides from each the keys of later ones. Attention
-    made for that has ``forward`` called once a chunk; all other is one chunk. The backward pass takes all at once.
     A pass of a layer is a call (see ``ProgramBuilder.call``): it uses no buffer that was made outside of it but those
     that it is given.
     """
@@ -58,9 +56,7 @@ class DistributedAttention(Protocol):
     """How the tensors in ``Saved`` are sharded."""
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
-        """Append the forward pass, in which q attends to k, v and those of the layer's earlier chunks; return the
-        output of this rank's own tokens, and what to save, both of all chunks so far.
-        """
+        """Append the forward pass; return the output of this rank's own tokens, and what to save."""
         ...
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
