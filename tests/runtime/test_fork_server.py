@@ -140,6 +140,7 @@ def test_no_process_outlives_a_command(programs: Programs, sign: signal.Signals,
     assert err == ("longstep: interrupted\n" if sign == signal.SIGINT else "")
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_may_leave_its_session_open_but_ranks_do_not_load_it(programs: Programs) -> None:
     script = """
 from runtime.processes.launch import Session

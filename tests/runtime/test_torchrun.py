@@ -98,6 +98,7 @@ def test_a_command_outlives_a_rank_that_is_killed_and_hears_ctrl_c(programs: Pro
     assert said(err) == ["longstep: interrupted"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_command_which_names_it(programs: Programs) -> None:
     torchrun = two_processes(programs, *RINGS)
     _, worker = rank_and_its_worker(torchrun)

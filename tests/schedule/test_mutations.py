@@ -12,7 +12,7 @@ from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.mutation_steps import STEP_OPERATORS
 from tests.schedule.mutations import mutants, operators
 
-SAMPLE = 2 * len(OPERATORS)
+SAMPLE = len(OPERATORS)
 
 
 @pytest.mark.sweep
