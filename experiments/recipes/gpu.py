@@ -19,11 +19,11 @@ from experiments.evidence.execution import Execution
 from experiments.evidence.machine import gpus_here, is_of
 from experiments.recipes.carry import ROOT, lacking, needed_by_tests, what_is_missing
 from experiments.verbs.calibrate import Calibrate, calibrate
+from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import with_flags
 from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
 from experiments.verbs.selection import Selection
-from experiments.verbs.sweep import Sweep
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
 from sim.files import make_folder, write_whole
@@ -223,15 +223,15 @@ def _calibrate(gpu: GpuRun) -> None:
     hold_against_shipped(made, gpu.folder / "against.txt", gpu.console)
 
 
-def _alone(gpu: GpuRun) -> Sweep:
+def _alone(gpu: GpuRun) -> CellSelection:
     """Return the lengths of one layer on one rank."""
-    return Sweep(
+    return CellSelection(
         model=gpu.plan.model, cluster=gpu.cluster, profile=gpu.profile, scope="layer", target=0.05, seq=gpu.plan.alone,
         ranks="1", schedule="single"
     )  # fmt: skip
 
 
-def _together(gpu: GpuRun) -> Sweep:
+def _together(gpu: GpuRun) -> CellSelection:
     """Return every schedule of several ranks, all on one device."""
     split = ",".join(schedule for schedule in gpu.plan.schedules if schedule != "single")
     return dataclasses.replace(
@@ -251,7 +251,7 @@ def _offload(gpu: GpuRun) -> None:
     _compare(gpu, "offloaded", dataclasses.replace(_alone(gpu), seq=gpu.plan.offloaded, layers=4, set=(_OFFLOADED,)))
 
 
-def _steps(gpu: GpuRun, layers: int) -> Sweep:
+def _steps(gpu: GpuRun, layers: int) -> CellSelection:
     """Return training steps on one rank, with every stack."""
     return dataclasses.replace(
         _alone(gpu), scope="step", layers=layers, seq=gpu.plan.steps, stack=gpu.plan.stacks, set=gpu.plan.set
@@ -274,7 +274,7 @@ def _nccl(gpu: GpuRun) -> None:
     _compare(gpu, "nccl", dataclasses.replace(_together(gpu), ranks=counts, one_device=False))
 
 
-def _compare(gpu: GpuRun, what: str, sweep: Sweep) -> None:
+def _compare(gpu: GpuRun, what: str, sweep: CellSelection) -> None:
     """Predict and execute a sweep; raises InputError where there is no profile yet."""
     if not Path(gpu.profile).is_file():
         raise InputError(

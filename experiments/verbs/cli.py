@@ -1,4 +1,4 @@
-"""The command ``longstep``: list, show, simulate, fit, ladder, roofline, run, compare, validate, calibrate.
+"""The command ``longstep`` and its verbs.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
 they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command; the others
@@ -53,6 +53,7 @@ _VERBS = {
     "list": _Verb("show", "List", "list_names"),
     "show": _Verb("show", "Show", "show"),
     "simulate": _Verb("simulate", "Simulate", "simulate"),
+    "sweep": _Verb("sweep", "Sweep", "sweep"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),
     "balance": _Verb("balance", "Balance", "balance"),

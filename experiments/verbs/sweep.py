@@ -1,116 +1,165 @@
-"""What ``longstep validate`` compares, from what the user typed: all combinations of lengths, ranks and schedules."""
+"""``longstep sweep``: predict all combinations of some values, a row each, into a file that goes on where it stood."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
-from typing import Annotated
+import io
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import tyro
+from rich.console import Console
+from rich.table import Table as Shown
 
-from experiments.evidence.cells import Cell
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection, listed
+import longstep
+from experiments.evidence.units import length, seconds, size
+from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.writes import Writes
 from sim.errors import InputError
-from sim.mesh import MOST_RANKS
-from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.names import SCOPES, one_of
-from sim.workload import parse_length
-from topology.host import host_facts
+from sim.files import Kind, require_outputs
+from sim.setup.axes import axes_of
+from sim.setup.portions import COLUMNS
 
-LENGTHS = "2K,4K,8K"
-"""Of a sweep that names none."""
-_BOTH = "both"
+_MARK = b"longstep sweep"
+_SHOWN = 40
+"""Rows of the table; the file has all."""
+_NEEDS_PYARROW = "`out` FILE.parquet needs the package pyarrow: pip install 'longstep[parquet]', or name a .csv"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep(Selection):
-    """What to compare: all combinations of the lengths, ranks and schedules."""
+class Sweep(Writes):
+    """Predict all combinations of some values, a row each; the same command again goes on where it stood."""
 
-    seq: str = ""
-    """Global sequence lengths, such as 1K,2K,4K; by default 2K,4K,8K."""
-    gpus: Annotated[int | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
-    ranks: Annotated[str, tyro.conf.arg(aliases=["--gpus"])] = ""
-    """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
-    schedule: Annotated[str, tyro.conf.arg(name="schedules", aliases=["--schedule"])] = ""
-    """NAMEs, such as ring,ulysses, or my_module.py:build for schedules of your own; by default all that share work."""
-    stack: OptionalText = None
-    """Techniques of a training step that are used together, such as fsdp,alst: longstep list stacks shows them."""
-    scope: str = _BOTH
-    """What is played: attention of one layer, whole layers (layer), both of these, or training steps (step)."""
-    target: float = 0.10
-    """Largest error that counts as met, as a share."""
-
-    @property
-    def named(self) -> bool:
-        """Whether the user named what to combine."""
-        return bool(self.seq or self.ranks or self.schedule)
+    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    vary: Texts = ()
+    """KEY=VALUES, as often as wanted: an option or a key of --set, with a list or a range: seq=64K..1M*2,
+    schedule=ring,zigzag, cluster.nvlink.bytes_per_s=*1,*2, cluster.nic.bytes_per_s=25e9..200e9:4 (at equal ratios)."""
+    zip: Texts = ()
+    """KEY,KEY of those that are varied together, not in all combinations."""
+    out: OptionalText = None
+    """Write the rows to this file, FILE.parquet or FILE.csv. Until all are there FILE.journal keeps those that are."""
+    step_only: bool = False
+    """Leave out intervals and what bounds a step, which take most of the time."""
+    jobs: OptionalInt = None
+    """Processes; by default as many as there are cores."""
+    dask: OptionalText = None
+    """Address of the scheduler of a Dask cluster whose workers play the rows, such as tcp://host:8786."""
+    json: bool = False
+    """Print all rows as JSON instead of a table."""
 
 
-def cells_of(sweep: Sweep) -> list[Cell]:
-    """Return what a sweep asks for; raises InputError for a value that cannot be read."""
-    one_of("scope", sweep.scope, (*SCOPES, _BOTH))
-    scopes = ("attention", "layer") if sweep.scope == _BOTH else (sweep.scope,)
-    layers = {"attention": 1, "layer": sweep.layers or 1}
-    if sweep.scope == "step":
-        layers["step"] = sweep.layers or sweep.setup().model_spec.num_layers
-    if not 0 < sweep.target < 1:
-        raise InputError(f"`target` {sweep.target:g}: expected a share between 0 and 1, such as 0.1")
-    if sweep.documents:
-        raise InputError(
-            f"`documents` {sweep.documents}: sweeps go over lengths; leave it out, or use longstep compare"
-        )
-    lengths, ranks, schedules = _lengths(sweep), _ranks(sweep), _schedules(sweep)
-    stacks = listed(sweep.stack, "`stack`", "fsdp,alst") if sweep.stack is not None else [""]
-    return [
-        Cell(gpus, scope, layers[scope], seq, schedule, sweep.target, stack)
-        for gpus in ranks
-        for scope in scopes
-        for seq in lengths
-        for schedule in schedules
-        for stack in stacks
-    ]
-
-
-def _lengths(sweep: Sweep) -> list[str]:
-    lengths = listed(sweep.seq or LENGTHS, "`seq`", LENGTHS)
-    for length in lengths:
-        parse_length(length, "`seq`")
-    return lengths
-
-
-def _ranks(sweep: Sweep) -> list[int]:
-    if not sweep.ranks:
-        cores = host_facts().cores
-        return [2**power for power in range(1, max(1, cores.bit_length() - 1) + 1)]
-    ranks = listed(sweep.ranks, "`ranks`", "2,4")
-    for count in ranks:
-        if not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MOST_RANKS:
-            raise InputError(f"`ranks` {count}: expected numbers of processes from 1 to {MOST_RANKS}, such as 2,4")
-    return [int(count) for count in ranks]
-
-
-def _schedules(sweep: Sweep) -> list[str]:
-    if not sweep.schedule:
-        return [name for name, entry in SCHEDULES.items() if entry.degrees]
-    return listed(sweep.schedule, "`schedule`", ",".join(SCHEDULES))
-
-
-def playable(cells: Sequence[Cell], sweep: Sweep) -> tuple[list[Cell], dict[Cell, str]]:
-    """Return the cells that can be played, and why others cannot: four heads do not split over eight ranks.
-
-    Raises InputError for a value that the user named, none of whose cells can be played.
-    """
-    refused: dict[Cell, str] = {}
-    for cell in cells:
+def sweep(command: Sweep, console: Console) -> None:
+    """Predict all rows, write them, and print them."""
+    setup = command.selection.setup()
+    vary = dict(_pair(text) for text in command.vary)
+    zipped = [listed(text, "`zip`", "seq,gpus") for text in command.zip]
+    axes_of(vary, zipped)
+    out = command.output(command.out, _kind(command.out)) if command.out else None
+    require_outputs([out])
+    journal = Path(f"{command.out}.journal") if command.out else None
+    with progress("predicting") as show:
         try:
-            cell.setup(sweep.setup()).resolved().checked()
-        except InputError as error:
-            refused[cell] = str(error)
-    named = [of for of, text in (("schedule", sweep.schedule), ("gpus", sweep.ranks), ("seq", sweep.seq)) if text]
-    values = {(of, getattr(cell, of)) for cell in cells for of in named}
-    for group in (cells, *([cell for cell in cells if getattr(cell, of) == value] for of, value in sorted(values))):
-        if all(cell in refused for cell in group):
-            raise InputError(refused[group[0]])
-    return [cell for cell in cells if cell not in refused], refused
+            found = longstep.explore(
+                setup, vary, zipped=zipped, intervals=not command.step_only, bounds=not command.step_only,
+                jobs=command.jobs, dask=command.dask, journal=journal, force=command.force, progress=show,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if journal:
+                sys.stderr.write(f"what is finished is in {str(journal)!r}: the same command goes on\n")
+            raise
+    if out and journal:
+        about = {"longstep sweep": " ".join(sys.argv[1:]) or "called from Python"}
+        out.write(_parquet(found, about) if out.path.endswith(".parquet") else _csv(found, about))
+        journal.unlink(missing_ok=True)
+    if command.json:
+        print_json(found.rows, console)
+        return
+    console.print(_table(found))
+    for line in _summary(found):
+        console.print(line, markup=False)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, values = text.partition("=")
+    if not (equals and key.strip() and values.strip()):
+        raise InputError(f"`vary` {text}: expected KEY=VALUES such as seq=64K,128K or cluster.nvlink.bytes_per_s=*1,*2")
+    return key.strip(), values
+
+
+def _kind(path: str | None) -> Kind:
+    """Return what kind of file a name asks for; raises InputError for one that is none of them."""
+    if path and path.endswith(".csv"):
+        return Kind("a table of a sweep", _is_csv)
+    if not (path and path.endswith(".parquet")):
+        raise InputError(f"`out` {path}: expected a name that ends in .parquet or .csv")
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError(_NEEDS_PYARROW) from None
+    return Kind("a table of a sweep", _is_parquet)
+
+
+def _is_csv(file: BinaryIO) -> bool:
+    return file.readline().startswith(b"# " + _MARK)
+
+
+def _is_parquet(file: BinaryIO) -> bool:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return _MARK in (pq.read_schema(file).metadata or {})
+    except pa.ArrowInvalid:
+        return False
+
+
+def _parquet(found: longstep.Table, about: dict[str, str]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table(found.to_dict()).replace_schema_metadata(about)
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
+    import csv
+
+    text = io.StringIO()
+    for name, value in about.items():
+        text.write(f"# {name}: {value}\n")
+    writer = csv.DictWriter(text, list(found.to_dict()), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found.rows)
+    return text.getvalue().encode()
+
+
+def _table(found: longstep.Table) -> Shown:
+    """Return the main columns of the first rows."""
+    keys = [key for key in found[0] if key not in COLUMNS]
+    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", "peak HBM", "fits", "bound by", title_justify="left")
+    for row in found.rows[:_SHOWN]:
+        varied = [length(row[key]) if key == "seq" and isinstance(row[key], int) else str(row[key]) for key in keys]
+        if row["error"]:
+            table.add_row(*varied, "", "", "", "", "", row["error"])
+            continue
+        within = "" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
+        rate = f"{row['tokens_per_s_per_gpu']:.4g}"
+        figures = [seconds(row["step_time_s"]), within, rate, size(row["peak_hbm_bytes"]), row["fits"]]
+        table.add_row(*varied, *figures, row["bound_by"] or "")
+    return table
+
+
+def _summary(found: longstep.Table) -> list[str]:
+    """Return how many rows are not shown, do not fit or were refused, and which is the fastest of the others."""
+    lines = [f"{len(found) - _SHOWN} more rows are not shown"] if len(found) > _SHOWN else []
+    refused = Counter(row["error"] != "" for row in found)[True]
+    unfit = sum(row["fits"] == "no" for row in found)
+    if refused or unfit:
+        lines.append(f"of {len(found)} rows {unfit} do not fit, {refused} cannot be played")
+    return lines

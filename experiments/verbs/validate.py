@@ -44,10 +44,10 @@ from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
+from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import with_flags
 from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
 from experiments.verbs.kinds import OptionalText, Texts
-from experiments.verbs.sweep import Sweep, cells_of, playable
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 class Validate(Writes):
     """Compare simulated and executed steps over several lengths, ranks and schedules. Ctrl-C keeps what there is."""
 
-    sweep: Annotated[Sweep, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Sweep)
+    sweep: Annotated[CellSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=CellSelection)
     repeats: int = 5
     """Comparisons of every cell; all cells take turns."""
     attention: str = ""

@@ -11,7 +11,7 @@ from experiments.evidence.cases import Case
 from experiments.evidence.coverage import REGIME_HEADS, StepSet, learned_from, regime_rows
 from experiments.evidence.executed_cases import executed_cases
 from experiments.evidence.published import CasePrediction, Reaches
-from experiments.verbs.sweep import Sweep
+from experiments.verbs.cells import CellSelection
 from sim.engine.learned import LEAST, NOTHING, Learned, Reach, StepErrors
 from sim.engine.regime import Regime
 from sim.setup.setup import Setup
@@ -69,7 +69,9 @@ def test_an_interval_reaches_as_far_as_sources_and_steps() -> None:
 
 
 def test_cells_of_a_record_are_cases_of_its_own_profile() -> None:
-    sweep = Sweep(cluster="hgx-h100", set=("schedule.activations=host", "model.num_kv_heads=4"), model="llama3-8b")
+    sweep = CellSelection(
+        cluster="hgx-h100", set=("schedule.activations=host", "model.num_kv_heads=4"), model="llama3-8b"
+    )
     record = on_h100(sweep, cells := [RING._replace(scope="layer", layers=3), RING._replace(schedule="zigzag")])
     found = executed_cases(record)
     assert [case.setup for case in found] == [

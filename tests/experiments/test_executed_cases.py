@@ -18,8 +18,8 @@ from experiments.evidence.cells import Cell
 from experiments.evidence.executed_cases import CASES_FILE, common_fields, save_cases
 from experiments.evidence.published import predicted, provenance
 from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read_record, save_record
+from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import main, with_flags
-from experiments.verbs.sweep import Sweep
 from sim.engine.cost import CostModel
 from sim.engine.jitter import Jitter, Stretch
 from sim.errors import InputError
@@ -32,7 +32,7 @@ from tests.helpers import slow_but
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
-def on_h100(sweep: Sweep, cells: list[Cell]) -> Record:
+def on_h100(sweep: CellSelection, cells: list[Cell]) -> Record:
     found = {cell: make_found(1.0, [(1 + n, 0.0)]) for n, cell in enumerate(cells)}
     return make_record(found, profile=load_profile("h100-sxm"), select=common_fields(sweep))
 
@@ -114,7 +114,7 @@ def test_steps_stay_near_those_of_the_record(
     ],
 )
 def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> None:
-    sweep = Sweep(cluster="hgx-h100", profile="mine.json", **options)  # type: ignore[arg-type]
+    sweep = CellSelection(cluster="hgx-h100", profile="mine.json", **options)  # type: ignore[arg-type]
     layers = sweep.layers if "layers" in options else 1
     cells = [Cell(4, "layer", layers, "1K", "ring", 0.1), Cell(4, "layer", layers, "4K", "zigzag", 0.1)]
     record = on_h100(sweep, cells)
@@ -130,7 +130,7 @@ def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> 
 
 def test_the_profile_lies_next_to_the_cases(tmp_path: Path) -> None:
     """One for all that rest on it; another one does not take its place."""
-    record = on_h100(Sweep(cluster="hgx-h100"), [RING])
+    record = on_h100(CellSelection(cluster="hgx-h100"), [RING])
     for name in ("first", "second"):
         save_cases(record, CASES_FILE.at(tmp_path / f"{name}.toml"))
     other = msgspec.structs.replace(record, profile=msgspec.structs.replace(record.profile, created="later"))
@@ -159,7 +159,7 @@ def test_cases_of_all_scopes_rest_on_the_profile_as_it_was_calibrated(tmp_path: 
 
 def test_what_is_no_profile_stays(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text("{}")
-    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), CASES_FILE.at(tmp_path / "cases.toml"))
+    save_cases(on_h100(CellSelection(cluster="hgx-h100"), [RING]), CASES_FILE.at(tmp_path / "cases.toml"))
     assert (tmp_path / "profile.json").read_text() == "{}"
     assert Path(read_cases(str(tmp_path / "cases.toml"))[0].profile).name == "cases-profile.json"
 
@@ -178,7 +178,7 @@ def test_files_of_the_user_are_in_no_case_file(
 ) -> None:
     """That is said before anything is executed."""
     path = str(tmp_path / "cases.toml")
-    record = on_h100(Sweep(**({"cluster": "hgx-h100"} | options)), [RING._replace(schedule=schedule)])  # type: ignore[arg-type]
+    record = on_h100(CellSelection(**({"cluster": "hgx-h100"} | options)), [RING._replace(schedule=schedule)])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=message):
         save_cases(record, CASES_FILE.at(path))
     typed = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -192,7 +192,7 @@ def test_files_of_the_user_are_in_no_case_file(
 def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
     """The cases are predicted all the same."""
     path = str(tmp_path / "cases.toml")
-    save_cases(on_h100(Sweep(cluster="hgx-h100"), [RING]), CASES_FILE.at(path))
+    save_cases(on_h100(CellSelection(cluster="hgx-h100"), [RING]), CASES_FILE.at(path))
     file, _ = read_cases(path)
     assert file.profile_sha256 == hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
     as_written = provenance(file)
@@ -210,7 +210,7 @@ def test_another_profile_under_the_name_is_told(tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, cases = tmp_path / "record.json", tmp_path / "cases.toml"
-    save_record(on_h100(Sweep(cluster="hgx-h100"), [RING]), RECORD_FILE.at(record))
+    save_record(on_h100(CellSelection(cluster="hgx-h100"), [RING]), RECORD_FILE.at(record))
     main(["validate", "--record", str(record), "--cases-out", str(cases)])
     capsys.readouterr()
     main(["validate", "--cases", str(cases)])

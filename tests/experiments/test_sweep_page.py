@@ -26,8 +26,8 @@ from experiments.evidence.record import (
 )
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
+from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import main, open_console
-from experiments.verbs.sweep import Sweep, cells_of, playable
 from sim.errors import InputError, RankError
 from sim.profile import Machine, Profile
 from sim.schedule.methods.catalog import SCHEDULES
@@ -206,21 +206,23 @@ def test_the_figure_of_the_readme_shows_its_records() -> None:
 
 
 def test_what_a_sweep_asks_for() -> None:
-    unnamed = cells_of(Sweep())
+    unnamed = cells_of(CellSelection())
     assert {cell.seq for cell in unnamed} == {"2K", "4K", "8K"}
     assert {(cell.scope, cell.target) for cell in unnamed} == {("attention", 0.1), ("layer", 0.1)}
-    assert {cell.scope for cell in cells_of(Sweep(scope="layer"))} == {"layer"}
-    cells = cells_of(Sweep(seq="1K,2K", ranks="2, 4", schedule="ring,mine.py:build", scope="attention", target=0.2))
+    assert {cell.scope for cell in cells_of(CellSelection(scope="layer"))} == {"layer"}
+    cells = cells_of(
+        CellSelection(seq="1K,2K", ranks="2, 4", schedule="ring,mine.py:build", scope="attention", target=0.2)
+    )
     assert len(cells) == len(set(cells)) == 8
     assert cells[0] == Cell(2, "attention", 1, "1K", "ring", 0.2)
-    assert {cell.layers for cell in cells_of(Sweep(seq="1K", layers=3)) if cell.scope == "layer"} == {3}
-    spread = {cell.schedule for cell in cells_of(Sweep(seq="1K"))}
+    assert {cell.layers for cell in cells_of(CellSelection(seq="1K", layers=3)) if cell.scope == "layer"} == {3}
+    spread = {cell.schedule for cell in cells_of(CellSelection(seq="1K"))}
     assert spread == {name for name, entry in SCHEDULES.items() if entry.degrees}
 
 
 def test_stacks_of_a_step() -> None:
     """Each is a cell of every schedule; a case file names it, and what plays it has it."""
-    sweep = Sweep(seq="1K", ranks="2", schedule="ring,ulysses", scope="step", stack="fsdp,alst", layers=2)
+    sweep = CellSelection(seq="1K", ranks="2", schedule="ring,ulysses", scope="step", stack="fsdp,alst", layers=2)
     cells = cells_of(sweep)
     assert [cell.method for cell in cells] == [
         f"{schedule}, stack {stack}" for schedule in ("ring", "ulysses") for stack in ("fsdp", "alst")
@@ -254,17 +256,17 @@ def test_memory_stands_beside_what_the_allocator_gave(capsys: pytest.CaptureFixt
 
 
 def test_cells_that_cannot_be_played_are_left_out() -> None:
-    sweep = Sweep(seq="1K", ranks="2,3,6", schedule="ring,ulysses", scope="attention")
+    sweep = CellSelection(seq="1K", ranks="2,3,6", schedule="ring,ulysses", scope="attention")
     with pytest.raises(InputError, match="the nearest are 1023 or 1026"):
         playable(cells_of(sweep), sweep)
-    sweep = Sweep(seq="1K,1026", ranks="2,3", schedule="ring,ulysses", scope="attention")
+    sweep = CellSelection(seq="1K,1026", ranks="2,3", schedule="ring,ulysses", scope="attention")
     kept, refused = playable(cells_of(sweep), sweep)
     assert {cell[:1] + cell[3:5] for cell in kept} == {(2, "1K", "ring"), (2, "1K", "ulysses")} | {
         (2, "1026", "ring"), (2, "1026", "ulysses"), (3, "1026", "ring")
     }  # fmt: skip
     assert len(refused) == 3
     with pytest.raises(InputError, match="did you mean 'ring'"):
-        playable(cells_of(Sweep(schedule="ring,rign")), Sweep(schedule="ring,rign"))
+        playable(cells_of(CellSelection(schedule="ring,rign")), CellSelection(schedule="ring,rign"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RankError("rank 1 stands still")])
