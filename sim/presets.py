@@ -11,6 +11,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -48,13 +49,11 @@ def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) ->
 
     Raises InputError if there is no such preset or file, or if a key or a value does not fit ``struct``.
     """
-    if name.endswith(".toml") or "/" in name:
-        data = read_bytes(what, name, where)
-    elif name in preset_names(folder):
-        package, _, sub = folder.partition("/")
-        data = resources.files(package).joinpath(sub, f"{name}.toml").read_bytes()
-    else:
-        raise unknown(what, name, [*preset_names(folder), "FILE.toml"], where)
+    if not (name.endswith(".toml") or "/" in name):
+        if name not in preset_names(folder):
+            raise unknown(what, name, [*preset_names(folder), "FILE.toml"], where)
+        return converted(_shipped(name, folder), struct, f"{what} {name!r}", "change it in that file")
+    data = read_bytes(what, name, where)
     if len(data) > _MOST_TOML_BYTES or max(map(len, data.splitlines()), default=0) > _MOST_LINE_BYTES:
         raise InputError(
             f"{what} {name!r}: expected a TOML file of at most {_MOST_TOML_BYTES} bytes, in lines of at most "
@@ -67,6 +66,13 @@ def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) ->
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {name!r} is not a text file; {where} takes a TOML file") from error
     return converted(decoded, struct, f"{what} {name!r}", "change it in that file")
+
+
+@lru_cache(maxsize=256)
+def _shipped(name: str, folder: str) -> object:
+    """Return what a preset's file holds, which nobody changes: sweeps ask for the same one again and again."""
+    package, _, sub = folder.partition("/")
+    return msgspec.toml.decode(resources.files(package).joinpath(sub, f"{name}.toml").read_bytes())
 
 
 def read_bytes(what: str, path: str, where: str) -> bytes:

@@ -43,7 +43,7 @@ class Sweep(Writes):
     out: OptionalText = None
     """Write the rows to this file, FILE.parquet or FILE.csv. Until all are there FILE.journal keeps those that are."""
     step_only: bool = False
-    """Leave out intervals and what bounds a step, which take most of the time."""
+    """Play one seed of noise, and leave out intervals and what bounds a step: four times faster."""
     jobs: OptionalInt = None
     """Processes; by default as many as there are cores."""
     dask: OptionalText = None
@@ -61,6 +61,8 @@ def sweep(command: Sweep, console: Console) -> None:
     out = command.output(command.out, _kind(command.out)) if command.out else None
     require_outputs([out])
     journal = Path(f"{command.out}.journal") if command.out else None
+    if command.step_only and setup.seeds is None:
+        setup = setup.replace(seeds=1)
     with progress("predicting") as show:
         try:
             found = longstep.explore(

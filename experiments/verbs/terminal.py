@@ -173,7 +173,8 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
     """Yield what shows on stderr how many are done, of how many, and perhaps the seconds that the others will take."""
     from rich.progress import Progress  # which one prediction does without
 
-    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
 
         def show(done: int, count: int, left_s: float | None = None) -> None:

@@ -20,7 +20,7 @@ _LARGEST = 64
 Row = dict[str, Any]
 
 FIGURES = (
-    "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "gpus", "peak_hbm_bytes", "peak_host_bytes",
+    "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes", "peak_host_bytes",
     "fits", "free_bytes", "bound_by",
 )  # fmt: skip
 COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
@@ -106,7 +106,7 @@ def _figures(prediction: Prediction, portion: Portion) -> Row:
         "high_s": high_s,
         "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
         "mfu": found.mfu,
-        "gpus": prediction.checked.schedule.num_ranks,
+        "ranks": prediction.checked.schedule.num_ranks,
         "peak_hbm_bytes": found.peak_hbm_bytes,
         "peak_host_bytes": found.peak_host_bytes,
         "fits": found.verdict,

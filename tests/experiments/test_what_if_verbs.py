@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from experiments.verbs.cli import main
@@ -84,3 +85,36 @@ def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[
     assert "--layout and --page are of one batch" in fails(capsys, *drawn, "--seeds", "3", "--page", "page.html")
     assert "a file is one batch" in fails(capsys, "balance", "--documents", "lengths.txt", "--seeds", "3")
     assert "1 or more" in fails(capsys, *drawn, "--seeds", "0")
+
+
+SWEEP = (
+    "sweep", "--model", "llama3-8b", "--cluster", "hgx-h100", "--layers", "1", "--scope", "layer", "--step-only",
+    "--jobs", "1",
+)  # fmt: skip
+
+
+def test_a_sweep_is_written_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    parquet, csv = tmp_path / "rows.parquet", tmp_path / "rows.csv"
+    vary = ("--vary", "seq=32K,64K", "--vary", "gpus=2,3")
+    printed = run(capsys, *SWEEP, *vary, "--out", str(parquet))
+    assert re.search(r"│ 32K +│ 2 +│ [\d.]+ ms", printed)
+    assert "of 4 rows 0 do not fit, 2 cannot be played" in printed
+    run(capsys, *SWEEP, *vary, "--out", str(csv))
+    rows = json.loads(run(capsys, *SWEEP, *vary, "--json"))
+    table = pq.read_table(parquet)
+    assert table.to_pylist() == rows
+    assert b"longstep sweep" in table.schema.metadata
+    assert csv.read_text().splitlines()[1].split(",") == list(rows[0])
+    assert not list(tmp_path.glob("*.journal"))
+    run(capsys, *SWEEP, *vary, "--out", str(parquet))
+
+
+def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    mine.write_text("a,b\n")
+    one = ("--vary", "seq=32K")
+    assert "it is not a table of a sweep that Longstep wrote" in fails(capsys, *SWEEP, *one, "--out", str(mine))
+    assert "ends in .parquet or .csv" in fails(capsys, *SWEEP, *one, "--out", str(tmp_path / "rows.txt"))
+    assert "--vary seq: expected KEY=VALUES" in fails(capsys, *SWEEP, "--vary", "seq")
+    assert "`vary` is empty" in fails(capsys, *SWEEP).replace("--vary", "`vary`")
+    assert "--jobs 0" in fails(capsys, *SWEEP, *one, "--jobs", "0")
