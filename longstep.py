@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from experiments.evidence.execution import execute, verify
     from sim.errors import InputError, LongstepError
     from sim.setup.balance import balance
+    from sim.setup.crossover import crossover
     from sim.setup.explore import explore
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.names import cluster, mesh, model, names, profile, workload
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "balance", "build", "cluster",
-    "compare", "execute", "explore", "fit", "ladder", "machine_balance", "mesh", "model", "names", "predict", "profile",
-    "roofline", "simulate", "sweep", "table", "verify", "what_helps", "workload",
+    "compare", "crossover", "execute", "explore", "fit", "ladder", "machine_balance", "mesh", "model", "names",
+    "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
     "experiments.evidence.execution": ("execute", "verify"),
     "sim.errors": ("InputError", "LongstepError"),
     "sim.setup.balance": ("balance",),
+    "sim.setup.crossover": ("crossover",),
     "sim.setup.explore": ("explore",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),

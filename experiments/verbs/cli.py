@@ -54,6 +54,7 @@ _VERBS = {
     "show": _Verb("show", "Show", "show"),
     "simulate": _Verb("simulate", "Simulate", "simulate"),
     "sweep": _Verb("sweep", "Sweep", "sweep"),
+    "crossover": _Verb("crossover", "Crossover", "crossover"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),
     "balance": _Verb("balance", "Balance", "balance"),

@@ -65,6 +65,15 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
     return axes
 
 
+def limits(key: str, between: str) -> tuple[float, float]:
+    """Return the ends of a range LOW..HIGH; raises InputError for what is none."""
+    low, dots, high = between.partition("..")
+    ends = _number(key, between, low), _number(key, between, high) if dots else 0.0
+    if not 0 < ends[0] < ends[1]:
+        raise InputError(f"`along` {key}={between}: expected LOW..HIGH such as 64K..4M")
+    return ends
+
+
 def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
     """Return the values of all keys, the last axis varying fastest."""
     keys = [key for axis in axes for key in axis.keys]

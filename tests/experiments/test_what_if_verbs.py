@@ -118,3 +118,13 @@ def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "--vary seq: expected KEY=VALUES" in fails(capsys, *SWEEP, "--vary", "seq")
     assert "`vary` is empty" in fails(capsys, *SWEEP).replace("--vary", "`vary`")
     assert "--jobs 0" in fails(capsys, *SWEEP, *one, "--jobs", "0")
+
+
+def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = ("--model", "llama3-8b", "--cluster", "hgx-h100", "--scope", "attention", "--pass", "forward")
+    alone = (*alone, "--gpus", "4", "--seeds", "1", "--schedule", "ring,upipe")
+    printed = run(capsys, "crossover", *alone, "--along", "seq=8K..64K")
+    assert re.search(r"8K +│ 1\dK +│ ring +│ 1\dK to \d\dK", printed)
+    assert re.search(r"64K +│ upipe +│", printed)
+    assert "--along : expected KEY=LOW..HIGH" in fails(capsys, "crossover", *alone)
+    assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")

@@ -1,0 +1,68 @@
+"""``longstep crossover``: where one schedule or stack overtakes another along an axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import longstep
+from experiments.evidence.units import length
+from experiments.verbs.kinds import OptionalText
+from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.terminal import print_json
+from sim.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Crossover:
+    """Find where the faster of two schedules (--schedule ring,ulysses) or stacks changes along an axis, to 1 %."""
+
+    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    along: OptionalText = None
+    """KEY=LOW..HIGH: an option or a key of --set with numbers, such as seq=64K..4M or
+    cluster.nic.bytes_per_s=5e9..200e9."""
+    within: float = 0.01
+    """How far a value may be off, as a share."""
+    json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print JSON instead of a table: a is the first one that was named, b the second."""
+
+
+def crossover(command: Crossover, console: Console) -> None:
+    """Print where the faster one changes."""
+    setup = command.selection.setup()
+    key, equals, between = (command.along or "").partition("=")
+    if not equals:
+        raise InputError(f"`along` {command.along or ''}: expected KEY=LOW..HIGH such as seq=64K..4M")
+    names, (a, b) = _two(setup)
+    found = longstep.crossover(a, b, key.strip(), between.strip(), within=command.within)
+    if command.json:
+        print_json(found.rows, console)
+        return
+    table = Table("from", "to", "faster", "change known to be in", title=f"{names['a']} or {names['b']}, by {key}")
+    below = between.partition("..")[0]
+    for row in found:
+        until = between.partition("..")[2] if row["value"] is None else _shown(key, row["value"])
+        known = "" if row["low"] is None else f"{_shown(key, row['low'])} to {_shown(key, row['high'])}"
+        known = "not known" if row["value"] is not None and not known else known
+        table.add_row(below, until, names[row["below"]], known)
+        below = until
+    console.print(table)
+
+
+def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, longstep.Setup]]:
+    """Return the two that are compared, and their names."""
+    for field, text in (("schedule", setup.schedule), ("stack", setup.stack)):
+        if isinstance(text, str) and "," in text:
+            names = listed(text, f"`{field}`", "ring,ulysses" if field == "schedule" else "fsdp,alst")
+            if len(names) == 2:
+                changes: list[dict[str, Any]] = [{field: name} for name in names]
+                return dict(zip("ab", names, strict=True)), (setup.replace(**changes[0]), setup.replace(**changes[1]))
+    raise InputError("crossover compares two: name two with `schedule` ring,ulysses or with `stack` fsdp,alst")
+
+
+def _shown(key: str, value: float) -> str:
+    return length(int(value)) if key == "seq" else f"{value:.4g}"

@@ -1,0 +1,142 @@
+"""Where one configuration overtakes another along an axis: by bisection between values at equal ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from sim.errors import InputError, LongstepError
+from sim.setup.axes import changed, field_of, limits
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Setup
+from sim.setup.table import Table
+
+_POINTS = 9
+"""Values between which crossings are looked for: two of them between neighbours are not seen."""
+_MULTIPLE = 1024
+"""Lengths are rounded to it, so that they divide over ranks."""
+
+Figure = Callable[[Prediction], float | None]
+
+
+class _Point(NamedTuple):
+    """One value of the axis."""
+
+    text: str
+    value: float
+
+
+class _Crossing(NamedTuple):
+    """Where it changes which is faster."""
+
+    value: float
+    below: str
+    """Which is faster below."""
+
+    @property
+    def above(self) -> str:
+        """Which is faster above."""
+        return "a" if self.below == "b" else "b"
+
+
+def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0.01) -> Table:
+    """Return where the faster of two setups changes along one key, a row for each crossing, in rising order.
+
+    ``along`` is what ``explore`` can vary, with numbers; ``between`` its range, ``64K..4M``. A row says which is faster
+    below the value and above it, and in which range it is if all costs are at the one or the other end of their 90 %
+    intervals, for both alike, since both rest on one profile; None where they do not cross there. Values are
+    known to ``within``; lengths are multiples of 1024. The last row has no value, and says which is faster at the end.
+    What cannot be played, or does not fit, is slower than what can. Raises InputError for what is no range of numbers,
+    and where neither can be played.
+
+    >>> layer = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", gpus=2)
+    >>> found = crossover(layer.replace(schedule="ring"), layer.replace(schedule="zigzag"), "seq", "64K..128K")
+    >>> [(row["value"], row["below"]) for row in found]
+    [(None, 'b')]
+    """
+    key = field_of(along)
+    low, high = limits(key, between)
+    if not 0.0001 <= within < 1:
+        raise InputError(f"`within` {within}: expected a share from 0.0001 to below 1, such as 0.01")
+    axis = _Along((a, b), key, low, high, within)
+    steps = axis.crossings(lambda found: found.step_time_s)
+    ends = [axis.crossings(lambda found: found.interval and found.interval.low_s)]
+    ends.append(axis.crossings(lambda found: found.interval and found.interval.high_s))
+    rows = []
+    for one in steps:
+        near = [_nearest(one, found) for found in ends]
+        known = [one.value, *(value for value in near if value is not None)]
+        bounds = (None, None) if None in near else (min(known), max(known))
+        rows.append(dict(zip(("value", "low", "high"), (one.value, *bounds), strict=True)))
+        rows[-1] |= {"below": one.below, "above": one.above}
+    last = steps[-1].above if steps else axis.faster(axis.point(high), lambda found: found.step_time_s)
+    rows.append({"value": None, "low": None, "high": None, "below": last, "above": last})
+    return Table(rows)
+
+
+class _Along:
+    """Two setups along one key."""
+
+    def __init__(self, both: tuple[Setup, Setup], key: str, low: float, high: float, within: float) -> None:
+        self._both, self._key, self._low, self._high, self._within = both, key, low, high, within
+        self._known: dict[str, list[Prediction | None]] = {}
+
+    def point(self, value: float) -> _Point:
+        """Return the nearest value that the key can have."""
+        if self._key == "seq":
+            value = max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
+        elif "." not in self._key:
+            value = round(value)
+        return _Point(f"{value:.12g}" if "." in self._key else str(int(value)), value)
+
+    def faster(self, point: _Point, figure: Figure) -> str:
+        """Return which of both is faster at a point, by one of their times: a where they are alike."""
+        if point.text not in self._known:
+            self._known[point.text] = [_predicted(setup, self._key, point.text) for setup in self._both]
+        one, other = self._known[point.text]
+        if one is None and other is None:
+            raise InputError(f"`along` {self._key}={point.text}: neither can be played there; choose another range")
+        if one is None or other is None:
+            return "b" if one is None else "a"
+        mine, others = figure(one), figure(other)
+        return "b" if mine is not None and others is not None and mine > others else "a"
+
+    def crossings(self, figure: Figure) -> list[_Crossing]:
+        """Return where the faster one changes."""
+        ratio = (self._high / self._low) ** (1 / (_POINTS - 1))
+        points = [self.point(self._low * ratio**number) for number in range(_POINTS)]
+        found = []
+        for begin, end in pairwise(points):
+            below = self.faster(begin, figure)
+            if self.faster(end, figure) != below:
+                found.append(_Crossing(self._bisected(begin, end, below, figure), below))
+        return found
+
+    def _bisected(self, begin: _Point, end: _Point, below: str, figure: Figure) -> float:
+        """Return the first value, as far as it is to be known, at which the other one is faster."""
+        while end.value / begin.value > 1 + self._within:
+            middle = self.point(math.sqrt(begin.value * end.value))
+            if middle.text in {begin.text, end.text}:
+                break
+            if self.faster(middle, figure) == below:
+                begin = middle
+            else:
+                end = middle
+        return end.value
+
+
+def _predicted(setup: Setup, key: str, text: str) -> Prediction | None:
+    """Return a prediction, None where it cannot be played or does not fit."""
+    try:
+        found = changed(setup, {key: text}).predicted()
+    except LongstepError:
+        return None
+    return None if found.fits is False else found
+
+
+def _nearest(one: _Crossing, found: list[_Crossing]) -> float | None:
+    """Return the crossing of the same direction that is nearest to one, None if there is none."""
+    alike = [other.value for other in found if other.below == one.below]
+    return min(alike, key=lambda value: abs(math.log(value / one.value)), default=None)

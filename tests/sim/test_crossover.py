@@ -1,0 +1,40 @@
+"""Crossovers: where the faster of two setups changes, against what single predictions say on both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+import longstep
+from longstep import Setup
+from sim.errors import InputError
+
+ALONE = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", scope="attention", passes="forward", gpus=4, seeds=1)
+NVLINK = "cluster.nvlink.bytes_per_s"
+
+
+def test_both_sides_of_a_crossing_are_what_is_predicted() -> None:
+    """UPipe's many small messages cost more than a contiguous ring's idle ranks only where sequences are short."""
+    ring, upipe = ALONE.replace(schedule="ring"), ALONE.replace(schedule="upipe")
+    first, last = longstep.crossover(ring, upipe, "seq", "8K..64K")
+    assert (first["below"], first["above"], last["value"], last["above"]) == ("a", "b", None, "b")
+    assert first["low"] <= first["value"] <= first["high"]
+    for seq, faster in ((first["value"] - 1024, "a"), (first["value"], "b")):
+        times = [one.replace(seq=seq).predicted().step_time_s for one in (ring, upipe)]
+        assert ("b" if times[0] > times[1] else "a") == faster
+    swapped, _ = longstep.crossover(upipe, ring, "seq", "8K..64K")
+    assert (swapped["value"], swapped["below"], swapped["above"]) == (first["value"], "b", "a")
+
+
+def test_what_cannot_be_played_or_does_not_fit_has_lost() -> None:
+    step = Setup(model="llama3-8b", cluster="hgx-h100", layers=2, seq="256K", seeds=1)
+    step = step.replace(set={"cluster.hbm.capacity_bytes": 16e9}, schedule="ulysses")
+    (only,) = longstep.crossover(step.replace(stack="fsdp"), step.replace(stack="alst"), NVLINK, "400e9..450e9")
+    assert only["below"] == "b"
+    with pytest.raises(InputError, match="neither can be played there"):
+        longstep.crossover(ALONE.replace(gpus=3), ALONE.replace(gpus=5), "seq", "8K..64K")
+
+
+@pytest.mark.parametrize("between", ["8K", "64K..8K", "x..8K", "0..8K"])
+def test_what_is_no_range(between: str) -> None:
+    with pytest.raises(InputError, match="seq=|is no number"):
+        longstep.crossover(ALONE, ALONE, "seq", between)
