@@ -30,7 +30,8 @@ class Session:
 
     ``workers`` are those that torchrun has started, each for the rank of its number; without them all ranks run here.
     ``attention`` names the kernel that GPUs run; by default the fastest that is installed. Rank i computes on this
-    host's device ``placement[i]``, by default i.
+    host's device ``placement[i]``, by default i. With ``networks`` it is in the network namespace at the path
+    ``networks[i]``, as a ``runtime.lab.lab.Lab`` has them.
     """
 
     def __init__(
@@ -42,7 +43,13 @@ class Session:
         workers: Workers | None = None,
         attention: str = "",
         placement: Sequence[int] | None = None,
+        networks: Sequence[str] = (),
     ) -> None:
+        if networks and (workers or len(networks) != ranks):
+            raise InputError(
+                f"networks of {len(networks)} ranks: expected one for each of {ranks} ranks, and no torchrun, whose "
+                f"processes are in networks already; build a lab of {ranks} ranks"
+            )
         if placement is not None and (workers or len(placement) != ranks):
             raise InputError(
                 f"placement {tuple(placement)}: expected a device for each of {ranks} ranks; where torchrun starts "
@@ -63,7 +70,8 @@ class Session:
             start = workers.start if workers else partial(_start_here, placement or range(ranks))
             for rank in range(ranks):
                 with deaf():
-                    self.processes.append(start(seat._replace(rank=rank)))
+                    own = networks[rank] if networks else ""
+                    self.processes.append(start(seat._replace(rank=rank, network=own)))
             self._restart_clocks()
             self._collect(max(timeout_s, TIMEOUT_S))  # loading torch from a cold disk is nobody's hanging
         except BaseException:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from runtime.lab.keeper import LINK
+from runtime.lab.namespaces import enter
 from sim.errors import LongstepError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -104,6 +106,8 @@ class Seat(NamedTuple):
     """Whether all ranks run on one host."""
     attention: str
     """As in RankContext."""
+    network: str = ""
+    """Path of the network namespace that it is in; empty: that of its host."""
 
 
 class Job(NamedTuple):
@@ -125,6 +129,8 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
     until that is None.
     """
     torch.set_num_interop_threads(1)
+    if seat.network:
+        enter(seat.network)
     device = torch.device("cpu") if seat.kind == "cpu" else torch.device(seat.kind, number)
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS)  # which CUDA reads when it starts
@@ -153,7 +159,9 @@ def _join(seat: Seat, context: RankContext) -> None:
     """Form the process group of all ranks; one alone needs none, and no network either."""
     if seat.ranks == 1:
         return
-    if seat.one_host:
+    if seat.network:
+        os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    elif seat.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _open_store(seat)
     store.set_timeout(context.limit)

@@ -26,6 +26,7 @@ class Programs:
             command,
             cwd=ROOT,
             env=os.environ | own | environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
