@@ -12,6 +12,7 @@ from msgspec import structs
 
 from sim.errors import InputError
 from sim.presets import load_toml
+from topology.direct import direct_path, direct_way
 from topology.fabrics import Edge, climbs, is_socket, socket_of, structural_way
 from topology.host import host_facts, with_facts
 from topology.resources import device_resources, equals, host_dram, resources
@@ -151,8 +152,7 @@ class Cluster:
         """Return the route between two GPUs of the spec along a shortest path of the graph, where the structure of the
         fabrics tells none; raises InputError if there is no path.
         """
-        near = source // self.spec.gpus_per_node == target // self.spec.gpus_per_node
-        path = self._paths(source, near).get(f"gpu[{target}]", [])
+        path = self.path(source, target)
         if len(path) < 2:
             raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")
         edges: list[Edge] = [self.graph.edges[a, b]["edge"] for a, b in pairwise(path)]
@@ -186,8 +186,21 @@ class Cluster:
 
     def _find_route(self, source: int, target: int) -> Route:
         (node, place), (other, end) = (divmod(gpu, self.spec.gpus_per_node) for gpu in (source, target))
+        if self.spec.fabric and node != other:
+            return self._edges_route(direct_way(self.spec, node, other))
         way = self._way(place, end, node == other) if source != target else None
         return way.between(node, other) if way else self.search(source, target)
+
+    def _edges_route(self, edges: list[Edge]) -> Route:
+        passed = [self._index[name] for name in _names(edges)]
+        return Route(tuple(passed), self._slowest(passed), _latency_s(edges))
+
+    def path(self, source: int, target: int) -> list[str]:
+        """Return the devices and hubs on the route between two GPUs of the spec, with both."""
+        node, other = source // self.spec.gpus_per_node, target // self.spec.gpus_per_node
+        if self.spec.fabric and node != other:
+            return direct_path(self.spec, node, other)
+        return self._paths(source, node == other).get(f"gpu[{target}]", [])
 
     def _find_paths(self, source: int, near: bool) -> dict[str, list[str]]:
         """Return a shortest path from a GPU to each device and hub, of its own node if ``near``."""

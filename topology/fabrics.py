@@ -5,6 +5,7 @@
     socket ── socket                                between the CPUs of a node, each with its host memory
     gpu ── pcie ── nic ── fabric                    the nearest NIC, or stripe of NICs, and a non-blocking fabric
     gpu ── loopback ── gpu                          ranks that are processes of one host
+    gpu ── gpu                                      nodes in a grid, see ``direct``
 
 Every direction of a link is a resource of its own. A switch itself is not simulated: it limits nothing, and a blocking
 one would be one more link.
@@ -94,7 +95,7 @@ def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
         found.append([to_slot, Link(slot, switch), uplink])
     if spec.loopback:
         found.append([Link(device, f"loopback[{node}]", f"{device}.loopback", "loopback", spec.loopback)])
-    if spec.nic and spec.nodes > 1:
+    if spec.nic and spec.nodes > 1 and spec.fabric is None:
         nic = f"nic[{nic_of(spec, gpu)}]"
         found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", _stripe(spec))])
     return found

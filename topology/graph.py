@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
+from topology.direct import direct_edges
 from topology.fabrics import FABRIC, edges
 from topology.specs import ClusterSpec
 
@@ -11,6 +12,8 @@ from topology.specs import ClusterSpec
 def wire(spec: ClusterSpec) -> nx.DiGraph:
     """Return the directed graph of all devices and hubs; each edge carries its ``Edge``."""
     wired = edges(spec, range(spec.nodes))
+    for start, ends in direct_edges(spec).items():
+        wired[start] |= ends
     return nx.DiGraph({start: {end: {"edge": edge} for end, edge in ends.items()} for start, ends in wired.items()})
 
 

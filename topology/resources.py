@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, repeat
 
+from topology.direct import direct_edges
 from topology.fabrics import FABRIC, Resource, edges, socket_of, switch_of
 from topology.specs import ClusterSpec
 
@@ -22,10 +23,11 @@ def resources(spec: ClusterSpec) -> list[Resource]:
     devices = [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
     links, to_nics, before = _of_links(spec)
     sockets = range(spec.socket.per_node) if spec.socket else ()
+    direct = [one for ends in direct_edges(spec).values() for edge in ends.values() for one in edge.resources]
     drams = [one for number in sockets for one in host_dram(spec, number)]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
-    named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *_in_all_nodes(spec, drams))}
+    named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *direct, *_in_all_nodes(spec, drams))}
     return list(named.values())
 
 
@@ -35,7 +37,7 @@ def device_resources(spec: ClusterSpec, gpu: int) -> tuple[Resource, Resource]:
     if spec.gpu.kind != "cpu":
         return Resource(f"{owner}.sms", "compute", cores), Resource(f"{owner}.hbm", "hbm", memory)
     assert spec.host is not None
-    host = f"node[{gpu // spec.gpus_per_node}]"
+    host = "host" if spec.host.shared else f"node[{gpu // spec.gpus_per_node}]"
     return Resource(f"{host}.cores", "compute", float(spec.host.cores)), Resource(f"{host}.dram", "hbm", memory)
 
 
@@ -54,6 +56,8 @@ def equals(spec: ClusterSpec, name: str) -> Iterator[str]:
     if spec.pcie:
         in_a_node["switch"] = switch_of(spec, gpus)
     pattern, first = _numbered(name)
+    if not first:  # what all nodes share
+        return repeat(name, spec.nodes)
     numbers = [range(at, at + spec.nodes * in_a_node[part], in_a_node[part]) for part, at in first]
     return map(pattern.__mod__, zip(*numbers, strict=True))
 

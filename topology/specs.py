@@ -6,6 +6,7 @@ source of every figure in its table ``[sources]``.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -126,6 +127,24 @@ class HostSpec(_Spec, frozen=True, kw_only=True):
     """Time until a thread goes on after another one has ended what it waited for."""
     transfer_cores: NotNegative = 0.0
     """Cores that one side of a running transfer keeps busy (copies through the TCP stack)."""
+    transfer_s_per_byte: NotNegative | None = None
+    """What a core takes for a byte that a rank sends or receives. It stands in place of ``transfer_cores`` where links
+    are so slow that their threads mostly sleep: those then get a core at once, and kernels what they leave."""
+    shared: bool = False
+    """Whether all nodes are parts of one machine, such as network namespaces, and share its cores and its memory."""
+
+
+class MeshSpec(_Spec, frozen=True, kw_only=True, tag_field="kind", tag="mesh"):
+    """Nodes in a grid without switches, each linked to the next along every dimension; one dimension is a chain."""
+
+    dims: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=6)]
+    """Nodes along each dimension; numbers count along the last one first."""
+
+
+class TorusSpec(_Spec, frozen=True, kw_only=True, tag_field="kind", tag="torus"):
+    """The same, and the last of each dimension linked to the first."""
+
+    dims: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=6)]
 
 
 class PerGpu(_Spec, frozen=True, kw_only=True):
@@ -149,6 +168,8 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     pcie: PcieSpec | None = None
     socket: SocketSpec | None = None
     nic: NicSpec | None = None
+    fabric: MeshSpec | TorusSpec | None = None
+    """How nodes are linked to each other, at the figures of ``nic``; None: by a switch that does not block."""
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
     per_gpu: dict[int, PerGpu] = {}
@@ -182,6 +203,7 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
         if self.nodes > 1 and self.nic is None:
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
         self._check_nics()
+        self._check_fabric()
         if self.socket and self.pcie is None:
             raise InputError(f"cluster {self.name!r}: [socket] is reached by PCIe, and there is no table [pcie]")
         if self.pcie and self.pcie.peers == "switch" and self.socket is None:
@@ -230,10 +252,28 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
                 f"its GPU has to itself, and stripes are equal; set it to one of {allowed}"
             )
 
+    def _check_fabric(self) -> None:
+        """Raise InputError where nodes do not fill the grid that they are linked as."""
+        if self.fabric is None:
+            return
+        if math.prod(self.fabric.dims) != self.nodes:
+            dims = " x ".join(map(str, self.fabric.dims))
+            raise InputError(
+                f"fabric.dims of cluster {self.name!r}: {dims} are {math.prod(self.fabric.dims)} nodes, there are "
+                f"{self.nodes}; set it or `nodes`"
+            )
+        if self.gpus_per_node > 1 or self.nic is None:
+            raise InputError(
+                f"cluster {self.name!r}: a fabric without switches links nodes of one GPU each at the figures of "
+                f"[nic]; set gpus_per_node 1, and give it that table"
+            )
+
     def figures(self) -> dict[str, Any]:
         """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor
         what is kept of its memory.
         """
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         del found["profile"], found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
+        if self.fabric is None:
+            del found["fabric"]
         return found

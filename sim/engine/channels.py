@@ -11,6 +11,7 @@ MiB, 8 and 16 channels (oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/cb_8_g01
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from sim.schedule.ir.ops import AllReduce, AllToAll, CollectiveName
@@ -32,11 +33,32 @@ class _Communicator(NamedTuple):
     nodes: int
 
 
+_MOST_HELD = 0.8
+"""Of the cores that threads of transfers hold together at most: links that take more are as slow as the cores allow."""
+
+
+def cores_held(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """Return the cores that a rank's threads of TCP hold while it sends and receives at the rate of the slowest link
+    between ranks; 0 where transfers share cores with kernels as if they computed (``host.transfer_cores``).
+
+    On slow links these threads mostly sleep. Linux gives a core at once to a thread that has used less than its share
+    (EEVDF, kernel/sched/fair.c), so kernels get what they leave, as they do of a GPU's SMs.
+    """
+    host = cluster.spec.host
+    if host is None or host.transfer_s_per_byte is None or len(ranks) == 1:
+        return 0.0
+    slowest = min(cluster.route(*pair).bytes_per_s for pair in pairwise(ranks))
+    ranks_here = len(cluster.devices) if host.shared else cluster.spec.gpus_per_node
+    return float(min(2 * host.transfer_s_per_byte * slowest, _MOST_HELD * host.cores / ranks_here))
+
+
 def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int, ...], nbytes: int) -> float:
     """Return the SMs that a collective holds on each of its ranks; ``nbytes`` is one part (of AllReduce the whole).
 
     An all-to-all is messages to all ranks. One rank alone runs no kernel.
     """
+    if cluster.spec.gpu.kind == "cpu":
+        return cores_held(cluster, ranks)
     if name == AllToAll.name:
         return held_by_messages(cluster, ranks, len(ranks), nbytes)
     if len(ranks) == 1:
@@ -49,6 +71,8 @@ def held_by_messages(cluster: Cluster, group: tuple[int, ...], peers: int, nbyte
     """Return the SMs that an Exchange holds within a communicator: with so many peers, its largest message of so many
     bytes.
     """
+    if cluster.spec.gpu.kind == "cpu":
+        return cores_held(cluster, group)
     channels, link, chunk, nodes = _communicator(cluster, group)
     if link is None or link.peer_sms is None or not channels:
         return float(channels)

@@ -349,12 +349,15 @@ class CostModel:
     def _threads(self, what: _Moving, demands: dict[int, float]) -> Activity:
         """On a CPU, threads carry the bytes through the TCP stack: add the cores that they take, return their queue.
 
-        When the time was measured, all of the group moved at once and together had no more than all cores.
+        When the time was measured, all of the group moved at once and together had no more than all cores. Threads of
+        slow links hold theirs instead, see ``channels.cores_held``.
         """
         host = self._cluster.spec.host
         if host is None or self._cluster.spec.gpu.kind != "cpu":
             return ()
         cores = [self._cluster.devices[rank].compute for rank in what.ranks]
+        if host.transfer_s_per_byte is not None:
+            return (Wait(cores[0], host.wakeup_s),)
         at_once = min(host.transfer_cores * what.group, host.cores)
         share = at_once / what.group if what.kernel == "exchange" else at_once
         for resource in cores:

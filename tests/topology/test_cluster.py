@@ -33,7 +33,7 @@ def figures(data: dict[str, Any], prefix: str = "") -> list[str]:
 def test_every_figure_of_a_preset_has_its_source(name: str) -> None:
     spec = load_cluster(name)
     data = {key: value for key, value in msgspec.to_builtins(spec).items() if key not in {"sources", "per_gpu"}}
-    defaults = {"gpu.communication_sms", "host.wakeup_s", "host.handoff_s", "host.transfer_cores"}
+    defaults = {"gpu.communication_sms", "host.wakeup_s", "host.handoff_s", "host.transfer_cores", "host.shared"}
     links = [(name, data[name]) for name in ("nvlink", "pcie", "nic", "loopback") if data[name]]
     links += [("pcie.uplink", data["pcie"]["uplink"])] if data["pcie"] and data["pcie"]["uplink"] else []
     links += [("socket.link", data["socket"]["link"])] if data["socket"] and data["socket"]["link"] else []

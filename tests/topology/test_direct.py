@@ -1,0 +1,145 @@
+"""Nodes in grids without switches, and the networks of the lab: routes, what they share, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import networkx as nx
+import pytest
+
+from sim.engine.simulate import simulate
+from sim.errors import InputError
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import check
+from sim.workload import Workload, load_model
+from topology.cluster import Cluster, load_cluster
+from topology.lab import NETWORKS, PAYLOAD, lab_spec
+from topology.specs import ClusterSpec, MeshSpec, NicSpec, TorusSpec
+
+RATE = 25e6
+
+
+def grid(fabric: MeshSpec | TorusSpec, nodes: int) -> ClusterSpec:
+    nic = NicSpec(bytes_per_s=RATE, latency_s=1e-5)
+    return msgspec.structs.replace(load_cluster("hgx-h100"), nodes=nodes, gpus_per_node=1, nic=nic, fabric=fabric)
+
+
+@pytest.mark.parametrize("fabric", [
+    MeshSpec(dims=(5,)), TorusSpec(dims=(5,)), MeshSpec(dims=(2, 3)), TorusSpec(dims=(2, 2)), TorusSpec(dims=(3, 4)),
+    TorusSpec(dims=(2, 3, 2)),
+])  # fmt: skip
+def test_every_route_is_as_short_as_any_and_ends_where_it_should(fabric: MeshSpec | TorusSpec) -> None:
+    nodes = 1
+    for size in fabric.dims:
+        nodes *= size
+    cluster = Cluster(grid(fabric, nodes))
+    for source in range(nodes):
+        for target in range(nodes):
+            if source == target:
+                continue
+            path, route = cluster.path(source, target), cluster.route(source, target)
+            assert (path[0], path[-1]) == (f"gpu[{source}]", f"gpu[{target}]")
+            assert len(path) == 1 + len(route.resources)
+            assert len(route.resources) == nx.shortest_path_length(cluster.graph, path[0], path[-1])
+            assert route == cluster.search(source, target), "along the edges of the graph"
+            assert route.latency_s == pytest.approx(1e-5 * len(route.resources))
+
+
+def test_a_torus_of_two_by_two_is_a_ring_of_four_links() -> None:
+    """Its diagonal goes along the last dimension first; the ways around are the links that there are."""
+    cluster = Cluster(grid(TorusSpec(dims=(2, 2)), 4))
+    assert cluster.path(0, 3) == ["gpu[0]", "gpu[1]", "gpu[3]"]
+    assert cluster.path(3, 0) == ["gpu[3]", "gpu[2]", "gpu[0]"]
+    assert len([one for one in cluster.resources if ".to[" in one.name]) == 8
+
+
+def test_messages_that_meet_on_a_link_of_a_chain_share_it() -> None:
+    """Ring attention of four ranks in a chain: 3 to 0 passes all three links backwards, 0 to 1, 1 to 2 and 2 to 3 one
+    each forwards, so nothing is shared, and all take as long. An all-to-all puts 3, 4 and 3 parts on the links of each
+    direction: 1 to 2 carries those of 0 and 1 to 2 and 3.
+    """
+    spec = lab_spec(load_cluster("host"), "chain", 4, RATE)
+    cluster = Cluster(spec)
+    passed: dict[str, int] = {}
+    for source in range(4):
+        for target in range(4):
+            if source != target:
+                for index in cluster.route(source, target).resources:
+                    name = cluster.resources[index].name
+                    passed[name] = passed.get(name, 0) + 1
+    assert passed == {
+        "node[0].to[1]": 3, "node[1].to[2]": 4, "node[2].to[3]": 3, "node[1].to[0]": 3, "node[2].to[1]": 4,
+        "node[3].to[2]": 3,
+    }  # fmt: skip
+    ring = [
+        cluster.resources[index].name
+        for pair in ((0, 1), (1, 2), (2, 3), (3, 0))
+        for index in cluster.route(*pair).resources
+    ]
+    assert len(set(ring)) == len(ring) == 6
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_the_lab_play_slower_the_slower_their_links(name: str) -> None:
+    """At one rate for all of their links, thin excepted; all ranks compute on the same cores."""
+    host = load_cluster("host")
+    workload = Workload(model=load_model("tiny"), seq=1024, dtype="fp32", scope="layer", layers=1)
+    checked = check(SCHEDULES["ring"].schedule(workload, SCHEDULES["ring"].mesh(4, workload.model)))
+    times = []
+    for rate in (6.25e6, 12.5e6, 125e6):
+        cluster = Cluster(lab_spec(host, name, 4, rate))
+        assert len({device.compute for device in cluster.devices}) == 1
+        assert len({device.hbm for device in cluster.devices}) == 1
+        times.append(simulate(checked, cluster, None).trace.step_time_s)
+    assert times[0] > 1.5 * times[1] > 3 * times[2]
+    of_link = next(one for one in Cluster(lab_spec(host, name, 4, RATE)).resources if one.group in {"nic", "loopback"})
+    assert of_link.capacity in {RATE * PAYLOAD, 125e6 * PAYLOAD}
+
+
+def test_threads_of_slow_links_hold_cores_that_kernels_then_lack() -> None:
+    """Two ranks on two cores: each sends and receives 12.5 MB/s x 1448/1514 at 10 ns a byte, which holds 0.239 cores of
+    each, so both kernels beside have 2 - 0.478 of 2 cores, and take 1.314 times as long. Transfers take as ever.
+    """
+    host = load_cluster("host")
+    workload = Workload(model=load_model("tiny"), seq=4096, mask="full", dtype="fp32", passes="forward")
+    checked = check(SCHEDULES["ring"].schedule(workload, SCHEDULES["ring"].mesh(2, workload.model)))
+
+    def played(**figures: float) -> tuple[float, float]:
+        """Return the seconds of the attention beside the transfer, and of the transfer."""
+        spec = lab_spec(host, "flat", 2, 12.5e6)
+        assert spec.host
+        spec = msgspec.structs.replace(spec, host=msgspec.structs.replace(spec.host, cores=2.0, **figures), per_gpu={})
+        rows = simulate(checked, Cluster(spec), None).trace.of_rank(0)
+        attend, exchange = (next(row.busy_s for row in rows if row.kind == kind) for kind in ("Attend", "Exchange"))
+        return attend, exchange
+
+    alone_s, transfer_s = played()
+    beside_s, as_long_s = played(transfer_s_per_byte=1e-8)
+    assert beside_s == pytest.approx(alone_s * 2 / (2 - 4 * 1e-8 * 12.5e6 * PAYLOAD))
+    assert as_long_s == pytest.approx(transfer_s)
+
+
+def test_what_is_no_grid_or_no_network_is_refused() -> None:
+    with pytest.raises(InputError, match="2 x 3 are 6 nodes, there are 4; set it or `nodes`"):
+        grid(MeshSpec(dims=(2, 3)), 4)
+    with pytest.raises(InputError, match="nodes of one GPU each at the figures of"):
+        msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, fabric=MeshSpec(dims=(2,)))
+    with pytest.raises(InputError, match="unknown network 'chian'.*did you mean 'chain'"):
+        lab_spec(load_cluster("host"), "chian", 4, RATE)
+    with pytest.raises(InputError, match="network torus of 5 ranks: expected at least 4, and an even number"):
+        lab_spec(load_cluster("host"), "torus", 5, RATE)
+
+
+def test_a_cluster_file_names_a_fabric(tmp_path: Path) -> None:
+    file = tmp_path / "chain.toml"
+    file.write_text(
+        'name = "chain"\nnodes = 4\ngpus_per_node = 1\n[gpu]\nname = "cpu"\nkind = "cpu"\nsms = 1\nlaunch_s = 2e-5\n'
+        "peak_flops_per_s = { fp32 = 1e11 }\n[hbm]\ncapacity_bytes = 8_000_000_000\nbytes_per_s = 5e10\n"
+        "[host]\ncores = 2\nshared = true\n[loopback]\nbytes_per_s = 1e9\nlatency_s = 1e-5\n"
+        '[nic]\nbytes_per_s = 25e6\nlatency_s = 1e-4\npayload = 0.95\n[fabric]\nkind = "mesh"\ndims = [4]\n'
+    )
+    assert load_cluster(str(file)).fabric == MeshSpec(dims=(4,))
+    file.write_text(file.read_text().replace("mesh", "dragonfly"))
+    with pytest.raises(InputError, match="dragonfly"):
+        load_cluster(str(file))
