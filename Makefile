@@ -1,7 +1,7 @@
 # make setup | demo | quick | test | test-all | lint | bench | validate - each sets up what it needs on a fresh machine.
 # make quick: the inner loop, without processes; test: what must hold; test-all: the same at large.
 # make gpu PARTS="verify calibrate layers" OUT=FOLDER - all or some parts, with the torch that is here: it installs
-# nothing and needs no network. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
+# nothing and needs no network. make lab - as root, 15 minutes on an idle machine: links of set rates. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -9,7 +9,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo quick test test-all lint bench validate gpu carry
+.PHONY: setup demo quick test test-all lint bench validate lab gpu carry
 
 setup: $(READY)
 
@@ -42,6 +42,13 @@ bench: $(READY)
 validate: $(READY)
 	$(BIN)/longstep validate --cases all
 	$(BIN)/longstep validate --ranks 2,4 --schedules ring,ulysses
+
+# OUT=FOLDER keeps the records and the pages.
+LAB_OUT = $(if $(OUT),--out $(OUT)/$(1).json --page $(OUT)/$(1).html)
+
+lab: $(READY)
+	$(BIN)/longstep lab --network flat --rates 50,200,1000 $(call LAB_OUT,flat)
+	$(BIN)/longstep lab --network thin --rates 50,200 --schedule usp --seq 1K $(call LAB_OUT,thin)
 
 # By the first Python whose torch sees a GPU: the machine's own, or that of make setup.
 gpu:

@@ -128,8 +128,9 @@ class HostSpec(_Spec, frozen=True, kw_only=True):
     transfer_cores: NotNegative = 0.0
     """Cores that one side of a running transfer keeps busy (copies through the TCP stack)."""
     transfer_s_per_byte: NotNegative | None = None
-    """What a core takes for a byte that a rank sends or receives. It stands in place of ``transfer_cores`` where links
-    are so slow that their threads mostly sleep: those then get a core at once, and kernels what they leave."""
+    """What a core takes for a byte that a rank sends or receives, beside the ``transfer_cores`` that it takes at any
+    rate. Where it is given, links are so slow that their threads mostly sleep: those get a core at once, and kernels
+    what they leave."""
     shared: bool = False
     """Whether all nodes are parts of one machine, such as network namespaces, and share its cores and its memory."""
 

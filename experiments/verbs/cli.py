@@ -62,6 +62,7 @@ _VERBS = {
     "run": _Verb("run", "Run", "run"),
     "compare": _Verb("compare", "Compare", "compare"),
     "validate": _Verb("validate", "Validate", "validate"),
+    "lab": _Verb("lab", "Lab", "lab"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
 }
 _ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."
@@ -91,8 +92,8 @@ def _as_started(arguments: list[str] | None) -> None:
 
         under_torchrun(functools.partial(command, arguments))
     elif os.environ["RANK"] == "0":
-        if verb == "calibrate":
-            raise InputError("calibrate runs without torchrun: it starts the processes that it needs, on this host")
+        if verb in {"calibrate", "lab"}:
+            raise InputError(f"{verb} runs without torchrun: it starts the processes that it needs, on this host")
         command(arguments)
 
 

@@ -33,13 +33,15 @@ class _Communicator(NamedTuple):
     nodes: int
 
 
-_MOST_HELD = 0.8
-"""Of the cores that threads of transfers hold together at most: links that take more are as slow as the cores allow."""
+_STREAMS = 12
+"""Of a rank that may communicate at once: layers over two levels of rings use 11. What all of them hold has to leave
+something of the cores, else ranks would wait for each other's threads, as no thread of TCP does.
+"""
 
 
 def cores_held(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     """Return the cores that a rank's threads of TCP hold while it sends and receives at the rate of the slowest link
-    between ranks; 0 where transfers share cores with kernels as if they computed (``host.transfer_cores``).
+    between ranks; 0 where transfers share cores with kernels as if they computed (no ``host.transfer_s_per_byte``).
 
     On slow links these threads mostly sleep. Linux gives a core at once to a thread that has used less than its share
     (EEVDF, kernel/sched/fair.c), so kernels get what they leave, as they do of a GPU's SMs.
@@ -49,7 +51,8 @@ def cores_held(cluster: Cluster, ranks: tuple[int, ...]) -> float:
         return 0.0
     slowest = min(cluster.route(*pair).bytes_per_s for pair in pairwise(ranks))
     ranks_here = len(cluster.devices) if host.shared else cluster.spec.gpus_per_node
-    return float(min(2 * host.transfer_s_per_byte * slowest, _MOST_HELD * host.cores / ranks_here))
+    side = host.transfer_cores + host.transfer_s_per_byte * slowest
+    return float(min(2 * side, host.cores / ((ranks_here + 1) * _STREAMS)))
 
 
 def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int, ...], nbytes: int) -> float:

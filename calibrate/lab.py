@@ -1,0 +1,221 @@
+"""Calibrates a lab once: what messages and collectives get of a link whose rate is set, and what they cost the cores.
+
+The kernels are those of the host's profile. Transfers are timed on one flat network at one rate; predictions at other
+rates, and on other networks, follow from the rates alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from calibrate.interference import short_cases
+from calibrate.kernels import RepeatedKernel
+from calibrate.lab_network import lab_network
+from calibrate.links import LinkCase, LinkKernel, link_schedule, time_link
+from runtime.execution.groups import start_together
+from runtime.lab.lab import Lab
+from runtime.processes.launch import Session
+from runtime.processes.rank import RankContext
+from runtime.run import ScheduleRun
+from sim.engine.cost import measured_cluster
+from sim.profile import TRANSFERS, Point, Profile
+from sim.schedule.ir.program import Program
+from sim.schedule.proof.check import check
+from sim.workload import Dtype, ModelSpec
+from topology.cluster import Cluster
+from topology.lab import PAYLOAD, lab_spec
+from topology.specs import ClusterSpec
+
+SET_BYTES_PER_S = 25e6
+"""200 Mbit/s: low enough that no core limits a transfer, high enough that large ones take little time."""
+_SIZES = (12, 16, 19, 21)
+"""Powers of two of bytes: what takes a latency to what takes 0.1 s."""
+_CPU_CASE = LinkCase("exchange", 2**22, "idle")
+_FAST_BYTES_PER_S = 125e6
+"""1 Gbit/s: where bytes, and not the timers and wake-ups of a link, are most of what a transfer takes of the cores."""
+_CPU_STEPS = 2
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_CHECK_S = 0.1
+"""About how long each of the two checks takes."""
+_CHECK_TRANSFERS = 3
+_CHECK_KERNEL = "lab check"
+
+
+class Calibrated(NamedTuple):
+    """What a lab was found to be."""
+
+    profile: Profile
+    """Kernels of the host, transfers of the lab; its cluster is the flat network at the rate that was set."""
+    goodput: float
+    """Share of what the link leaves to data that large messages got; the rest went to waking late."""
+
+
+def lab_cases() -> list[LinkCase]:
+    """Return the transfers that are timed, small ones first."""
+    return [LinkCase(kind, 2**n, "idle") for n in _SIZES for kind in get_args(LinkKernel)]
+
+
+def calibrated_lab(
+    host: Profile, ranks: int, model: ModelSpec, dtype: Dtype, advance: Callable[[str], None] = lambda _: None
+) -> Calibrated:
+    """Return the profile of a lab of so many ranks on a host that was calibrated; ``advance`` hears what is done.
+
+    Raises InputError where no lab can be built.
+    """
+    points: list[Point] = []
+    for count in sorted({2, ranks}):
+        with _session(host, count, SET_BYTES_PER_S) as session:
+            for case in lab_cases():
+                advance(f"{case.label}, {count} ranks")
+                points.append(time_link(session, case, model, dtype).point)
+    per_byte = []
+    for bytes_per_s in (SET_BYTES_PER_S, _FAST_BYTES_PER_S):
+        advance(f"cores that transfers take at {bytes_per_s:g} B/s")
+        with _session(host, ranks, bytes_per_s) as session:
+            per_byte.append(core_seconds_per_byte(session, model, dtype))
+    spec = lab_spec(measured_cluster(host), "flat", ranks, SET_BYTES_PER_S)
+    assert spec.host
+    assert spec.loopback
+    least_s = min(point.median_s for point in points if point.kernel == "exchange")
+    cores, s_per_byte = cores_of(*per_byte)
+    spec = msgspec.structs.replace(
+        spec,
+        loopback=msgspec.structs.replace(spec.loopback, latency_s=least_s),
+        host=msgspec.structs.replace(spec.host, transfer_cores=cores, transfer_s_per_byte=s_per_byte),
+    )
+    profile = msgspec.structs.replace(
+        host,
+        name=f"{host.name}, lab",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        cluster=spec.figures(),
+        points=(*(point for point in host.points if point.kernel not in TRANSFERS), *points),
+    )
+    rate = SET_BYTES_PER_S * PAYLOAD
+    large = max((point for point in points if point.kernel == "exchange"), key=lambda one: (one.nbytes, one.shape[0]))
+    return Calibrated(profile, large.nbytes / large.median_s / rate)
+
+
+@contextmanager
+def _session(host: Profile, ranks: int, bytes_per_s: float) -> Iterator[Session]:
+    """Start ranks on a flat network of a rate."""
+    spec = lab_spec(measured_cluster(host), "flat", ranks, bytes_per_s)
+    with Lab(lab_network(Cluster(spec))) as lab, Session(ranks, networks=lab.namespaces) as session:
+        yield session
+
+
+def cores_of(slow: float, fast: float) -> tuple[float, float]:
+    """Return the cores that one side of a running transfer takes at any rate, and what a byte takes beside that, from
+    the core-seconds that a byte took at both rates.
+
+    >>> cores, s_per_byte = cores_of(0.05 / 25e6 + 1e-9, 0.05 / 125e6 + 1e-9)
+    >>> round(cores, 6), round(s_per_byte, 15)
+    (0.05, 1e-09)
+    """
+    busy = slow * SET_BYTES_PER_S, fast * _FAST_BYTES_PER_S
+    per_byte = max((busy[1] - busy[0]) / (_FAST_BYTES_PER_S - SET_BYTES_PER_S), 0.0)
+    return max(busy[0] - per_byte * SET_BYTES_PER_S, 0.0), per_byte
+
+
+def lab_cluster(profile: Profile, network: str, ranks: int, bytes_per_s: float) -> ClusterSpec:
+    """Return a network of a lab at a rate, on the machine that a lab's profile was measured on."""
+    return lab_spec(measured_cluster(profile), network, ranks, bytes_per_s)
+
+
+def core_seconds_per_byte(session: Session, model: ModelSpec, dtype: Dtype) -> float:
+    """Return what a core takes for a byte that a rank sends or receives: time of the ranks' threads and of the kernel's
+    interrupts during large exchanges, less that of the kernels beside them.
+    """
+    run = ScheduleRun(session, check(link_schedule(_CPU_CASE, session.ranks, model, dtype)))
+    run.step()
+    before_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds()
+    rows = [row for _ in range(_CPU_STEPS) for row in run.step().trace.rows]
+    taken_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds() - before_s
+    run.close()
+    kernels_s = math.fsum(row.busy_s for row in rows if row.stream != "link")
+    sent = _CPU_CASE.nbytes * sum(row.stream == "link" for row in rows)
+    return max(taken_s - kernels_s, 0.0) / (2 * sent)
+
+
+def _core_seconds(_: RankContext) -> float:
+    """Return the time of all threads of a rank on a core."""
+    return time.process_time()
+
+
+def _interrupt_seconds() -> float:
+    """Return what all cores have spent on interrupts, hard and soft: those forward what a network carries."""
+    fields: list[str] = Path("/proc/stat").read_text().splitlines()[0].split()
+    return (int(fields[6]) + int(fields[7])) * _TICK_S
+
+
+class Checked(NamedTuple):
+    """What a fixed kernel on all ranks and a fixed transfer between two took, in seconds."""
+
+    kernel_s: float
+    transfer_s: float
+
+
+class Checks:
+    """A fixed kernel and a fixed transfer on a session in a lab, to be timed before and after what is measured."""
+
+    def __init__(self, session: Session, cluster: Cluster, model: ModelSpec, dtype: Dtype) -> None:
+        self._session = session
+        route = cluster.route(0, session.ranks - 1)
+        self.nbytes = max(round(route.bytes_per_s * _CHECK_S / _CHECK_TRANSFERS), 2**16)
+        """Of the transfer, from the first rank to the last."""
+        self.least_s = self.nbytes / route.bytes_per_s
+        """What it takes at the rates that were set."""
+        case = short_cases(model, dtype)[0]
+        once_s = max(session.call(_set_up, case.program.to_json()))
+        self._runs = max(round(_CHECK_S / once_s), 3)
+
+    def timed(self) -> Checked:
+        """Return both times: of the kernel all runs on all ranks, of the transfer the median of three."""
+        kernel_s: float = max(self._session.call(_work, self._runs))
+        transfer_s: float = self._session.call(_send, self.nbytes)[0]
+        return Checked(kernel_s, transfer_s)
+
+
+def _set_up(context: RankContext, program_json: bytes) -> float:
+    """Make the operands of the kernel; return the seconds of a run while all ranks run it."""
+    repeated = RepeatedKernel(Program.from_json(program_json), context)
+    context.state[_CHECK_KERNEL] = repeated
+    repeated.once_each()
+    return _work(context, 5) / 5
+
+
+def _work(context: RankContext, runs: int) -> float:
+    start_together(context.ranks, context.device)
+    repeated: RepeatedKernel = context.state[_CHECK_KERNEL]
+    begin_s = time.perf_counter()
+    for _ in range(runs):
+        repeated.once()
+    return time.perf_counter() - begin_s
+
+
+def _send(context: RankContext, nbytes: int) -> float:
+    """Send from the first rank to the last, which says when it has all; return the median time, as the first saw it."""
+    start_together(context.ranks, context.device)
+    sent, told = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    last, times = context.ranks - 1, []
+    for _ in range(_CHECK_TRANSFERS):
+        begin_s = time.perf_counter()
+        if context.rank == 0:
+            dist.send(sent, last)
+            dist.recv(told, last)
+        elif context.rank == last:
+            dist.recv(sent, 0)
+            dist.send(told, 0)
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times)

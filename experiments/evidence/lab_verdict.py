@@ -1,0 +1,171 @@
+"""What a sweep in a lab says of predictions: how far they are off where communication shows, where schedules change
+order, and whether the machine was quiet enough to claim it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from experiments.evidence.comparison import Measured
+from experiments.evidence.lab import MBIT, STEADY, LabCell, LabRecord, LabResult
+
+MOST_VOID = 1 / 3
+"""Share of the repeats that may be void: if more are, nothing is claimed."""
+SHARE = 1 / 3
+"""Of a step that has to be communication where the error is judged: below it is the kernels' that shows."""
+TARGETS = (0.08, 0.20, 0.30)
+"""Of the error of such cells: the mean, what 95 % of them stay below, and the worst."""
+CLOSE = 1.5
+"""Factor of bandwidth by which the place where two schedules change order may be off."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What all cells say together."""
+
+    void: int
+    repeats: int
+    cells: int
+    """Of which communication is enough of the step, and a repeat counts."""
+    mean: float
+    """Error of these: mean, what 95 % stay below, worst, each without sign."""
+    most: float
+    worst: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine was quiet enough to claim anything."""
+        return self.void <= MOST_VOID * self.repeats
+
+    @property
+    def met(self) -> bool:
+        """Whether the errors meet their targets on a quiet machine."""
+        errors = (self.mean, self.most, self.worst)
+        within = all(error <= target for error, target in zip(errors, TARGETS, strict=True))
+        return self.quiet and self.cells > 0 and within
+
+
+def verdict(results: Iterable[LabResult]) -> Verdict:
+    """Return how far predictions were off, and whether that may be claimed."""
+    some = list(results)
+    repeats = [repeat for one in some for repeat in one.repeats]
+    errors = sorted(abs(one.times.error) for one in some if one.share >= SHARE and one.valid)
+    return Verdict(
+        void=sum(repeat.void for repeat in repeats),
+        repeats=len(repeats),
+        cells=len(errors),
+        mean=statistics.fmean(errors) if errors else 0.0,
+        most=errors[math.ceil(0.95 * len(errors)) - 1] if errors else 0.0,
+        worst=errors[-1] if errors else 0.0,
+    )
+
+
+class Crossover(NamedTuple):
+    """The rate at which two schedules change order, bytes a second; None where they do not within the rates."""
+
+    network: str
+    seq: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def right(self) -> bool:
+        """Whether both are none, or within one step of each other."""
+        if self.predicted is None or self.measured is None:
+            return self.predicted == self.measured
+        return 1 / CLOSE <= self.predicted / self.measured <= CLOSE
+
+
+def crossovers(results: Iterable[LabResult], one: str, other: str) -> list[Crossover]:
+    """Return where two schedules change order, by network and length, where each was measured at two rates or more."""
+    times: dict[tuple[str, str], dict[str, dict[float, Measured]]] = {}
+    for found in results:
+        by_method = times.setdefault((found.cell.network, found.cell.seq), {})
+        by_method.setdefault(found.cell.method, {})[found.cell.bytes_per_s] = found.times
+    rows = []
+    for (network, seq), methods in times.items():
+        rates = sorted(methods.get(one, {}).keys() & methods.get(other, {}).keys())
+        if len(rates) > 1:
+            pairs = [(methods[one][rate], methods[other][rate]) for rate in rates]
+            predicted = _crossing(rates, [a.simulated_s / b.simulated_s for a, b in pairs])
+            rows.append(
+                Crossover(network, seq, predicted, _crossing(rates, [a.median_s / b.median_s for a, b in pairs]))
+            )
+    return rows
+
+
+def _crossing(rates: Sequence[float], ratios: Sequence[float]) -> float | None:
+    """Return the rate at which a ratio passes 1, on logarithmic scales."""
+    points = [(math.log(rate), math.log(ratio)) for rate, ratio in zip(rates, ratios, strict=True)]
+    for (x, here), (y, there) in pairwise(points):
+        if here * there < 0:
+            return math.exp(x + (y - x) * here / (here - there))
+    return None
+
+
+class Order(NamedTuple):
+    """The faster of two placements of one schedule, predicted and measured."""
+
+    cell: LabCell
+    predicted: str
+    measured: str
+
+
+def placements(results: Iterable[LabResult]) -> list[Order]:
+    """Return which placement is faster, wherever both were measured."""
+    grouped: dict[tuple[str, float, str, str], list[LabResult]] = {}
+    for one in results:
+        if one.cell.placement:
+            cell = one.cell
+            grouped.setdefault((cell.network, cell.bytes_per_s, cell.schedule, cell.seq), []).append(one)
+    return [
+        Order(
+            some[0].cell,
+            min(some, key=lambda one: one.predicted_s).cell.placement,
+            min(some, key=lambda one: one.times.median_s).cell.placement,
+        )
+        for some in grouped.values()
+        if len(some) > 1
+    ]
+
+
+def lab_lines(record: LabRecord) -> list[str]:
+    """Return what a sweep says beside its table, in sentences."""
+    found = verdict(record.results)
+    void = f"{found.void} of {found.repeats} repeats void (checks before and after apart by over {100 * STEADY:g} %)"
+    lines = [f"large messages got {100 * record.goodput:.1f} % of what headers leave of a link", void]
+    lines += [f"left out: {one}" for one in record.left_out]
+    if not found.quiet:
+        return [*lines, "the machine was not quiet: more than a third are void, so nothing is claimed"]
+    if found.cells:
+        off = f"mean {100 * found.mean:.1f} %, 95 % within {100 * found.most:.1f} %, worst {100 * found.worst:.1f} %"
+        targets = ", ".join(f"{100 * target:g}" for target in TARGETS)
+        lines.append(
+            f"{found.cells} cells of which communication is a third or more: {off} (targets {targets}: "
+            f"{'met' if found.met else 'missed'})"
+        )
+    for one in crossovers(record.results, "ring", "ulysses"):
+        said = " and ".join(
+            f"{what} {_rate(rate)}" for what, rate in (("predicted", one.predicted), ("measured", one.measured))
+        )
+        lines.append(f"ring and ulysses change order on {one.network}, S {one.seq}: {said}: {_right(one.right)}")
+    for order in placements(record.results):
+        lines.append(
+            f"{order.cell.schedule} on {order.cell.network} at {order.cell.bytes_per_s / MBIT:g} Mbit/s, S "
+            f"{order.cell.seq}: {order.predicted} predicted faster, {order.measured} measured: "
+            f"{_right(order.predicted == order.measured)}"
+        )
+    return lines
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "nowhere within the rates" if bytes_per_s is None else f"at {bytes_per_s / MBIT:.3g} Mbit/s"
+
+
+def _right(right: bool) -> str:
+    return "right" if right else "wrong"

@@ -1,0 +1,200 @@
+"""What a lab of slow links says of predictions, and what it takes to say it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from calibrate.lab import cores_of
+from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, lab_cells, read_lab
+from experiments.evidence.lab_verdict import crossovers, lab_lines, placements, verdict
+from experiments.pages.lab_page import page
+from experiments.verbs.cli import main
+from runtime.lab.lab import why_not
+from sim.errors import InputError
+from sim.profile import Profile, load_profile, save_profile
+
+QUIET = ((1.0, 2.0), (1.04, 1.97))
+LOUD = ((1.0, 2.0), (1.0, 2.2))
+
+
+def result(schedule: str, mbit: float, predicted_s: float, measured_s: list[float], **other: Any) -> LabResult:
+    """Return a result whose repeats are all quiet, but for times below 0, which are those of void ones."""
+    repeats = [
+        Repeat(step_s=abs(one), before_s=(QUIET if one > 0 else LOUD)[0], after_s=(QUIET if one > 0 else LOUD)[1])
+        for one in measured_s
+    ]
+    where = {"network": "flat", "seq": "1K", "placement": "", "share": 0.5} | other
+    share = where.pop("share")
+    cell = LabCell(bytes_per_s=mbit * MBIT, schedule=schedule, **where)
+    return LabResult(cell=cell, predicted_s=predicted_s, share=share, repeats=repeats)
+
+
+def record(results: list[LabResult], left_out: list[str] | None = None) -> LabRecord:
+    return LabRecord(
+        profile=load_profile("a100-sxm"), title="layer of tiny, 4 ranks", begun="2026-11-23T12:00:00+00:00",
+        command="longstep lab", software={}, ranks=4, goodput=0.98, results=results, left_out=left_out or [],
+    )  # fmt: skip
+
+
+def test_a_repeat_between_checks_that_differ_is_void() -> None:
+    """The kernel may be 4 % slower, the transfer not 10 %. Times that count are those of the others."""
+    one = result("ring", 50, 1.1, [1.0, 1.2, -7.0])
+    assert [repeat.void for repeat in one.repeats] == [False, False, True]
+    assert one.valid == [1.0, 1.2]
+    assert one.times.median_s == pytest.approx(1.1)
+    assert one.times.error == pytest.approx(0.0)
+
+
+def test_a_verdict_is_of_cells_in_which_communication_shows() -> None:
+    """Errors of 10, -5 and 20 %; that of a cell that mostly computes does not count, nor one without a valid repeat."""
+    results = [
+        result("ring", 50, 1.1, [1.0]), result("ulysses", 50, 0.95, [1.0]), result("zigzag", 50, 1.2, [1.0]),
+        result("ring", 1000, 9.0, [1.0], share=0.2), result("ring", 200, 9.0, [-1.0]),
+    ]  # fmt: skip
+    found = verdict(results)
+    assert (found.cells, found.void, found.repeats) == (3, 1, 5)
+    assert found.mean == pytest.approx(0.35 / 3)
+    assert found.most == found.worst == pytest.approx(0.2)
+    assert found.quiet
+    assert not found.met, "the mean is above 8 %"
+    assert verdict([result("ring", 50, 1.07, [1.0])]).met
+    assert not verdict(
+        [result("ring", 50, 1.31, [1.0]), *(result("ring", rate, 1.0, [1.0]) for rate in range(1, 30))]
+    ).met
+
+
+def test_with_more_than_a_third_void_nothing_is_claimed() -> None:
+    lines = lab_lines(record([result("ring", 50, 1.0, [1.0, -1.0]), result("ulysses", 50, 1.0, [1.0])]))
+    assert any("1 of 3 repeats void" in line for line in lines)
+    assert any("of which communication is a third or more" in line for line in lines)
+    lines = lab_lines(record([result("ring", 50, 1.0, [1.0, -1.0]), result("ulysses", 50, 1.0, [-1.0])]))
+    assert lines[-1] == "the machine was not quiet: more than a third are void, so nothing is claimed"
+    assert not any("communication is" in line for line in lines)
+
+
+def test_schedules_change_order_where_their_lines_cross() -> None:
+    """Ring over Ulysses is 2 at 50 Mbit/s and 1/2 at 200 as predicted, so 1 at 100; measured 4 and 1/4: at 100 too."""
+    results = [
+        result("ring", 50, 2.0, [4.0]), result("ulysses", 50, 1.0, [1.0]),
+        result("ring", 200, 0.5, [0.25]), result("ulysses", 200, 1.0, [1.0]),
+    ]  # fmt: skip
+    (found,) = crossovers(results, "ring", "ulysses")
+    assert found.predicted == pytest.approx(100 * MBIT)
+    assert found.measured == pytest.approx(100 * MBIT)
+    assert found.right
+    apart = [*results[:2], result("ring", 200, 0.5, [0.9]), results[3]]
+    (found,) = crossovers(apart, "ring", "ulysses")
+    assert found.measured is not None
+    assert found.measured > 150 * MBIT
+    assert not found.right
+    (never,) = crossovers([*results[:2], result("ring", 200, 2.0, [2.0]), results[3]], "ring", "ulysses")
+    assert never.predicted is never.measured is None
+    assert never.right
+
+
+def test_placements_are_told_apart() -> None:
+    inner, outer = (
+        result("usp", 50, predicted, [measured], placement=name, network="thin")
+        for name, predicted, measured in (("ulysses-inner", 1.0, 1.3), ("ring-inner", 1.5, 1.2))
+    )
+    (order,) = placements([inner, outer])
+    assert (order.predicted, order.measured) == ("ulysses-inner", "ring-inner")
+    assert "measured: wrong" in lab_lines(record([inner, outer]))[-1]
+
+
+def test_cells_of_schedules_with_two_degrees_are_of_both_placements() -> None:
+    cells = lab_cells(["flat", "thin"], [50 * MBIT], ["ring", "usp"], ["1K", "2K"])
+    assert len(cells) == 2 * 2 * 3
+    assert {cell.method for cell in cells} == {"ring", "usp ulysses-inner", "usp ring-inner"}
+
+
+def test_what_a_transfer_takes_of_the_cores_is_what_two_rates_show() -> None:
+    """What would be negative is nothing: a byte that costs less at the higher rate costs only what any time costs."""
+    cores, per_byte = cores_of(2e-9, 0.4e-9)
+    assert (cores, per_byte) == (0.05, 0.0)
+    assert cores_of(0.0, 0.0) == (0.0, 0.0)
+
+
+def test_a_record_comes_back_and_fills_a_page(tmp_path: Path) -> None:
+    results = [result("ring", 50, 1.1, [1.0, 1.2]), result("ulysses", 50, 1.0, [0.9], network="chain")]
+    kept = record(results, ["chain at 10000 Mbit/s: less"])
+    (tmp_path / "lab.json").write_bytes(msgspec.json.encode(kept))
+    assert read_lab(str(tmp_path / "lab.json")) == kept
+    text = page(kept)
+    assert "left out: chain at 10000 Mbit/s: less" in text
+    assert text.count("<tr data-row") == 2
+    (tmp_path / "none.json").write_bytes(msgspec.json.encode(record([])))
+    with pytest.raises(InputError, match="holds no result; longstep lab --out writes one"):
+        read_lab(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(("typed", "said"), [
+    (("--rates", "fast"), "--rates fast: expected Mbit/s from 1 to 100000"),
+    (("--rates", "0"), "--rates 0: expected Mbit/s from 1 to 100000"),
+    (("--network", "flat,star"), "--network star: expected some of flat, thin, tree, chain, torus"),
+    (("--network", "torus", "--gpus", "3"), "network torus of 3 ranks: expected at least 4, and an even number"),
+    (("--schedule", "rong"), "unknown schedule 'rong' (did you mean 'ring'?)"),
+    (("--repeats", "0"), "--repeats 0: expected"),
+    (("--gpus", "1"), "network flat of 1 ranks: expected at least 2; set --gpus"),
+    (("--record", "r.json", "--out", "o.json"), "--record shows what was measured"),
+    (("--record", "nowhere.json"), "nowhere.json"),
+])  # fmt: skip
+def test_mistakes_are_told_before_anything_is_built(
+    typed: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["lab", *typed])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("longstep: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def calibrated(own_profiles: Path) -> Profile:
+    """A profile of this machine with nominal kernels, which predicts no time right and takes none to make."""
+    from topology.cluster import load_cluster
+    from topology.host import host_facts
+
+    spec = load_cluster("host")
+    from sim.profile import Machine
+
+    machine = Machine(gpu=spec.gpu.name, cores=host_facts().cores, software={"longstep": "0"})
+    profile = Profile(
+        name="host", created="2026-11-23T12:00:00+00:00", command="a test", complete=True, machine=machine,
+        cluster=spec.figures(), points=(),
+    )  # fmt: skip
+    save_profile(profile, own_profiles / "host.json")
+    return profile
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_lab_is_built_calibrated_and_compared(
+    calibrated: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two ranks, on the two networks that two ranks can make. No time is asserted, but that links limit."""
+    if why := why_not():
+        pytest.skip(why)
+    out = tmp_path / "record.json"
+    options = ("--gpus", "2", "--network", "flat,chain", "--rates", "100,100000", "--schedule", "ring", "--seq", "512")
+    main(["lab", *options, "--repeats", "1", "--scope", "attention", "--out", str(out), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["left_out"]) == 2, "100 Gbit/s"
+    assert all("does not yield that rate" in why for why in found["left_out"])
+    record = read_lab(str(out))
+    assert {one.cell.network for one in record.results} == {"flat", "chain"}
+    for one in record.results:
+        """Three hops of K and V of 256 tokens in fp32, and of their gradients, at 12.5 MB/s."""
+        nbytes = 256 * 4 * 64 * 2 * 4
+        assert one.repeats[0].step_s > nbytes / (100 * MBIT)
+        assert math.isfinite(one.predicted_s)
+    kernels = {point.kernel for point in record.profile.points}
+    assert kernels == {"exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
