@@ -123,13 +123,16 @@ def _find_ends(ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> 
         there, back = [], []
         for place, rank in enumerate(members):
             others = [members[place - 1]] * (len(members) > 1) + [far] * (len(nodes) > 1)
+            if cluster.spec.fabric is not None:  # where a node has a link of its own for each way out
+                others = [other for other in ranks if other != rank]
             leaving = [cluster.route(rank, other) for other in others]
             entering = [cluster.route(other, rank) for other in others]
             out.append(frozenset(route.resources[0] for route in leaving))
             into.append(frozenset(_links(route, cluster)[-1] for route in entering))
             if len(nodes) > 1:
-                there.append(_nics(leaving[-1], cluster)[0])
-                back.append(_nics(entering[-1], cluster)[-1])
+                last = slice(0 if cluster.spec.fabric else -1, None)
+                there += [_nics(route, cluster)[0] for route in leaving[last]]
+                back += [_nics(route, cluster)[-1] for route in entering[last]]
         if len(nodes) > 1:
             node_out.append(frozenset(there))
             node_into.append(frozenset(back))

@@ -8,8 +8,12 @@ import msgspec
 import networkx as nx
 import pytest
 
+from sim.engine.cost import CostModel
+from sim.engine.least import least_seconds, needs
+from sim.engine.phases import Flow, Latency
 from sim.engine.simulate import simulate
 from sim.errors import InputError
+from sim.schedule.ir.ops import AllToAll, Collective
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.workload import Workload, load_model
@@ -52,6 +56,31 @@ def test_a_torus_of_two_by_two_is_a_ring_of_four_links() -> None:
     assert cluster.path(0, 3) == ["gpu[0]", "gpu[1]", "gpu[3]"]
     assert cluster.path(3, 0) == ["gpu[3]", "gpu[2]", "gpu[0]"]
     assert len([one for one in cluster.resources if ".to[" in one.name]) == 8
+
+
+@pytest.mark.parametrize(("fabric", "parts"), [(TorusSpec(dims=(2, 2)), 2), (MeshSpec(dims=(4,)), 4)])
+def test_an_all_to_all_takes_what_its_busiest_link_carries(fabric: MeshSpec | TorusSpec, parts: int) -> None:
+    """In a torus of 2 x 2 every link carries 2 parts: of 12 messages 8 take one link and 4 take two, over 8 links. Of a
+    chain the middle links carry 4. Parts of 1 MB at 25 MB/s, after a latency of the longest route.
+    """
+    cluster = Cluster(grid(fabric, 4))
+    hops = max(len(cluster.route(0, target).resources) for target in (1, 2, 3))
+    latency, flow = CostModel(cluster, None).collective(an_all_to_all(), (0, 1, 2, 3), 10**6)
+    assert isinstance(latency, Latency)
+    assert isinstance(flow, Flow)
+    assert latency.seconds == pytest.approx(1e-5 * hops)
+    assert flow.seconds == pytest.approx(parts * 1e6 / RATE)
+    bound_s = least_seconds(needs("all_to_all", (0, 1, 2, 3), 10**6, cluster), cluster)
+    assert bound_s <= flow.seconds * (1 + 1e-12)
+
+
+def an_all_to_all() -> Collective:
+    """Return the op of Ulysses on one of four ranks."""
+    model = load_model("tiny")
+    entry = SCHEDULES["ulysses"]
+    workload = Workload(model=model, seq=512, dtype="fp32")
+    program = entry.schedule(workload, entry.mesh(4, model)).program(0)
+    return next(op for op in program.ops if isinstance(op, AllToAll))
 
 
 def test_messages_that_meet_on_a_link_of_a_chain_share_it() -> None:
