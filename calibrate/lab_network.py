@@ -32,8 +32,11 @@ def lab_network(cluster: Cluster) -> Network:
             f'file with gpu.kind = "cpu"'
         )
     ranks = tuple(f"gpu[{number}]" for number in range(spec.nodes * spec.gpus_per_node))
+    capacities = {resource.name: resource.capacity for resource in cluster.resources}
     links = {
-        (start, end): _Ends(_rate(spec, there["edge"]), _rate(spec, cluster.graph.edges[end, start]["edge"]))
+        (start, end): _Ends(
+            _rate(spec, there["edge"], capacities), _rate(spec, cluster.graph.edges[end, start]["edge"], capacities)
+        )
         for start, end, there in cluster.graph.edges(data=True)
     }
     paths = {
@@ -55,14 +58,14 @@ def lab_network(cluster: Cluster) -> Network:
     return Network(ranks, tuple(sorted(places - set(ranks))), wires, ways)
 
 
-def _rate(spec: ClusterSpec, edge: Edge) -> float | None:
+def _rate(spec: ClusterSpec, edge: Edge, capacities: dict[str, float]) -> float | None:
     """Return the rate of an edge with headers, which data gets the payload of."""
     if not edge.resources:
         return None
     resource = edge.resources[0]
     link = spec.nic if resource.group == "nic" else spec.loopback
     assert link
-    return resource.capacity / link.payload
+    return capacities[resource.name] / link.payload
 
 
 def _merged(graph: nx.Graph, links: dict[tuple[str, str], _Ends], ranks: set[str]) -> dict[tuple[str, str], _Ends]:

@@ -103,6 +103,19 @@ class Cluster:
         return other
 
     @cached_property
+    def uneven(self) -> bool:
+        """Whether some GPU's own links have another rate than the spec says of all."""
+        return any(special.link != 1.0 for special in self.spec.per_gpu.values())
+
+    @cached_property
+    def even(self) -> Cluster:
+        """The same cluster, all links at the rates of the spec."""
+        if not self.uneven:
+            return self
+        per_gpu = {number: structs.replace(one, link=1.0) for number, one in self.spec.per_gpu.items()}
+        return Cluster(structs.replace(self.spec, per_gpu=per_gpu), self._given)
+
+    @cached_property
     def graph(self) -> nx.DiGraph:
         """All devices, hubs and links, to be drawn, exported or searched; each edge carries its ``Edge``."""
         from topology.graph import wire
@@ -189,7 +202,10 @@ class Cluster:
         if self.spec.fabric and node != other:
             return self._edges_route(direct_way(self.spec, node, other))
         way = self._way(place, end, node == other) if source != target else None
-        return way.between(node, other) if way else self.search(source, target)
+        if way is None:
+            return self.search(source, target)
+        route = way.between(node, other)
+        return route._replace(bytes_per_s=self._slowest(list(route.resources))) if self.uneven else route
 
     def _edges_route(self, edges: list[Edge]) -> Route:
         passed = [self._index[name] for name in _names(edges)]

@@ -14,6 +14,8 @@ from topology.direct import direct_edges
 from topology.fabrics import FABRIC, Resource, edges, socket_of, switch_of
 from topology.specs import ClusterSpec
 
+LINKS = ("nvlink", "pcie", "loopback", "nic")
+"""Groups of links that a GPU may have for itself."""
 _NUMBERED = re.compile(r"(\w+)\[(\d+)\]")
 """What a part of a name is, and its number in the whole cluster."""
 
@@ -28,7 +30,21 @@ def resources(spec: ClusterSpec) -> list[Resource]:
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
     named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *direct, *_in_all_nodes(spec, drams))}
-    return list(named.values())
+    shares = {gpu: special.link for gpu, special in spec.per_gpu.items() if special.link != 1.0}
+    return [_slowed(spec, one, shares) for one in named.values()] if shares else list(named.values())
+
+
+def _slowed(spec: ClusterSpec, resource: Resource, shares: dict[int, float]) -> Resource:
+    """Return a resource as slow as the slowest GPU whose own link it is: links of its node's place in a grid are, and
+    NICs that it shares with nobody.
+    """
+    of = [int(number) for part, number in _numbered(resource.name)[1] if part in {"gpu", "nic"}]
+    if ".to[" in resource.name and spec.fabric:
+        of = [int(number) for _, number in _numbered(resource.name)[1]]
+    if resource.group not in LINKS or (resource.group == "nic" and spec.nics_per_node < spec.gpus_per_node):
+        return resource
+    share = min((shares.get(number, 1.0) for number in of), default=1.0)
+    return resource._replace(capacity=resource.capacity * share)
 
 
 def device_resources(spec: ClusterSpec, gpu: int) -> tuple[Resource, Resource]:

@@ -153,6 +153,8 @@ class PerGpu(_Spec, frozen=True, kw_only=True):
 
     speed: Positive = 1.0
     """Clock relative to the spec: 0.95 computes 5 % slower."""
+    link: Positive = 1.0
+    """Rate of its own links relative to the spec, of both directions: 0.25 is a port that came up at a quarter."""
 
 
 class ClusterSpec(_Spec, frozen=True, kw_only=True):

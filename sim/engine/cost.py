@@ -61,7 +61,7 @@ class CostModel:
 
     def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
         self._cluster = cluster
-        self._link_figures = link_figures(cluster)
+        self._link_figures = link_figures(cluster.even)
         self._profile = profile
         self._kernel = cache(self._find_kernel)
         self._seconds = cache(self._find_seconds)
@@ -307,8 +307,9 @@ class CostModel:
         if self._transfers:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
-            busiest = what.load[slowest_of_kind(what.load, link, self._cluster)] / width_of(link, self._cluster)
-            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, self._link_figures)
+            limits = slowest_of_kind(what.load, link, self._cluster)
+            busiest = what.load[limits] / width_of(link, self._cluster)
+            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, self._figures_of(limits))
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, what.least_s) - delay_s
@@ -333,6 +334,18 @@ class CostModel:
             demands[memory] = min(rate, resources[memory].capacity)
         threads = self._threads(what, demands)
         return (*threads, Latency(delay_s), Flow(flow_s, tuple(sorted((r, x) for r, x in demands.items() if x > 0))))
+
+    def _figures_of(self, link: int) -> Callable[[str], Figures]:
+        """Return the figures of links as one of them has them, whose rate may be less than that of all others."""
+        if not self._cluster.uneven:
+            return self._link_figures
+        share = self._cluster.resources[link].capacity / self._cluster.even.resources[link].capacity
+
+        def figures(kind: str) -> Figures:
+            found = self._link_figures(kind)
+            return found._replace(bytes_per_s=found.bytes_per_s * share)
+
+        return figures
 
     def _inside_s(self, what: _Moving, table: TransferTable) -> float:
         """Return what the links inside nodes take for their bytes of a transfer over nodes, without latency: as long as

@@ -65,7 +65,7 @@ def fold(checked: Checked, cluster: Cluster) -> Fold:
         return Fold(checked, cluster)
     if cluster.spec.gpu.kind == "cpu":
         return Fold(checked, cluster, notes=(f"all {mesh.dp} replicas were played: those on a host share its cores",))
-    if cluster.spec.fabric is not None:
+    if cluster.spec.fabric is not None or cluster.uneven:
         return Fold(checked, cluster, notes=(f"all {mesh.dp} replicas were played: they share links between nodes",))
     ranks = mesh.replica_stride
     replicas = math.lcm(ranks, per_node) // ranks

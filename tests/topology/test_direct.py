@@ -19,7 +19,7 @@ from sim.schedule.proof.check import check
 from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.lab import NETWORKS, PAYLOAD, lab_spec
-from topology.specs import ClusterSpec, MeshSpec, NicSpec, TorusSpec
+from topology.specs import ClusterSpec, MeshSpec, NicSpec, PerGpu, TorusSpec
 
 RATE = 25e6
 
@@ -189,3 +189,19 @@ def test_a_cluster_file_names_a_fabric(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("mesh", "dragonfly"))
     with pytest.raises(InputError, match="dragonfly"):
         load_cluster(str(file))
+
+
+@pytest.mark.parametrize("name", ["flat", "chain"])
+def test_a_slow_port_is_slow_for_all_that_pass_it(name: str) -> None:
+    """Rank 1 at a quarter: what it sends or is sent takes four times as long; 2 to 3 does not pass it, 0 to 3 in a chain
+    does.
+    """
+    spec = msgspec.structs.replace(lab_spec(load_cluster("host"), name, 4, RATE), per_gpu={1: PerGpu(link=0.25)})
+    cluster = Cluster(spec)
+    assert cluster.even.route(0, 1).bytes_per_s == RATE * PAYLOAD
+    for source, target, slow in ((0, 1, True), (1, 0, True), (2, 3, False), (0, 3, name == "chain")):
+        assert cluster.route(source, target).bytes_per_s == RATE * PAYLOAD * (0.25 if slow else 1.0)
+    seconds = [
+        CostModel(one, None).collective(an_all_to_all(), (0, 1, 2, 3), 10**6)[-1] for one in (cluster, cluster.even)
+    ]
+    assert seconds[0].seconds == pytest.approx(4 * seconds[1].seconds)
