@@ -24,7 +24,7 @@ from sim.setup.names import PLACEMENTS
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from topology.lab import NETWORKS
-from topology.specs import ClusterSpec
+from topology.specs import ClusterSpec, PerGpu
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -37,6 +37,10 @@ _TRIES = 3
 """Transfers of which the fastest tells whether a rate is yielded."""
 _LEAST_S, _MOST_STEPS = 0.5, 5
 """Steps of a repeat take so long together, but are no more than that."""
+FAULTS = {"slow-nic": 0.25}
+"""What may be wrong, and which share of its rate it leaves to the links of one rank, both directions."""
+FAULTY = 1
+"""Which rank."""
 MBIT = 1e6 / 8
 """Bytes a second of 1 Mbit/s."""
 
@@ -51,6 +55,8 @@ class LabCell(msgspec.Struct, frozen=True, kw_only=True):
     placement: str = ""
     """Where a schedule splits heads and sequence: which is inside."""
     seq: str
+    fault: str = ""
+    """What is wrong with the network, one of ``FAULTS``; empty: nothing."""
 
     @property
     def method(self) -> str:
@@ -58,14 +64,20 @@ class LabCell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.schedule} {self.placement}".strip()
 
     @property
-    def place(self) -> tuple[str, float]:
+    def place(self) -> tuple[str, float, str]:
         """What is built for it: cells of one place share it."""
-        return self.network, self.bytes_per_s
+        return self.network, self.bytes_per_s, self.fault
+
+    @property
+    def where(self) -> str:
+        """That, in words."""
+        fault = f", {self.fault} of rank {FAULTY}" if self.fault else ""
+        return f"{self.network} at {self.bytes_per_s / MBIT:g} Mbit/s{fault}"
 
     @property
     def name(self) -> str:
         """All of it, in words."""
-        return f"{self.method}, S {self.seq}, {self.network} at {self.bytes_per_s / MBIT:g} Mbit/s"
+        return f"{self.method}, S {self.seq}, {self.where}"
 
 
 class Repeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,15 +173,19 @@ class LabSweep(NamedTuple):
 
 
 def lab_cells(
-    networks: Sequence[str], rates: Sequence[float], schedules: Sequence[str], lengths: Sequence[str]
+    networks: Sequence[str],
+    rates: Sequence[float],
+    schedules: Sequence[str],
+    lengths: Sequence[str],
+    faults: Sequence[str] = ("",),
 ) -> list[LabCell]:
     """Return all cells; a schedule that splits heads and sequence stands for both of its placements."""
     methods = [
         (name, placement) for name in schedules for placement in (PLACEMENTS if name in {"usp", "upipe"} else ("",))
     ]
     return [
-        LabCell(network=network, bytes_per_s=rate, schedule=name, placement=placement, seq=seq)
-        for network in networks for rate in rates for seq in lengths for name, placement in methods
+        LabCell(network=network, bytes_per_s=rate, schedule=name, placement=placement, seq=seq, fault=fault)
+        for network in networks for rate in rates for fault in faults for seq in lengths for name, placement in methods
     ]  # fmt: skip
 
 
@@ -193,7 +209,8 @@ def network_spec(cell: LabCell, sweep: LabSweep) -> ClusterSpec:
     """Return the cluster of a cell: a network of the lab at its rate."""
     from calibrate.lab import lab_cluster
 
-    return lab_cluster(sweep.profile, cell.network, sweep.ranks, cell.bytes_per_s)
+    spec = lab_cluster(sweep.profile, cell.network, sweep.ranks, cell.bytes_per_s)
+    return msgspec.structs.replace(spec, per_gpu={FAULTY: PerGpu(link=FAULTS[cell.fault])}) if cell.fault else spec
 
 
 def share_of(prediction: Prediction) -> float:
@@ -214,9 +231,9 @@ def measured_lab(
     predictions = {cell: found for cell in sweep.cells if (found := _predicted(cell, sweep, leave_out))}
     with ExitStack() as stack:
         rooms: list[_Room] = []
-        for place, together in groupby(predictions, key=lambda cell: cell.place):
+        for _, together in groupby(predictions, key=lambda cell: cell.place):
             cells = list(together)
-            advance(f"building {place[0]} at {place[1] / MBIT:g} Mbit/s")
+            advance(f"building {cells[0].where}")
             room = stack.enter_context(_room({cell: predictions[cell] for cell in cells}, sweep.ranks))
             if why := room.slower_than_set():
                 leave_out(why)
@@ -258,7 +275,7 @@ class _Room:
         if share >= YIELDS:
             return ""
         return (
-            f"{self._cell.network} at {self._cell.bytes_per_s / MBIT:g} Mbit/s: a transfer of {self._checks.nbytes} "
+            f"{self._cell.where}: a transfer of {self._checks.nbytes} "
             f"bytes got {100 * share:.0f} % of what headers leave, so this machine does not yield that rate"
         )
 

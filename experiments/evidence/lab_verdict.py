@@ -21,6 +21,8 @@ SHARE = 1 / 3
 """Of a step that has to be communication where the error is judged: below it is the kernels' that shows."""
 TARGETS = (0.08, 0.20, 0.30)
 """Of the error of such cells: the mean, what 95 % of them stay below, and the worst."""
+COST = 0.15
+"""How far what a fault costs may be off."""
 CLOSE = 1.5
 """Factor of bandwidth by which the place where two schedules change order may be off."""
 
@@ -85,6 +87,8 @@ def crossovers(results: Iterable[LabResult], one: str, other: str) -> list[Cross
     """Return where two schedules change order, by network and length, where each was measured at two rates or more."""
     times: dict[tuple[str, str], dict[str, dict[float, Measured]]] = {}
     for found in results:
+        if found.cell.fault:
+            continue
         by_method = times.setdefault((found.cell.network, found.cell.seq), {})
         by_method.setdefault(found.cell.method, {})[found.cell.bytes_per_s] = found.times
     rows = []
@@ -118,11 +122,11 @@ class Order(NamedTuple):
 
 def placements(results: Iterable[LabResult]) -> list[Order]:
     """Return which placement is faster, wherever both were measured."""
-    grouped: dict[tuple[str, float, str, str], list[LabResult]] = {}
+    grouped: dict[tuple[str, str, str], list[LabResult]] = {}
     for one in results:
         if one.cell.placement:
             cell = one.cell
-            grouped.setdefault((cell.network, cell.bytes_per_s, cell.schedule, cell.seq), []).append(one)
+            grouped.setdefault((cell.where, cell.schedule, cell.seq), []).append(one)
     return [
         Order(
             some[0].cell,
@@ -131,6 +135,30 @@ def placements(results: Iterable[LabResult]) -> list[Order]:
         )
         for some in grouped.values()
         if len(some) > 1
+    ]
+
+
+class Cost(NamedTuple):
+    """How many times as long a step takes with a fault as without it."""
+
+    cell: LabCell
+    predicted: float
+    measured: float
+
+    @property
+    def right(self) -> bool:
+        """Whether both are within the target of each other."""
+        return abs(self.predicted / self.measured - 1) <= COST
+
+
+def costs(results: Iterable[LabResult]) -> list[Cost]:
+    """Return what faults cost, of every cell that was measured with and without."""
+    found = {one.cell: one for one in results}
+    pairs = [(one, found.get(msgspec.structs.replace(cell, fault=""))) for cell, one in found.items() if cell.fault]
+    return [
+        Cost(one.cell, one.predicted_s / other.predicted_s, one.times.median_s / other.times.median_s)
+        for one, other in pairs
+        if other
     ]
 
 
@@ -155,11 +183,12 @@ def lab_lines(record: LabRecord) -> list[str]:
         )
         lines.append(f"ring and ulysses change order on {one.network}, S {one.seq}: {said}: {_right(one.right)}")
     for order in placements(record.results):
-        lines.append(
-            f"{order.cell.schedule} on {order.cell.network} at {order.cell.bytes_per_s / MBIT:g} Mbit/s, S "
-            f"{order.cell.seq}: {order.predicted} predicted faster, {order.measured} measured: "
-            f"{_right(order.predicted == order.measured)}"
-        )
+        said = f"{order.predicted} predicted faster, {order.measured} measured"
+        right = _right(order.predicted == order.measured)
+        lines.append(f"{order.cell.schedule} on {order.cell.where}, S {order.cell.seq}: {said}: {right}")
+    for cost in costs(record.results):
+        said = f"{cost.predicted:.3g} times as long as without predicted, {cost.measured:.3g} measured"
+        lines.append(f"{cost.cell.name}: {said}: {_right(cost.right)}")
     return lines
 
 

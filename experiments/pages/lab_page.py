@@ -53,7 +53,7 @@ def _row(one: LabResult) -> list[tuple[Any, str]]:
     """Return what a row sorts by, and what it shows."""
     cell, void = one.cell, sum(repeat.void for repeat in one.repeats)
     return [
-        (cell.network, cell.network),
+        (cell.network, f"{cell.network} {cell.fault}".strip()),
         (cell.bytes_per_s, f"{cell.bytes_per_s / MBIT:g}"),
         (cell.seq, cell.seq),
         (cell.method, cell.method),

@@ -17,6 +17,7 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.lab import (
+    FAULTS,
     LAB_FILE,
     MBIT,
     LabCell,
@@ -44,7 +45,7 @@ from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
 from sim.profile import Profile, load_profile, profile_names
 from sim.setup.machine import require_same_host
-from sim.setup.names import at_least_one
+from sim.setup.names import at_least_one, one_of
 from topology.cluster import Cluster, load_cluster
 from topology.lab import lab_spec
 
@@ -72,6 +73,8 @@ class Lab(Writes):
     """NAME or FILE.toml."""
     scope: str = "layer"
     """layer, attention, or a training step (step)."""
+    fault: OptionalText = None
+    """Play every cell also with this wrong: slow-nic, the links of rank 1 at a quarter of their rate."""
     repeats: int = 5
     """Repeats of every cell, each between two checks; all cells take turns."""
     profile: str = "host"
@@ -102,7 +105,8 @@ def lab(command: Lab, console: Console) -> None:
     )
     rates = [_rate(text) for text in listed(command.rates, "`rates`", RATES)]
     require_networks(networks)
-    cells = lab_cells(networks, rates, schedules, listed(command.seq, "`seq`", LENGTHS))
+    faults = ["", *([one_of("fault", command.fault, FAULTS)] if command.fault is not None else [])]
+    cells = lab_cells(networks, rates, schedules, listed(command.seq, "`seq`", LENGTHS), faults)
     for name in ("repeats", "gpus"):
         at_least_one(name, getattr(command, name))
     base = longstep.Setup(model=command.model, scope=command.scope, layers=1)
@@ -220,7 +224,7 @@ def _row(one: LabResult) -> list[str]:
     cell, void = one.cell, sum(repeat.void for repeat in one.repeats)
     error, judged = percent(one.times.error), one.share >= SHARE and one.valid
     return [
-        cell.network,
+        f"{cell.network} {cell.fault}".strip(),
         f"{cell.bytes_per_s / MBIT:g}",
         cell.seq,
         cell.method,

@@ -193,8 +193,8 @@ def test_a_cluster_file_names_a_fabric(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["flat", "chain"])
 def test_a_slow_port_is_slow_for_all_that_pass_it(name: str) -> None:
-    """Rank 1 at a quarter: what it sends or is sent takes four times as long; 2 to 3 does not pass it, 0 to 3 in a chain
-    does.
+    """Rank 1 at a quarter: what it sends or is sent takes four times as long. 2 to 3 does not pass it; 0 to 3 does
+    in a chain.
     """
     spec = msgspec.structs.replace(lab_spec(load_cluster("host"), name, 4, RATE), per_gpu={1: PerGpu(link=0.25)})
     cluster = Cluster(spec)
