@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +30,9 @@ class Step(NamedTuple):
 
 
 class ScheduleRun:
-    """One schedule on a session."""
+    """One schedule on a session. Rank i computes at ``speeds[i]`` of what its CPU can, by default at all of it."""
 
-    def __init__(self, session: Session, checked: Checked) -> None:
+    def __init__(self, session: Session, checked: Checked, speeds: Sequence[float] = ()) -> None:
         require_checked(checked)
         ranks = checked.schedule.num_ranks
         if ranks != session.ranks:
@@ -40,7 +41,10 @@ class ScheduleRun:
         self._checked = checked
         self._key = checked.schedule.hash
         self._name_ops()
-        session.call_each(_prepare, [(self._key, checked.of_rank(rank)) for rank in range(ranks)])
+        every = speeds or [1.0] * ranks
+        if len(every) != ranks or not all(0 < speed <= 1 for speed in every):
+            raise InputError(f"speeds {tuple(speeds)}: expected one above 0, at most 1, for each of {ranks} ranks")
+        session.call_each(_prepare, [(self._key, checked.of_rank(rank), every[rank]) for rank in range(ranks)])
 
     def step(self, *, ahead: bool = False) -> Step:
         """Execute one step on all ranks; ``ahead`` as ``RankPlayer.play``."""
@@ -83,9 +87,11 @@ def _group_begins(posted_s: Times, ended_s: Times, checked: Checked) -> Times:
     return np.minimum(begun_s, ended_s)
 
 
-def _prepare(context: RankContext, key: str, schedule: RankSchedule) -> None:
+def _prepare(context: RankContext, key: str, schedule: RankSchedule, speed: float) -> None:
     if key not in context.state:
-        context.state[key] = RankPlayer(schedule, context.device, context.attention, context.progress, context.limit)
+        context.state[key] = RankPlayer(
+            schedule, context.device, context.attention, context.progress, context.limit, speed
+        )
 
 
 def _step(context: RankContext, key: str, ahead: bool) -> Executed:

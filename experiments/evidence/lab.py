@@ -37,8 +37,8 @@ _TRIES = 3
 """Transfers of which the fastest tells whether a rate is yielded."""
 _LEAST_S, _MOST_STEPS = 0.5, 5
 """Steps of a repeat take so long together, but are no more than that."""
-FAULTS = {"slow-nic": 0.25}
-"""What may be wrong, and which share of its rate it leaves to the links of one rank, both directions."""
+FAULTS = {"slow-nic": PerGpu(link=0.25), "slow-rank": PerGpu(speed=0.5)}
+"""What may be wrong with one rank: its links have a quarter of their rate, or it computes at half of its speed."""
 FAULTY = 1
 """Which rank."""
 MBIT = 1e6 / 8
@@ -210,7 +210,7 @@ def network_spec(cell: LabCell, sweep: LabSweep) -> ClusterSpec:
     from calibrate.lab import lab_cluster
 
     spec = lab_cluster(sweep.profile, cell.network, sweep.ranks, cell.bytes_per_s)
-    return msgspec.structs.replace(spec, per_gpu={FAULTY: PerGpu(link=FAULTS[cell.fault])}) if cell.fault else spec
+    return msgspec.structs.replace(spec, per_gpu={FAULTY: FAULTS[cell.fault]}) if cell.fault else spec
 
 
 def share_of(prediction: Prediction) -> float:
@@ -265,7 +265,8 @@ class _Room:
         self._cell, first = next(iter(predictions.items()))
         workload = first.checked.schedule.header.workload
         self._checks = Checks(session, first.cluster, workload.model, workload.dtype)
-        self._runs = {cell: ScheduleRun(session, found.checked) for cell, found in predictions.items()}
+        speeds = [device.speed for device in first.cluster.devices[: session.ranks]]
+        self._runs = {cell: ScheduleRun(session, found.checked, speeds) for cell, found in predictions.items()}
         self._warm: set[LabCell] = set()
 
     def slower_than_set(self) -> str:

@@ -74,7 +74,8 @@ class Lab(Writes):
     scope: str = "layer"
     """layer, attention, or a training step (step)."""
     fault: OptionalText = None
-    """Play every cell also with this wrong: slow-nic, the links of rank 1 at a quarter of their rate."""
+    """Play every cell also with this wrong: slow-nic, the links of rank 1 at a quarter of their rate; slow-rank, rank 1
+    at half of its speed. Several with commas."""
     repeats: int = 5
     """Repeats of every cell, each between two checks; all cells take turns."""
     profile: str = "host"
@@ -105,8 +106,14 @@ def lab(command: Lab, console: Console) -> None:
     )
     rates = [_rate(text) for text in listed(command.rates, "`rates`", RATES)]
     require_networks(networks)
-    faults = ["", *([one_of("fault", command.fault, FAULTS)] if command.fault is not None else [])]
-    cells = lab_cells(networks, rates, schedules, listed(command.seq, "`seq`", LENGTHS), faults)
+    faults = listed(command.fault, "`fault`", "slow-nic,slow-rank") if command.fault is not None else []
+    cells = lab_cells(
+        networks,
+        rates,
+        schedules,
+        listed(command.seq, "`seq`", LENGTHS),
+        ["", *(one_of("fault", one, FAULTS) for one in faults)],
+    )
     for name in ("repeats", "gpus"):
         at_least_one(name, getattr(command, name))
     base = longstep.Setup(model=command.model, scope=command.scope, layers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -26,7 +27,17 @@ from runtime.execution.tensors import (
 )
 from runtime.execution.verify import Outputs
 from sim.memory import lifetimes, walk
-from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
+from sim.schedule.ir.ops import (
+    Attend,
+    AttendBackward,
+    Collective,
+    Exchange,
+    Gemm,
+    HostAdamW,
+    HostCopy,
+    HostSync,
+    Kernel,
+)
 from sim.schedule.proof.check import RankSchedule
 from sim.trace import Times
 
@@ -51,6 +62,17 @@ class Executed(NamedTuple):
     (tables of rotations, what libraries keep); 0 on a CPU."""
 
 
+_SLOWED = (Attend, AttendBackward, Gemm)
+"""Kernels that a slower clock makes slower; others wait for the memory."""
+
+
+def _stretch(begin_s: float, speed: float) -> None:
+    """Keep this thread on its core as long as a core of a slower clock would have taken for what it did since then."""
+    until_s = begin_s + (time.thread_time() - begin_s) / speed
+    while time.thread_time() < until_s:
+        pass
+
+
 class RankPlayer:
     """One rank of one schedule, ready to be played as often as wanted.
 
@@ -66,7 +88,9 @@ class RankPlayer:
         attention: str = "",
         progress: Callable[[int, bool], None] = lambda *_: None,
         limit: timedelta | None = None,
+        speed: float = 1.0,
     ) -> None:
+        self._speed = speed
         self._ranks, workload, communicators, self._program, self._dependencies = schedule
         self._lifetimes = lifetimes(self._program, self._dependencies)
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
@@ -136,7 +160,10 @@ class RankPlayer:
         ran = [""] * len(self._program.ops)
 
         def kernel(index: int, op: Kernel | HostAdamW) -> list[torch.distributed.Work]:
+            begin_s = time.thread_time()
             ran[index] = run_kernel(op, storage, self._attention)
+            if self._speed < 1 and isinstance(op, _SLOWED):
+                _stretch(begin_s, self._speed)
             return []
 
         def outlast(buffer: int, tensor: torch.Tensor) -> None:

@@ -200,17 +200,29 @@ def test_a_lab_is_built_calibrated_and_compared(
     out = tmp_path / "record.json"
     options = ("--gpus", "2", "--network", "flat,chain", "--rates", "100,100000", "--schedule", "ring", "--seq", "512")
     main(
-        ["lab", *options, "--fault", "slow-nic", "--repeats", "1", "--scope", "attention", "--out", str(out), "--json"]
+        [
+            "lab",
+            *options,
+            "--fault",
+            "slow-nic,slow-rank",
+            "--repeats",
+            "1",
+            "--scope",
+            "attention",
+            "--out",
+            str(out),
+            "--json",
+        ]
     )
     found = json.loads(capsys.readouterr().out)
-    assert len(found["left_out"]) == 4, "100 Gbit/s, and a quarter of it"
+    assert len(found["left_out"]) == 6, "100 Gbit/s, and a quarter of it"
     assert all("does not yield that rate" in why for why in found["left_out"])
     record = read_lab(str(out))
     assert {one.cell.network for one in record.results} == {"flat", "chain"}
     for one in record.results:
         """Three hops of K and V of 256 tokens in fp32, and of their gradients, at 12.5 MB/s."""
         nbytes = 256 * 4 * 64 * 2 * 4
-        assert one.repeats[0].step_s > nbytes / (100 * MBIT * (0.25 if one.cell.fault else 1.0))
+        assert one.repeats[0].step_s > nbytes / (100 * MBIT * (0.25 if one.cell.fault == "slow-nic" else 1.0))
         assert math.isfinite(one.predicted_s)
     kernels = {point.kernel for point in record.profile.points}
     assert kernels == {"exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"}

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from longstep import build, workload
+from runtime.execution.execute import _stretch
 from runtime.execution.verify import BOUNDS
 from runtime.lab import lab as lab_module
 from runtime.lab.lab import Lab, why_not
@@ -208,3 +210,23 @@ def test_what_tc_refuses_is_told_and_leaves_nothing(
 def test_a_session_takes_a_network_for_each_rank() -> None:
     with pytest.raises(InputError, match="networks of 1 ranks: expected one for each of 2"):
         Session(2, networks=("/proc/self/ns/net",))
+
+
+def test_a_slow_rank_keeps_its_core_as_long_as_a_slower_clock_would() -> None:
+    """At a third of its speed three times what it took, on the clock of this thread, which no other work moves."""
+    begin_s = time.thread_time()
+    sum(range(200_000))
+    took_s = time.thread_time() - begin_s
+    _stretch(begin_s, 1 / 3)
+    assert time.thread_time() - begin_s >= 3 * took_s
+
+
+@pytest.mark.gloo
+def test_slow_ranks_compute_the_same(ranks: Callable[[int], Session]) -> None:
+    checked = build("ring", workload("tiny", "256"), 2)
+    run = ScheduleRun(ranks(2), checked, speeds=(1.0, 0.5))
+    run.step()
+    assert max(run.errors().values()) < BOUNDS["fp32"]
+    run.close()
+    with pytest.raises(InputError, match="expected one above 0, at most 1, for each of 2 ranks"):
+        ScheduleRun(ranks(2), checked, speeds=(2.0, 1.0))
