@@ -4,17 +4,11 @@ whose rates are set, between two checks that say whether the machine was quiet.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
 from experiments.evidence.comparison import Measured, measured
-from experiments.evidence.machine import require_torch
 from sim.breakdown import breakdown, critical_rank, overlapped_s
 from sim.errors import InputError
 from sim.files import Kind, decoded_by
@@ -22,21 +16,11 @@ from sim.presets import from_json, read_bytes
 from sim.profile import Profile
 from sim.setup.names import PLACEMENTS
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Setup
 from topology.lab import NETWORKS
-from topology.specs import ClusterSpec, PerGpu
-
-if TYPE_CHECKING:
-    from runtime.processes.launch import Session
+from topology.specs import PerGpu
 
 STEADY = 0.05
 """How far the checks before and after a repeat may be apart: one of more is void."""
-YIELDS = 0.9
-"""Share of a rate that a lone transfer has to get: else this machine cannot yield the rate, and it is left out."""
-_TRIES = 3
-"""Transfers of which the fastest tells whether a rate is yielded."""
-_LEAST_S, _MOST_STEPS = 0.5, 5
-"""Steps of a repeat take so long together, but are no more than that."""
 FAULTS = {"slow-nic": PerGpu(link=0.25), "slow-rank": PerGpu(speed=0.5)}
 """What may be wrong with one rank: its links have a quarter of their rate, or it computes at half of its speed."""
 FAULTY = 1
@@ -161,17 +145,6 @@ def read_lab(path: str) -> LabRecord:
     return record
 
 
-class LabSweep(NamedTuple):
-    """What is to be executed."""
-
-    cells: Sequence[LabCell]
-    base: Setup
-    """What all cells have in common: model, scope, layers, profile of the lab."""
-    ranks: int
-    profile: Profile
-    repeats: int
-
-
 def lab_cells(
     networks: Sequence[str],
     rates: Sequence[float],
@@ -189,121 +162,11 @@ def lab_cells(
     ]  # fmt: skip
 
 
-def prediction_of(cell: LabCell, sweep: LabSweep) -> Prediction:
-    """Return what the simulator says of a cell: from the kernels of this machine and the rates alone."""
-    return setup_of(cell, sweep).predicted()
-
-
-def setup_of(cell: LabCell, sweep: LabSweep) -> Setup:
-    """Return a cell as a setup."""
-    fields: dict[str, Any] = {}
-    if cell.placement:
-        fields = {"ulysses_degree": 2, "ring_degree": sweep.ranks // 2, "set": [f"schedule.placement={cell.placement}"]}
-    return sweep.base.replace(
-        schedule=cell.schedule, cluster=network_spec(cell, sweep), profile=sweep.profile, gpus=sweep.ranks,
-        seq=cell.seq, **fields,
-    )  # fmt: skip
-
-
-def network_spec(cell: LabCell, sweep: LabSweep) -> ClusterSpec:
-    """Return the cluster of a cell: a network of the lab at its rate."""
-    from calibrate.lab import lab_cluster
-
-    spec = lab_cluster(sweep.profile, cell.network, sweep.ranks, cell.bytes_per_s)
-    return msgspec.structs.replace(spec, per_gpu={FAULTY: FAULTS[cell.fault]}) if cell.fault else spec
-
-
 def share_of(prediction: Prediction) -> float:
     """Return the share of a step in which its critical rank communicates."""
     trace = prediction.trace
     rank = critical_rank(trace)
     return (breakdown(trace, rank)["communication"] + overlapped_s(trace, rank)) / trace.step_time_s
-
-
-def measured_lab(
-    sweep: LabSweep, keep: Callable[[LabCell, Prediction, Repeat], None], leave_out: Callable[[str], None],
-    advance: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Execute every cell so often; ``keep`` gets each repeat, ``advance`` hears what is done. All cells take turns, so
-    that a noisy minute does not hit one alone. A rate that this machine does not yield is left out, with what it got.
-    """
-    require_torch()
-    predictions = {cell: found for cell in sweep.cells if (found := _predicted(cell, sweep, leave_out))}
-    with ExitStack() as stack:
-        rooms: list[_Room] = []
-        for _, together in groupby(predictions, key=lambda cell: cell.place):
-            cells = list(together)
-            advance(f"building {cells[0].where}")
-            room = stack.enter_context(_room({cell: predictions[cell] for cell in cells}, sweep.ranks))
-            if why := room.slower_than_set():
-                leave_out(why)
-                continue
-            rooms.append(room)
-        for number in range(sweep.repeats):
-            for room in rooms:
-                for cell in room.predictions:
-                    advance(f"repeat {number + 1} of {sweep.repeats}: {cell.name}")
-                    keep(cell, predictions[cell], room.repeat(cell))
-
-
-def _predicted(cell: LabCell, sweep: LabSweep, leave_out: Callable[[str], None]) -> Prediction | None:
-    try:
-        return prediction_of(cell, sweep)
-    except InputError as error:
-        leave_out(f"{cell.name}: {error}")
-        return None
-
-
-class _Room:
-    """A network that was built, with ranks in it that hold all schedules that they are to execute there."""
-
-    def __init__(self, predictions: dict[LabCell, Prediction], session: Session) -> None:
-        from calibrate.lab import Checks
-        from runtime.run import ScheduleRun
-
-        self.predictions = predictions
-        self._cell, first = next(iter(predictions.items()))
-        workload = first.checked.schedule.header.workload
-        self._checks = Checks(session, first.cluster, workload.model, workload.dtype)
-        speeds = [device.speed for device in first.cluster.devices[: session.ranks]]
-        self._runs = {cell: ScheduleRun(session, found.checked, speeds) for cell, found in predictions.items()}
-        self._warm: set[LabCell] = set()
-
-    def slower_than_set(self) -> str:
-        """Return how much less a lone transfer gets than the rate that was set; empty if it gets that."""
-        self._checks.timed()  # TCP opens its window
-        share = self._checks.least_s / min(self._checks.timed().transfer_s for _ in range(_TRIES))
-        if share >= YIELDS:
-            return ""
-        return (
-            f"{self._cell.where}: a transfer of {self._checks.nbytes} "
-            f"bytes got {100 * share:.0f} % of what headers leave, so this machine does not yield that rate"
-        )
-
-    def repeat(self, cell: LabCell) -> Repeat:
-        """Execute a cell between two checks: short steps several times."""
-        run = self._runs[cell]
-        if cell not in self._warm:
-            run.step()
-            self._warm.add(cell)
-        steps = min(math.ceil(_LEAST_S / self.predictions[cell].step_time_s), _MOST_STEPS)
-        before = self._checks.timed()
-        times = [run.step().trace.step_time_s for _ in range(steps)]
-        after = self._checks.timed()
-        checked = {"before_s": (before.kernel_s, before.transfer_s), "after_s": (after.kernel_s, after.transfer_s)}
-        return Repeat(step_s=statistics.median(times), **checked)
-
-
-@contextmanager
-def _room(predictions: dict[LabCell, Prediction], ranks: int) -> Iterator[_Room]:
-    """Build the network of some cells, and start ranks in it."""
-    from calibrate.lab_network import lab_network
-    from runtime.lab.lab import Lab
-    from runtime.processes.launch import Session
-
-    cluster = next(iter(predictions.values())).cluster
-    with Lab(lab_network(cluster)) as lab, Session(ranks, networks=lab.namespaces) as session:
-        yield _Room(predictions, session)
 
 
 def require_networks(names: Sequence[str]) -> None:

@@ -23,13 +23,12 @@ from experiments.evidence.lab import (
     LabCell,
     LabRecord,
     LabResult,
-    LabSweep,
     Repeat,
     lab_cells,
-    measured_lab,
     read_lab,
     require_networks,
 )
+from experiments.evidence.lab_sweep import LabSweep, measured_lab
 from experiments.evidence.lab_verdict import SHARE, lab_lines
 from experiments.evidence.machine import require_torch
 from experiments.evidence.provenance import command_line
