@@ -46,9 +46,13 @@ validate: $(READY)
 # OUT=FOLDER keeps the records and the pages.
 LAB_OUT = $(if $(OUT),--out $(OUT)/$(1).json --page $(OUT)/$(1).html)
 
+LAB_CALIBRATED = build/lab-calibration.json
+
 lab: $(READY)
-	$(BIN)/longstep lab --network flat --rates 50,200,1000 $(call LAB_OUT,flat)
-	$(BIN)/longstep lab --network thin --rates 50,200 --schedule usp --seq 1K $(call LAB_OUT,thin)
+	mkdir -p build $(OUT) && rm -f $(LAB_CALIBRATED)
+	$(BIN)/longstep lab --calibration $(LAB_CALIBRATED) $(call LAB_OUT,flat)
+	$(BIN)/longstep lab --calibration $(LAB_CALIBRATED) --network thin --rates 50,200 --schedule usp --seq 1K \
+		$(call LAB_OUT,thin)
 
 # By the first Python whose torch sees a GPU: the machine's own, or that of make setup.
 gpu:

@@ -30,6 +30,7 @@ from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
 from sim.engine.cost import measured_cluster
+from sim.errors import InputError
 from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.ir.program import Program
 from sim.schedule.proof.check import check
@@ -51,17 +52,9 @@ _CHECK_KERNEL_S, _CHECK_S = 0.25, 0.04
 """About how long the kernels of a check take, and each of its transfers. Ranks that share cores take turns of some
 milliseconds, a hundredth of the former.
 """
+_MOST_CHECK_BYTES = 2**24
 _CHECK_TRANSFERS = 3
 _CHECK_KERNEL = "lab check"
-
-
-class Calibrated(NamedTuple):
-    """What a lab was found to be."""
-
-    profile: Profile
-    """Kernels of the host, transfers of the lab; its cluster is the flat network at the rate that was set."""
-    goodput: float
-    """Share of what the link leaves to data that large messages got; the rest went to waking late."""
 
 
 def lab_cases() -> list[LinkCase]:
@@ -71,8 +64,9 @@ def lab_cases() -> list[LinkCase]:
 
 def calibrated_lab(
     host: Profile, ranks: int, model: ModelSpec, dtype: Dtype, advance: Callable[[str], None] = lambda _: None
-) -> Calibrated:
-    """Return the profile of a lab of so many ranks on a host that was calibrated; ``advance`` hears what is done.
+) -> Profile:
+    """Return the profile of a lab of so many ranks on a host that was calibrated; ``advance`` hears what is done. Its
+    kernels are those of the host, its cluster is the flat network at the rate that was set.
 
     Raises InputError where no lab can be built.
     """
@@ -97,16 +91,30 @@ def calibrated_lab(
         loopback=msgspec.structs.replace(spec.loopback, latency_s=least_s),
         host=msgspec.structs.replace(spec.host, transfer_cores=cores, transfer_s_per_byte=s_per_byte),
     )
-    profile = msgspec.structs.replace(
+    return msgspec.structs.replace(
         host,
         name=f"{host.name}, lab",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         cluster=spec.figures(),
         points=(*(point for point in host.points if point.kernel not in TRANSFERS), *points),
     )
-    rate = SET_BYTES_PER_S * PAYLOAD
-    large = max((point for point in points if point.kernel == "exchange"), key=lambda one: (one.nbytes, one.shape[0]))
-    return Calibrated(profile, large.nbytes / large.median_s / rate)
+
+
+def goodput(profile: Profile) -> float:
+    """Return the share of what headers leave of a link that the largest messages got when a lab was calibrated."""
+    exchanges = (point for point in profile.points if point.kernel == "exchange")
+    large = max(exchanges, key=lambda one: (one.nbytes, one.shape[0]))
+    return large.nbytes / large.median_s / (SET_BYTES_PER_S * PAYLOAD)
+
+
+def require_calibrated(profile: Profile, ranks: int) -> None:
+    """Raise InputError where a profile is not that of a lab of so many ranks."""
+    spec = measured_cluster(profile)
+    if spec.host is None or spec.host.transfer_s_per_byte is None or spec.gpus_per_node != ranks:
+        raise InputError(
+            f"profile {profile.name!r} is not the calibration of a lab of {ranks} ranks: name another file as "
+            f"`calibration`, which is then made"
+        )
 
 
 @contextmanager
@@ -174,7 +182,7 @@ class Checks:
     def __init__(self, session: Session, cluster: Cluster, model: ModelSpec, dtype: Dtype) -> None:
         self._session = session
         route = cluster.route(0, session.ranks - 1)
-        self.nbytes = max(round(route.bytes_per_s * _CHECK_S), 2**16)
+        self.nbytes = min(max(round(route.bytes_per_s * _CHECK_S), 2**16), _MOST_CHECK_BYTES)
         """Of the transfer, from the first rank to the last."""
         self.least_s = self.nbytes / route.bytes_per_s
         """What it takes at the rates that were set."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -42,7 +43,7 @@ from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
-from sim.profile import Profile, load_profile, profile_names
+from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
 from sim.setup.machine import require_same_host
 from sim.setup.names import at_least_one, one_of
 from topology.cluster import Cluster, load_cluster
@@ -79,6 +80,8 @@ class Lab(Writes):
     """Repeats of every cell, each between two checks; all cells take turns."""
     profile: str = "host"
     """NAME or FILE.json of this machine's profile; host is calibrated first if there is none."""
+    calibration: OptionalText = None
+    """Keep the calibration of the lab in this FILE.json, or take it from there if it is there."""
     out: OptionalText = None
     """Write the record to this JSON file, after every repeat."""
     page: OptionalText = None
@@ -117,16 +120,22 @@ def lab(command: Lab, console: Console) -> None:
         at_least_one(name, getattr(command, name))
     base = longstep.Setup(model=command.model, scope=command.scope, layers=1)
     _require_cells(cells, base, command.gpus)
-    require_outputs([html, out])
+    kept = command.calibration and Path(command.calibration).exists()
+    keep = None if kept else command.output(command.calibration, PROFILE_FILE)
+    require_outputs([html, out, keep])
+    profile = _kept_calibration(command)
     _require_lab()
-    host = _host_profile(command, console)
+    host = None if profile else _host_profile(command, console)
     with _progress() as progress:
         task = progress.add_task("")
 
         def said(text: str) -> None:
             progress.update(task, description=text)
 
-        record, stopped = _measured(command, cells, base, host, said, out)
+        if host:
+            profile = _calibrated(host, base, command, said, keep)
+        assert profile
+        record, stopped = _measured(command, cells, base, profile, said, out)
     if record.results or record.left_out:
         _show(record, html, command, console)
     if stopped:
@@ -172,26 +181,57 @@ def _host_profile(command: Lab, console: Console) -> Profile:
     return found
 
 
+def _kept_calibration(command: Lab) -> Profile | None:
+    """Return the calibration of a lab that was kept in a file; None if there is none yet."""
+    from calibrate.lab import require_calibrated
+
+    path = command.calibration
+    if path is None or not Path(path).exists():
+        return None
+    found = load_profile(str(Path(path).absolute()))
+    require_calibrated(found, command.gpus)
+    require_same_host(found)
+    return found
+
+
+def _calibrated(
+    host: Profile, base: longstep.Setup, command: Lab, said: Callable[[str], None], keep: Output | None
+) -> Profile:
+    """Calibrate the lab, and keep that where it was asked for."""
+    from calibrate.lab import calibrated_lab
+
+    model = base.model_spec
+    found = calibrated_lab(host, command.gpus, model, model.dtype, said)
+    if keep:
+        keep.write(encode_profile(found))
+    return found
+
+
 def _measured(
     command: Lab,
     cells: list[LabCell],
     base: longstep.Setup,
-    host: Profile,
+    profile: Profile,
     said: Callable[[str], None],
     out: Output | None,
 ) -> tuple[LabRecord, BaseException | None]:
     """Return what was measured, and what has ended it early."""
-    from calibrate.lab import calibrated_lab
+    from calibrate.lab import goodput
     from calibrate.plan import software
 
-    model = base.model_spec
-    found = calibrated_lab(host, command.gpus, model, model.dtype, said)
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     record = LabRecord(
-        profile=found.profile, title=f"{command.scope} of {command.model}, {command.gpus} ranks", begun=begun,
-        command=command_line(), software=software(), ranks=command.gpus, goodput=found.goodput, results=[], left_out=[],
-    )  # fmt: skip
-    sweep = LabSweep(cells, base, command.gpus, found.profile, command.repeats)
+        profile=profile,
+        title=f"{command.scope} of {command.model}, {command.gpus} ranks",
+        begun=begun,
+        command=command_line(),
+        software=software(),
+        ranks=command.gpus,
+        goodput=goodput(profile),
+        results=[],
+        left_out=[],
+    )
+    sweep = LabSweep(cells, base, command.gpus, profile, command.repeats)
 
     def keep(cell: LabCell, prediction: Prediction, repeat: Repeat) -> None:
         nonlocal record
