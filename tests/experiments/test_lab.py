@@ -201,21 +201,8 @@ def test_a_lab_is_built_calibrated_and_compared(
         pytest.skip(why)
     out, kept = tmp_path / "record.json", tmp_path / "lab.json"
     options = ("--gpus", "2", "--network", "flat,chain", "--rates", "100,100000", "--schedule", "ring", "--seq", "512")
-    main(
-        [
-            "lab",
-            *options,
-            "--fault",
-            "slow-nic,slow-rank",
-            "--repeats",
-            "1",
-            "--scope",
-            "attention",
-            "--out",
-            str(out),
-            "--json",
-        ]
-    )
+    played = ("--fault", "slow-nic,slow-rank", "--repeats", "1", "--scope", "attention")
+    main(["lab", *options, *played, "--calibration", str(kept), "--out", str(out), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert len(found["left_out"]) >= 4, "100 Gbit/s, with a fault and without"
     assert all("at 100000 Mbit/s" in why and "does not yield that rate" in why for why in found["left_out"])
