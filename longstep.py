@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sim.setup.explore import explore
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.names import cluster, mesh, model, names, profile, workload
+    from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
     from sim.setup.roofline import machine_balance, roofline
     from sim.setup.setup import Setup, predict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "balance", "build", "cluster",
-    "compare", "crossover", "execute", "explore", "fit", "ladder", "machine_balance", "mesh", "model", "names",
+    "compare", "crossover", "execute", "explore", "fit", "ladder", "machine_balance", "mesh", "model", "names", "plan",
     "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "sim.setup.explore": ("explore",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
+    "sim.setup.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
     "sim.setup.roofline": ("machine_balance", "roofline"),
     "sim.setup.setup": ("Setup", "predict"),

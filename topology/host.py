@@ -21,11 +21,15 @@ class HostFacts(NamedTuple):
     memory_bytes: int
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_facts() -> HostFacts:
     """Return what the operating system reports about this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return HostFacts(_cpu_name(), cores, memory)
+    return HostFacts(_cpu_name(), num_cores(), memory)
 
 
 def device_name(facts: HostFacts, threads_per_rank: int) -> str:

@@ -57,6 +57,7 @@ _VERBS = {
     "crossover": _Verb("crossover", "Crossover", "crossover"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),
+    "plan": _Verb("plan", "Plan", "plan"),
     "balance": _Verb("balance", "Balance", "balance"),
     "roofline": _Verb("roofline", "Roofline", "roofline"),
     "run": _Verb("run", "Run", "run"),

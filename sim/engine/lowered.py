@@ -254,7 +254,7 @@ def _facts(fragment: Fragment) -> _Facts:
             exchanges.append((index, over, *largest_message(op, alone)))
         elif isinstance(op, ops.Collective):
             over = communicators.number(op.communicator, op.communicator)
-            collectives.append((index, over, kinds.number(type(op), op), _largest_part(op, alone)))
+            collectives.append((index, over, kinds.number(type(op), op), largest_part(op, alone)))
         used = -1 if kernel is None else uses.number(kernel, kernel)
         rows.append((kind_of(op), streams.number(op.stream, op.stream), issued, used, copied))
     kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5).T
@@ -437,11 +437,11 @@ def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
     for rank, index in members:
         op = programs[rank].ops[index]
         assert isinstance(op, ops.Collective)
-        largest = max(largest, _largest_part(op, programs[rank]))
+        largest = max(largest, largest_part(op, programs[rank]))
     return largest
 
 
-def _largest_part(op: ops.Collective, program: Program) -> int:
+def largest_part(op: ops.Collective, program: Program) -> int:
     """Return the bytes of the largest part that one member gives."""
     if not op.given:
         return 0

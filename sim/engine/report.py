@@ -188,14 +188,22 @@ def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
         at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
         own.append(busy_s)
         shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
-    lower = {"compute": max([*own, *shared.values()], default=0.0)}
+    lower = {"compute": max([*own, *shared.values()], default=0.0)} | link_floors(work, cluster)
+    return dict(sorted(lower.items()))
+
+
+def link_floors(work: Work, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds that the link, or the links of a rank or node together, with most to carry take at least, by
+    their widest kind.
+    """
     together: dict[frozenset[int], float] = {}
     for links, nbytes in _needs(work, cluster):
         together[links] = together.get(links, 0.0) + nbytes
+    lower: dict[str, float] = {}
     for links, nbytes in _with_inner(together):
         kind = max((cluster.resources[link] for link in links), key=lambda one: (one.capacity, one.group)).group
         lower[kind] = max(lower.get(kind, 0.0), nbytes / rate(links, cluster))
-    return dict(sorted(lower.items()))
+    return lower
 
 
 def _needs(work: Work, cluster: Cluster) -> Iterator[Need]:

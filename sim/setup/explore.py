@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from sim.setup.names import at_least_one
 from sim.setup.portions import COLUMNS, Portion, Row, play, portions
 from sim.setup.setup import Setup
 from sim.setup.table import Table
+from topology.host import num_cores
 
 Played = Iterator[tuple[Portion, list[Row]]]
 Progress = Callable[[int, int, float], object]
@@ -57,7 +57,7 @@ def explore(
     ([32768, 65536, 131072], True)
     """
     rows = dict(enumerate(combinations(axes_of(vary, zipped))))
-    workers = min(_cores() if jobs is None else at_least_one("jobs", jobs), len(rows))
+    workers = min(num_cores() if jobs is None else at_least_one("jobs", jobs), len(rows))
     asked = {"intervals": intervals, "bounds": bounds}
     sweep = f"{setup!r} {rows!r} {asked!r} {COLUMNS!r}"
     with Journal(Path(journal), sweep, force=force) if journal else nullcontext() as book:
@@ -85,10 +85,6 @@ def _typed(rows: list[Row]) -> list[Row]:
             rows = [{**row, key: value} for row, value in zip(rows, values, strict=True)]
             break
     return rows
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _played(left: list[Portion], workers: int, dask: str | None) -> Played:

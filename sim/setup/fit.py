@@ -52,13 +52,13 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
     changes: dict[str, Any] = {}
     if schedule := given.pop("schedule", None):
         alone = not names.entry(schedule).degrees
-        gpus = setup.gpus or _gpus(setup)
+        gpus = setup.gpus or num_gpus(setup)
         changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
         changes |= {"ulysses_degree": None, "ring_degree": None}
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 
 
-def _gpus(setup: Setup) -> int:
+def num_gpus(setup: Setup) -> int:
     """Return how many GPUs a setup has where it does not say so: as many as for any schedule that splits sequences."""
     of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
     return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved().mesh.size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from sim.presets import override
 from sim.setup.names import at_least_one, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
+from topology.host import num_cores
 from topology.specs import ClusterSpec
 
 _ROOT = "cluster."
@@ -82,7 +82,7 @@ def sweep(
     [False, False, True]
     """
     what_ifs = _what_ifs(prediction, vary)
-    wanted = min(_cores() if processes is None else at_least_one("processes", processes), len(what_ifs))
+    wanted = min(num_cores() if processes is None else at_least_one("processes", processes), len(what_ifs))
     asked = _Sweep(prediction.simulation, what_ifs, intervals, bounds, require_seeds(seeds))
     found: list[dict[str, Any]] = [{}] * len(what_ifs)
     begin = time.monotonic()
@@ -109,10 +109,6 @@ def _what_ifs(prediction: Prediction, vary: Mapping[str, Sequence[object]]) -> l
         pairs = [(key.removeprefix(_ROOT), value) for key, value in changes.items()]
         found.append(_WhatIf(changes, override(spec, pairs, "`vary` cluster.")))
     return found
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

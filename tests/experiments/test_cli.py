@@ -432,7 +432,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulat",), "unknown command 'simulat' (did you mean 'simulate'?): allowed are list, show"),
         (
             (),
-            "expected a command: list, show, simulate, sweep, crossover, fit, ladder, balance, roofline, run, ",
+            "expected a command: list, show, simulate, sweep, crossover, fit, ladder, plan, balance, roofline, run, ",
         ),
         (("simulate", "--gpu", "4"), "unknown option '--gpu' (did you mean '--gpus'?): allowed are"),
         (("simulate", "--passes=both"), "unknown option '--passes' (did you mean '--pass'?)"),
@@ -822,3 +822,22 @@ def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("experiments.verbs.validate.calibrate", None)
     with pytest.raises(InputError, match="run longstep calibrate first, without torchrun"):
         validate(Validate(), Console(), world)
+
+
+def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what a million tokens cost; where nothing fits what is missing least."""
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    printed = run(capsys, *small, "--price", "2.5", "--most", "1")
+    assert "ulysses (U 2)" in printed
+    assert "a million tokens" in printed
+    assert "the fastest" in printed
+    found = json.loads(
+        run(capsys, *small, "--most", "1", "--vary", "checkpoint=full", "--vary", "loss=whole", "--json")
+    )
+    assert found["best"][0]["options"].startswith("checkpoint full")
+    assert found["slack"] == 0
+    tight = ("--set", "cluster.hbm.capacity_bytes=1e9", "--vary", "checkpoint=full")
+    assert "nothing fits: ulysses (U 2) with " in run(capsys, *small, *tight)
+    assert "no schedule has it" in fails(capsys, *small, "--vary", "chunkk=1")
+    assert "--vary loss: expected OPTION=VALUE" in fails(capsys, *small, "--vary", "loss")
+    assert "--stack, --dp-degree" in fails(capsys, *small, "--stack", "fsdp")

@@ -1,0 +1,107 @@
+"""What no step of a configuration can be below, by the program of one of its ranks: seconds, and bytes of memory.
+
+A rank's kernels run one after the other on its compute stream, each at least for its solo time; what communicates
+beside them only takes SMs and bandwidth away. What it sends and copies passes links that carry no more than their rate.
+So the step takes at least as long as any rank's kernels, and any rank's transfers. Of the GPUs' memory the fullest
+decides, which holds at least what this one does; of a host's the sum over its ranks, whose buffers have equal shapes.
+Building one program of 64 takes a sixty-fourth of the time of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from sim.engine.cost import CostModel
+from sim.engine.lowered import largest_part
+from sim.engine.report import link_floors
+from sim.engine.room import Room, room_of
+from sim.engine.work import Work
+from sim.garbage import garbage_collection_off
+from sim.memory import walk
+from sim.schedule.derive.dependencies import derive
+from sim.schedule.derive.kernels import kernel_uses
+from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
+from sim.schedule.ir.program import Program, Schedule
+from sim.setup.setup import Configuration
+
+
+class Least(NamedTuple):
+    """Seconds of one rank, without noise of kernels."""
+
+    kernels_s: float
+    """Of its compute stream, without those on weights and states, which may move to the host."""
+    states_s: float
+    """Of the latter."""
+    links_s: float
+    """Of the link that carries most for this rank, at its rate."""
+
+    @property
+    def step_s(self) -> float:
+        """What no step of this configuration is below."""
+        return max(self.kernels_s + self.states_s, self.links_s)
+
+    @property
+    def branch_s(self) -> float:
+        """What no step is below of this configuration, or of one that recomputes and copies more."""
+        return max(self.kernels_s, self.links_s)
+
+    def with_layers(self, more: Least, layers: int) -> Least:
+        """Return what so many layers more than ``more`` has take, of which each adds what the one does that ``more``
+        has and this has not.
+        """
+        return Least(*(last + layers * (last - first) for first, last in zip(self, more, strict=True)))
+
+
+@garbage_collection_off()
+def least_seconds(found: Configuration) -> Least:
+    """Return the least seconds of a configuration's step. Raises InputError where it cannot be built."""
+    schedule, program = _built(found)
+    cost = CostModel(found.cluster, found.profile)
+    ops = (op for call in program.calls for op in call.fragment.ops)
+    runs = Counter(
+        (use, isinstance(op, StateKernel))
+        for use, op in zip(kernel_uses(program), ops, strict=True)
+        if use and op.stream == COMPUTE
+    )
+    taken = [(of_states, count * cost.kernel_seconds(program.rank, use)[0]) for (use, of_states), count in runs.items()]
+    links = link_floors(_work_of(schedule, program), found.cluster)
+    return Least(
+        kernels_s=math.fsum(taken_s for of_states, taken_s in taken if not of_states),
+        states_s=math.fsum(taken_s for of_states, taken_s in taken if of_states),
+        links_s=max(links.values(), default=0.0),
+    )
+
+
+@garbage_collection_off()
+def least_room(found: Configuration) -> Room:
+    """Return what a configuration takes of each memory at least. Raises InputError where it cannot be built."""
+    schedule, program = _built(found)
+    return room_of(schedule.header, [walk(program, derive(program))] * schedule.header.mesh.size, found.cluster)
+
+
+def _built(found: Configuration) -> tuple[Schedule, Program]:
+    """Return the schedule, and the program of the last rank of its first replica: to which contiguous parts give most
+    under a causal mask.
+    """
+    schedule = found.built()
+    return schedule, schedule.program(schedule.header.mesh.first_replica[-1])
+
+
+def _work_of(schedule: Schedule, program: Program) -> Work:
+    """Return what one rank asks of links, and what a collective that it takes part in asks of those of its group."""
+    rank, header = program.rank, schedule.header
+    groups = {one.name: one.group_of(rank) for one in header.communicators if any(rank in some for some in one.groups)}
+    found = Work([Counter() for _ in range(header.mesh.size)], Counter(), Counter(), Counter(), Counter())
+    for fragment, calls in Counter(call.fragment.shared for call in program.calls).items():
+        alone = fragment.program(rank)
+        for op in fragment.ops:
+            if isinstance(op, Exchange):
+                for peer, view in op.sends:
+                    found.sent_bytes[rank, peer] += calls * alone.nbytes(view)
+            elif isinstance(op, Collective):
+                found.collectives[op.name, groups[op.communicator], largest_part(op, alone)] += calls
+            elif isinstance(op, HostCopy):
+                found.host_bytes[rank, op.stream == OFFLOAD] += calls * alone.nbytes(op.source)
+    return found

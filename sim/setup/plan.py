@@ -1,0 +1,159 @@
+"""Which configuration trains fastest on some GPUs, of all that fit, and why the others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sim.errors import InputError
+from sim.setup.names import at_least_one
+from sim.setup.search import Played, Progress, Search
+from sim.setup.setup import Setup
+from sim.setup.space import OPTIONS, Family, families
+from sim.setup.table import Table
+from topology.host import num_cores
+
+
+class Plan(NamedTuple):
+    """The best configurations of a training step that fit, and why others lose."""
+
+    best: Table
+    """A row for each, the fastest first: its options, seconds of a step, memory in bytes. ``tie`` says that it is no
+    slower than the first at one end of the 90 % interval, both with all costs at that end. None where nothing fits."""
+    lost: Table
+    """A row for each schedule with its degrees: how many configurations it has, by which share the fastest is slower
+    than the first, or is at least, and why they lose."""
+    slack: float
+    """By which share what was not simulated might be faster than the first: 0 where the search came to its end."""
+    simulated: int
+    configurations: int
+    shortage: str
+    """Where nothing fits, what is missing least; else empty."""
+
+
+def plan(
+    setup: Setup,
+    *,
+    options: Mapping[str, Sequence[str]] = OPTIONS,
+    most: int = 3,
+    price: float | None = None,
+    limit_s: float | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the configurations that train most tokens a second on the GPUs of a setup, of those that fit.
+
+    ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
+    open. Each replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a
+    ``price`` of a GPU-hour rows have the cost of a million tokens. After ``limit_s`` seconds the search ends with what
+    it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as
+    many as there are cores. Kernels take their median times (no jitter).
+
+    Raises InputError for an option that no schedule has, and where no configuration can be built.
+
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
+    >>> found = plan(small, options={"checkpoint": ["none", "full"]})
+    >>> found.best[0]["options"], found.slack
+    ('checkpoint none', 0.0)
+    """
+    at_least_one("most", most)
+    for name, value in (("price", price), ("limit_s", limit_s)):
+        if value is not None and not value > 0:
+            raise InputError(f"`{name}` {value}: expected a number above 0, or none")
+    search = Search(families(setup, options), most, limit_s, progress)
+    search.run(num_cores() if jobs is None else at_least_one("jobs", jobs))
+    refused = [found.refused for found in search.lost if found.refused]
+    if not search.best and not search.open and len(refused) == len(search.lost):
+        why = refused[0] if refused else "no schedule takes so many GPUs: set `gpus`, or its degrees"
+        raise InputError(f"no configuration can be built; the first: {why}")
+    first_s = search.best[0].batch_s if search.best else None
+    return Plan(
+        Table(_rows(search.best[:most], price)),
+        Table([_lost(search, family, first_s) for family in search.families]),
+        max(0.0, 1 - search.least_s / first_s) if first_s else float(bool(search.open)),
+        len(search.played),
+        search.count,
+        "" if search.best else _shortage(search),
+    )
+
+
+def _shortage(search: Search) -> str:
+    """Return what is missing least."""
+    if not (short := [found for found in search.lost if found.memory]):
+        return "nothing is known yet"
+    least = min(short, key=lambda found: found.missing_bytes)
+    branch = least.branch.leanest
+    return (
+        f"{branch.family.named} with {branch.named} needs {least.missing_bytes / 2**30:.3g} GiB more of {least.memory} "
+        f"memory"
+    )
+
+
+def _lost(search: Search, family: Family, first_s: float | None) -> dict[str, Any]:
+    """Return what became of a family: its best step against the first, what bounds prove, what does not fit."""
+    played = [one.batch_s for one in search.played if one.branch.family.named == family.named]
+    bounds = [found.least_s for found in search.open if found.branch.family.named == family.named]
+    lost = [found for found in search.lost if found.branch.family.named == family.named]
+    short = [found for found in lost if found.memory]
+    refused = [found for found in lost if found.refused]
+    said = []
+    if played and first_s:
+        slower = min(played) / first_s - 1
+        said.append("the fastest" if slower <= 0 else f"{100 * slower:.2g} % slower")
+    elif bounds and first_s and min(bounds) >= first_s:
+        said.append(f"at least {100 * (min(bounds) / first_s - 1):.2g} % slower by its lower bound")
+    elif bounds:
+        said.append("not simulated")
+    too_large = sum(found.branch.num_leaves for found in short)
+    if short:
+        said.append(f"{too_large} need {min(found.missing_bytes for found in short) / 2**30:.2g} GiB more, or beyond")
+    if refused:
+        said.append(f"{len(refused)} refused: {refused[0].refused}")
+    return {
+        "schedule": family.named.partition(" ")[0],
+        "degrees": family.named.partition(" ")[2].strip("()"),
+        "slower": min(played) / first_s - 1 if played and first_s else None,
+        "slower_at_least": min(bounds) / first_s - 1 if bounds and first_s else None,
+        "configurations": family.num_leaves,
+        "simulated": len(played),
+        "too_large": too_large,
+        "refused": len(refused),
+        "why": "; ".join(said),
+    }
+
+
+def _rows(found: list[Played], price: float | None) -> list[dict[str, Any]]:
+    """Return the best as rows."""
+    rows: list[dict[str, Any]] = []
+    for number, one in enumerate(found):
+        setup, room = one.branch.setup, one.room
+        workload = setup.resolved().workload
+        assert setup.gpus is not None
+        assert room is not None
+        rate = workload.batch * workload.real_seq / one.batch_s / setup.gpus
+        held = {limit.memory: limit.held_bytes for limit in room.limits}
+        row = {
+            "schedule": one.branch.family.named,
+            "options": one.branch.named,
+            "step_time_s": one.step_s,
+            "low_s": one.within and one.within.low_s,
+            "high_s": one.within and one.within.high_s,
+            "tokens_per_s_per_gpu": rate,
+            "tie": number > 0 and _is_tie(found[0], one),
+            "fits": room.fits,
+            "free_bytes": room.free_bytes,
+            "peak_hbm_bytes": sum(room.terms.values()),
+            "peak_socket_bytes": held.get("host", 0),
+            "bound_by": one.bound_by,
+        }
+        rows.append(row if price is None else row | {"cost_per_million_tokens": price / 3600 * 1e6 / rate})
+    return rows
+
+
+def _is_tie(first: Played, other: Played) -> bool:
+    """Return whether another is no slower than the first, as predicted or with all costs of both at one end."""
+    if first.within is None or other.within is None:
+        return other.batch_s <= first.batch_s
+    ends = zip((first.step_s, *first.within), (other.step_s, *other.within), strict=True)
+    replicas = first.branch.family.setup.dp_degree, other.branch.family.setup.dp_degree
+    return any(theirs / replicas[1] <= own / replicas[0] for own, theirs in ends)

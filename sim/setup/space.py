@@ -1,0 +1,174 @@
+"""Complete configurations of a training step on some GPUs: schedules x degrees x placements x options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from sim.errors import InputError
+from sim.options import LayerOptions
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup import names
+from sim.setup.fit import num_gpus
+from sim.setup.setup import Setup
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "checkpoint": ("none", "attention", "full"),
+    "activations": ("hbm", "host"),
+    "optimiser": ("gpu", "host"),
+    "mlp": ("whole", "tiled"),
+    "loss": ("chunked",),
+}
+"""What is varied of a schedule where nothing else is asked for. The first value of each recomputes and copies least,
+the last holds least in GPUs' memory: ``Branch`` rests on it, and ``tests/sim/test_plan.py`` tries it."""
+_MIXED = ("usp",)
+"""Schedules that are another one of the catalog where one of their two degrees is 1."""
+
+
+class Family(NamedTuple):
+    """A schedule with its degrees and placement."""
+
+    setup: Setup
+    named: str
+    """As a row of results says it."""
+    grid: Mapping[str, Sequence[str]]
+    """The values of each option that is varied, of those that the schedule has."""
+
+    @property
+    def num_leaves(self) -> int:
+        """How many configurations it has."""
+        return math.prod(map(len, self.grid.values()))
+
+
+class Branch(NamedTuple):
+    """All configurations of a family whose first options are chosen; where all are, it is one."""
+
+    family: Family
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether all options are chosen."""
+        return len(self.chosen) == len(self.family.grid)
+
+    @property
+    def num_leaves(self) -> int:
+        """How many configurations it has."""
+        return math.prod(map(len, self._open))
+
+    @property
+    def parts(self) -> list[Branch]:
+        """One for each value of the next option."""
+        return [self._replace(chosen=(*self.chosen, value)) for value in self._open[0]]
+
+    @property
+    def leaves(self) -> Iterator[Branch]:
+        """Its configurations."""
+        for values in product(*self._open):
+            yield self._replace(chosen=(*self.chosen, *values))
+
+    @property
+    def fastest(self) -> Branch:
+        """The configuration with the first value of every option that is not chosen: it recomputes and copies least."""
+        return self._replace(chosen=(*self.chosen, *(values[0] for values in self._open)))
+
+    @property
+    def leanest(self) -> Branch:
+        """The configuration with the last value of every option that is not chosen: it holds least in GPUs' memory."""
+        return self._replace(chosen=(*self.chosen, *(values[-1] for values in self._open)))
+
+    @property
+    def setup(self) -> Setup:
+        """Of a leaf."""
+        pairs = zip(self.family.grid, self.chosen, strict=True)
+        return self.family.setup.replace(set={f"schedule.{key}": value for key, value in pairs})
+
+    @property
+    def named(self) -> str:
+        """Options as a row of results says them."""
+        return ", ".join(f"{key} {value}" for key, value in zip(self.family.grid, self.chosen, strict=False))
+
+    @property
+    def _open(self) -> list[Sequence[str]]:
+        return [*self.family.grid.values()][len(self.chosen) :]
+
+
+def families(setup: Setup, options: Mapping[str, Sequence[str]] = OPTIONS) -> list[Family]:
+    """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
+    degrees and options is not varied; replicas are, each with as many sequences as ``batch`` says. Values of an option
+    that ``OPTIONS`` does not order make families of their own.
+
+    Whether a combination is valid is for builders to say: what they refuse is in it. Raises InputError for an option
+    that no schedule has, or for one without values.
+    """
+    _require_options(options)
+    whole = setup.replace(ulysses_degree=None, ring_degree=None)
+    gpus, per_node = num_gpus(whole), names.cluster_spec(setup.cluster).gpus_per_node
+    fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
+    found = []
+    for name in SCHEDULES if setup.schedule is None else [setup.schedule]:
+        entry = names.entry(name)
+        has = {*msgspec.to_builtins(entry.options or {})} - fixed
+        varied = {key: values for key, values in options.items() if key in has}
+        grid = {key: _ordered(key, values) for key, values in varied.items() if _is_ordered(key, values)}
+        others = {key: values for key, values in varied.items() if key not in grid}
+        title = names.schedule_name(name)
+        for dp, ulysses, ring in _degrees(title, entry.degrees, gpus):
+            if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
+                continue
+            spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
+            orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
+            base = setup.replace(schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, jitter=0.0)
+            base = base.replace(ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None)
+            for values in product(*([*others.values()] + [orders] * bool(orders))):
+                chosen = dict(zip([*others, "placement"], values, strict=False))
+                placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()})
+                found.append(Family(placed, _named(title, dp, ulysses, ring, chosen), grid))
+    return found
+
+
+def _is_ordered(key: str, values: Sequence[str]) -> bool:
+    return len(values) == 1 or {*values} <= {*OPTIONS.get(key, ())}
+
+
+def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
+    return tuple(sorted({*values}, key=OPTIONS[key].index)) if len(values) > 1 else tuple(values)
+
+
+def _degrees(name: str, axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Yield replicas, and degrees of heads and of parts of sequences, whose product is so many GPUs."""
+    for dp in _divisors(gpus):
+        inside = gpus // dp
+        if not axes and inside == 1:
+            yield dp, 1, 1
+        elif len(axes) == 1 and inside > 1:
+            yield (dp, inside, 1) if axes[0] == "ulysses" else (dp, 1, inside)
+        elif len(axes) > 1:
+            for ulysses in _divisors(inside)[1:]:
+                if name not in _MIXED or ulysses < inside:
+                    yield dp, ulysses, inside // ulysses
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str]) -> str:
+    degrees = [f"U {ulysses}"] * (ulysses > 1) + [f"R {ring}"] * (ring > 1) + [f"{dp} replicas"] * (dp > 1)
+    said = [*degrees, *(value if key == "placement" else f"{key} {value}" for key, value in chosen.items())]
+    return " ".join([schedule, *([f"({', '.join(said)})"] if said else [])])
+
+
+def _require_options(options: Mapping[str, Sequence[str]]) -> None:
+    known = {"placement"}
+    for entry in SCHEDULES.values():
+        known |= {*msgspec.to_builtins(entry.options or LayerOptions())}
+    for key, values in options.items():
+        if key not in known:
+            raise InputError(f"`options` {key}: no schedule has it; longstep show schedule NAME lists what there is")
+        if not values or isinstance(values, str):
+            raise InputError(f"`options` {key}={values!r}: expected a list of values, such as ['full']")

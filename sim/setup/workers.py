@@ -1,0 +1,112 @@
+"""Processes that call functions, one call each at a time, and can be ended in the midst of one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from sim.errors import InputError
+
+
+class _Call(NamedTuple):
+    number: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Workers:
+    """As many processes as ``jobs``; 1 is the caller's own, which calls when it waits, and never ends in the midst."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._numbers = 0
+        self._own: list[_Call] = []
+        self._idle: list[Connection] = []
+        self._busy: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def __enter__(self) -> Self:
+        """Start the processes."""
+        context = ForkContext() if sys.platform == "linux" else SpawnContext()
+        with warnings.catch_warnings():
+            # Children of a process with threads compute alone, and take no lock that a thread may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for _ in range(self._jobs if self._jobs > 1 else 0):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._idle.append(ours)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End them, whatever they do."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a call can be taken."""
+        return bool(self._idle) if self._jobs > 1 else not self._own
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> int:
+        """Have a function called by an idle process; return the number by which ``wait`` says its result."""
+        self._numbers += 1
+        call = _Call(self._numbers, function, arguments)
+        if self._jobs > 1:
+            connection = self._idle.pop()
+            connection.send(call)
+            self._busy.append(connection)
+        else:
+            self._own.append(call)
+        return call.number
+
+    def wait(self, timeout_s: float | None) -> tuple[int, Any] | None:
+        """Return the number and the result of a call that is finished, or None after so many seconds. Raises what the
+        function raised, and InputError where its process was killed.
+        """
+        if self._own:
+            call = self._own.pop()
+            return call.number, call.function(*call.arguments)
+        ready = wait(self._busy, None if timeout_s is None else max(0.0, timeout_s))
+        if not ready:
+            return None
+        connection = ready[0]
+        assert isinstance(connection, Connection)
+        try:
+            number, result, error = connection.recv()
+        except EOFError:
+            raise InputError("a process was killed, as for lack of memory: choose fewer `jobs`") from None
+        self._busy.remove(connection)
+        self._idle.append(connection)
+        if error is not None:
+            raise error
+        return number, result
+
+
+def _serve(connection: Connection) -> None:
+    """Call what is asked for until the other end is closed. Ctrl-C is for the process that ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            call = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((call.number, call.function(*call.arguments), None))
+        except Exception as error:  # noqa: BLE001 - told to the caller, who raises it
+            connection.send((call.number, None, error))

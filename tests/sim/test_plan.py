@@ -1,0 +1,175 @@
+"""Plans: no bound above a simulation, layers that add the same each, and the answer of trying everything."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+import longstep
+from longstep import InputError, Setup
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.bounds import least_room
+from sim.setup.room import room
+from sim.setup.search import SURE, Played, least_limits, least_of, played, step_of
+from sim.setup.space import OPTIONS, Branch, Family, families
+from sim.setup.workers import Workers
+
+SMALL = Setup(model="tiny", cluster="hgx-h100", gpus=4, seq="16K", layers=2)
+
+
+def random_setup(rng: random.Random) -> tuple[Setup, dict[str, list[str]]]:
+    """Return a small setup, and few options to vary."""
+    setup = SMALL.replace(
+        cluster=rng.choice(["hgx-h100", "dgx-a100"]),
+        gpus=rng.choice([1, 2, 4]),
+        seq=rng.choice(["4K", "16K", "64K"]),
+        schedule=rng.choice([None, *SCHEDULES]),
+        set={"cluster.hbm.capacity_bytes": rng.choice([80e9, 9e9, 8e9])},
+    )
+    if setup.schedule == "single":
+        setup = setup.replace(dp_degree=setup.gpus)
+    chosen = rng.sample([*OPTIONS], 2)
+    return setup, {key: list(OPTIONS[key]) for key in chosen}
+
+
+def by_trying(setup: Setup, options: dict[str, list[str]]) -> list[float]:
+    """Return the seconds a batch of every configuration that fits, by simulating all of them, the fastest first."""
+    found = []
+    for leaf in (leaf for family in families(setup, options) for leaf in Branch(family).leaves):
+        try:
+            predicted = leaf.setup.predicted()
+            assert predicted.room is not None
+            if predicted.room.free_bytes >= 0:
+                found.append(predicted.step_time_s / leaf.family.setup.dp_degree)
+        except InputError:
+            continue
+    return sorted(found)
+
+
+def require_same_as_by_trying(seed: int) -> None:
+    """Assert that a random plan is that of trying everything."""
+    setup, options = random_setup(random.Random(seed))
+    expected = by_trying(setup, options)
+    try:
+        found = longstep.plan(setup, options=options, most=2, jobs=1)
+    except InputError:
+        assert not expected
+        return
+    tokens = setup.resolved().workload.seq
+    seconds = [tokens / row["tokens_per_s_per_gpu"] / (setup.gpus or 1) for row in found.best]
+    assert seconds == pytest.approx(expected[:2], rel=1e-12)
+    assert bool(found.shortage) is (not expected)
+    assert found.slack == 0
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_plans_are_those_of_trying_everything(seed: int) -> None:
+    """In small spaces of random schedules, lengths and memories."""
+    require_same_as_by_trying(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 50))
+def test_many_plans_are_those_of_trying_everything(seed: int) -> None:
+    """As above."""
+    require_same_as_by_trying(seed)
+
+
+def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:
+    """Assert that no configuration of some families is below its own bounds or those of any branch that it is in.
+    Return how many there are.
+    """
+    checked = 0
+    for family in families(setup, options):
+        leaves = []
+        for leaf in Branch(family).leaves:
+            try:
+                leaves.append((leaf, leaf.setup.predicted(), least_of(leaf.setup), least_room(leaf.setup.resolved())))
+            except InputError:
+                continue
+        known = {leaf.chosen: (least, held) for leaf, _, least, held in leaves}
+        for leaf, predicted, least, held in leaves:
+            case = f"{family.named}: {leaf.named}"
+            assert 0 < least.branch_s <= least.step_s <= predicted.step_time_s * (1 + 1e-9), case
+            of_all = room(leaf.setup.resolved())
+            taken = {limit.memory: limit.held_bytes for limit in of_all.limits}
+            assert all(limit.held_bytes <= taken[limit.memory] for limit in held.limits), case
+            for branch in (Branch(family, leaf.chosen[:number]) for number in range(len(leaf.chosen))):
+                if branch.fastest.chosen in known:
+                    assert known[branch.fastest.chosen][0].branch_s <= least.step_s * (1 + 1e-9), case
+                if branch.leanest.chosen in known:
+                    least_held = known[branch.leanest.chosen][1].limits[0].held_bytes
+                    assert SURE * least_held <= held.limits[0].held_bytes, case
+            checked += 1
+    return checked
+
+
+def test_no_bound_is_above_a_simulation() -> None:
+    """Neither of time nor of memory: a sequence in parts, and one by heads, with all options."""
+    assert require_bounds(SMALL.replace(gpus=2, schedule="zigzag"), OPTIONS) >= 12
+    assert require_bounds(SMALL.replace(gpus=2, schedule="upipe"), {"activations": ("hbm", "host")}) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seq", ["2K", "64K"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "single"])
+def test_no_bound_of_any_schedule_is_above_a_simulation(schedule: str, seq: str) -> None:
+    """As above: all options, of small models at several lengths."""
+    assert require_bounds(SMALL.replace(gpus=2, schedule=schedule, seq=seq), OPTIONS) >= 12
+
+
+def test_calls_of_processes_are_told_apart_and_ended() -> None:
+    """Whichever is finished first, an error is raised here, and what sleeps does not hold up the end."""
+    with Workers(2) as workers:
+        later, first = workers.submit(time.sleep, 60), workers.submit(divmod, 7, 3)
+        assert later != first
+        assert workers.wait(10) == (first, (2, 1))
+        assert workers.idle
+        assert workers.wait(0) is None
+        workers.submit(divmod, 7, 0)
+        with pytest.raises(ZeroDivisionError):
+            workers.wait(10)
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "host", "optimiser": "host", "mlp": "tiled"}])
+@pytest.mark.slow
+def test_further_layers_add_what_the_last_one_did(options: dict[str, str]) -> None:
+    """A step of 16 layers takes what two of 3 and 4 say, within 1e-5."""
+    for schedule in (name for name in SCHEDULES if name != "single"):
+        setup = Setup(
+            schedule, model="llama3-8b", cluster="hgx-h100", gpus=4, seq="128K", layers=16, jitter=0.0,
+            set={f"schedule.{key}": value for key, value in options.items()},
+        )  # fmt: skip
+        predicted = setup.predicted()
+        assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=1e-5), schedule
+        found = played(Branch(Family(setup, schedule, {})), float("inf"))
+        assert isinstance(found, Played)
+        assert found.room == predicted.room, schedule
+        assert predicted.room is not None
+        for least, limit in zip(least_limits(setup), predicted.room.limits, strict=True):
+            assert least.held_bytes <= limit.held_bytes, schedule
+
+
+def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
+    """With so much more memory it fits."""
+    tight = SMALL.replace(schedule="ulysses", ulysses_degree=4, set={"cluster.hbm.capacity_bytes": 4e9})
+    found = longstep.plan(tight, options={"checkpoint": ["none", "full"]})
+    assert len(found.best) == 0
+    assert found.shortage.startswith("ulysses (U 4) with checkpoint full needs ")
+    missing = float(found.shortage.split("needs ")[1].split(" GiB")[0]) * 2**30
+    more = tight.replace(set={"cluster.hbm.capacity_bytes": int(4e9 + 1.01 * missing)})
+    assert len(longstep.plan(more, options={"checkpoint": ["full"]}).best) == 1
+
+
+def test_bad_plans_are_refused() -> None:
+    """With what is allowed."""
+    with pytest.raises(InputError, match="no schedule has it"):
+        longstep.plan(SMALL, options={"chekpoint": ["full"]})
+    with pytest.raises(InputError, match="expected a list of values"):
+        longstep.plan(SMALL, options={"checkpoint": []})
+    with pytest.raises(InputError, match="`price` -1"):
+        longstep.plan(SMALL, price=-1)
+    with pytest.raises(InputError, match="no configuration can be built"):
+        longstep.plan(SMALL.replace(schedule="ring"), options={"checkpoint": ["nonsense"]})
