@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from sim.errors import InputError, LongstepError
     from sim.setup.balance import balance
     from sim.setup.crossover import crossover
+    from sim.setup.doctor import Diagnosis, doctor
     from sim.setup.explore import explore
     from sim.setup.fit import fit, ladder, what_helps
+    from sim.setup.measured import Measured
     from sim.setup.names import cluster, mesh, model, names, profile, workload
     from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
     from sim.setup.table import Table, table
 
 __all__ = [
-    "Comparison", "InputError", "LongstepError", "Prediction", "Setup", "Table", "balance", "build", "cluster",
-    "compare", "crossover", "execute", "explore", "fit", "ladder", "machine_balance", "mesh", "model", "names", "plan",
-    "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "workload",
+    "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table", "balance",
+    "build", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fit", "ladder", "machine_balance",
+    "mesh", "model", "names", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify",
+    "what_helps", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -43,8 +46,10 @@ _HOMES = {
     "sim.errors": ("InputError", "LongstepError"),
     "sim.setup.balance": ("balance",),
     "sim.setup.crossover": ("crossover",),
+    "sim.setup.doctor": ("Diagnosis", "doctor"),
     "sim.setup.explore": ("explore",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
+    "sim.setup.measured": ("Measured",),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),

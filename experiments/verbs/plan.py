@@ -73,7 +73,8 @@ def plan(command: Plan, console: Console) -> None:
             if row["tie"]:
                 console.print(f"- {row['schedule']}, {row['options']}: a tie with the first", markup=False)
     else:
-        console.print(f"nothing fits: {found.shortage}", markup=False)
+        said = "nothing was found so far that fits" if found.slack else "nothing fits"
+        console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)
     if found.slack:
         rest = f"at most {100 * found.slack:.2g} % faster by its lower bound" if found.slack < 1 else "not known yet"
         console.print(f"The search was cut short: what was not simulated is {rest}; --limit gives it longer.")

@@ -97,7 +97,7 @@ class _Along:
             self._known[point.text] = [_predicted(setup, self._key, point.text) for setup in self._both]
         one, other = self._known[point.text]
         if one is None and other is None:
-            raise InputError(f"`along` {self._key}={point.text}: neither can be played there; choose another range")
+            raise InputError(f"`along` {self._key}={point.text}: neither can be played and fits; choose another range")
         if one is None or other is None:
             return "b" if one is None else "a"
         mine, others = figure(one), figure(other)

@@ -432,7 +432,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulat",), "unknown command 'simulat' (did you mean 'simulate'?): allowed are list, show"),
         (
             (),
-            "expected a command: list, show, simulate, sweep, crossover, fit, ladder, plan, balance, roofline, run, ",
+            "expected a command: list, show, simulate, doctor, sweep, crossover, fit, ladder, plan, balance, ",
         ),
         (("simulate", "--gpu", "4"), "unknown option '--gpu' (did you mean '--gpus'?): allowed are"),
         (("simulate", "--passes=both"), "unknown option '--passes' (did you mean '--pass'?)"),
@@ -837,7 +837,7 @@ def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.Captu
     assert found["best"][0]["options"].startswith("checkpoint full")
     assert found["slack"] == 0
     tight = ("--set", "cluster.hbm.capacity_bytes=1e9", "--vary", "checkpoint=full")
-    assert "nothing fits: ulysses (U 2) with " in run(capsys, *small, *tight)
+    assert "nothing fits; the smallest shortage: ulysses (U 2) with " in run(capsys, *small, *tight)
     assert "no schedule has it" in fails(capsys, *small, "--vary", "chunkk=1")
     assert "--vary loss: expected OPTION=VALUE" in fails(capsys, *small, "--vary", "loss")
     assert "--stack, --dp-degree" in fails(capsys, *small, "--stack", "fsdp")

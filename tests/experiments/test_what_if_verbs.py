@@ -128,3 +128,42 @@ def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"64K +│ upipe +│", printed)
     assert "--along : expected KEY=LOW..HIGH" in fails(capsys, "crossover", *alone)
     assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")
+
+
+def test_doctor_says_what_a_run_points_to_and_how_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """128K on 8 H100 with zigzag take 119 ms: 10 ms is less than attention alone, twice as much a full mask;
+    what cannot be told apart is said.
+    """
+    run_of = ("doctor", *H100, "--schedule", "zigzag")
+    printed = run(capsys, *run_of, "--step-time", "10ms")
+    assert re.match(r"impossible: measured 10 ms; .* times faster than attention alone", printed)
+    slow = run(capsys, *run_of, "--step-time", "0.22", "--memory", "2GiB")
+    assert slow.startswith("too slow: ")
+    assert "cannot be told apart" in slow
+    assert "- full-mask: " in slow
+    assert "to check: print what attention is called with" in slow
+    found = json.loads(run(capsys, *run_of, "--step-time", "220ms", "--json"))
+    assert found["verdict"] == "too slow"
+    assert {"slow-rank", "full-mask"} <= {row["name"] for row in found["causes"] if row["consistent"]}
+    same = run(capsys, *run_of, "--memory", "1.7GiB", "--also", "gpus=4,memory=1.7GiB")
+    assert "did not move as it should" in same
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ((), "nothing was measured: give --step-time, --tokens-per-s or --memory"),
+        (("--step-time", "fast"), "--step-time fast: expected a time above 0 such as 41s or 350ms"),
+        (("--step-time", "0"), "--step-time 0: expected a time"),
+        (("--memory", "61 parsecs"), "--memory 61 parsecs: expected a size"),
+        (("--mfu", "41", "--step-time", "1"), "--mfu 41: expected a share such as 0.41, or 41%"),
+        (("--step-time", "1", "--rank-times", "1,,2"), "--rank-times : expected a time"),
+        (("--tokens-per-s", "nan"), "--tokens-per-s nan: expected a number above 0"),
+        (("--memory", "2GiB", "--also", "gpu=4"), "'gpu' (did you mean 'gpus'?)"),
+        (("--memory", "2GiB", "--also", "gpus=four"), "--also gpus=four: gpus 'four': expected a whole number"),
+    ],
+)
+def test_the_doctor_refuses_what_is_no_measurement(
+    capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], message: str
+) -> None:
+    assert message in fails(capsys, "doctor", *H100, *typed)

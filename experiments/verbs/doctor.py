@@ -1,0 +1,136 @@
+"""``longstep doctor``: whether what a run measured is possible, and what it points to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+import longstep
+from experiments.evidence.units import percent, seconds, size
+from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
+from experiments.verbs.quantities import read_bytes, read_seconds, read_share
+from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.terminal import print_json, progress
+from longstep import Diagnosis, Measured, Setup
+from sim.errors import InputError, none_of
+
+_COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "dp_degree", "batch")
+_SHOWN = 6
+"""Causes that do not explain what was measured, and are shown for how far they are off."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say whether what a run measured is possible with its configuration, and what it points to."""
+
+    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    step_time: OptionalText = None
+    """Measured seconds of a step: 41s, 350ms."""
+    tokens_per_s: OptionalFloat = None
+    """Measured tokens/s of the whole job."""
+    tokens_per_s_per_gpu: OptionalFloat = None
+    """Measured tokens/s of each GPU."""
+    memory: OptionalText = None
+    """Measured peak of a GPU: 61GiB, 65GB; by the allocator or nvidia-smi."""
+    mfu: OptionalText = None
+    """MFU as it was printed: 41% or 0.41."""
+    rank_times: OptionalText = None
+    """Measured kernel seconds of a step on each rank: 1.2,1.2,2.4,1.2."""
+    also: Texts = ()
+    """Another run of the same job, such as gpus=16,memory=60GiB, whose memory is compared; as often as wanted."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def doctor(command: Doctor, console: Console) -> None:
+    """Print what a run points to."""
+    setup = command.selection.setup()
+    measured = _measured(command)
+    measured.require()
+    also = [_other(setup, text) for text in command.also]
+    with progress("simulating causes") as show:
+        found = longstep.doctor(setup, measured, also, show)
+    if command.json:
+        print_json(dataclasses.asdict(found) | {"causes": found.table().rows}, console)
+        return
+    for line in lines(found):
+        console.print(line, markup=False)
+
+
+def _measured(command: Doctor) -> Measured:
+    """Return what was typed as numbers."""
+    ranks: tuple[float, ...] = ()
+    if command.rank_times is not None:
+        ranks = tuple(read_seconds("rank_times", one) for one in command.rank_times.split(","))
+    return Measured(
+        step_time_s=None if command.step_time is None else read_seconds("step_time", command.step_time),
+        tokens_per_s=command.tokens_per_s,
+        tokens_per_s_per_gpu=command.tokens_per_s_per_gpu,
+        memory_bytes=None if command.memory is None else read_bytes("memory", command.memory),
+        mfu=None if command.mfu is None else read_share("mfu", command.mfu),
+        rank_s=ranks,
+    )
+
+
+def _other(setup: Setup, text: str) -> tuple[Setup, Measured]:
+    """Return another run: what differs in its configuration, and its memory."""
+    changes: dict[str, Any] = {}
+    memory = None
+    for pair in listed(text, "`also`", "gpus=16,memory=60GiB"):
+        key, _, value = pair.partition("=")
+        name = key.strip().replace("-", "_")
+        if name == "memory":
+            memory = read_bytes("also", value)
+        elif name == "seq":
+            changes[name] = value
+        elif name not in _COUNTS:
+            raise InputError(f"`also` {text}: {none_of('key', key, ['memory', 'seq', *_COUNTS])}")
+        elif not value.strip().isdecimal():
+            raise InputError(f"`also` {text}: {key} {value!r}: expected a whole number")
+        else:
+            changes[name] = int(value)
+    return setup.replace(**changes), Measured(memory_bytes=memory)
+
+
+def lines(found: Diagnosis) -> list[str]:
+    """Return what was found as lines of text: the verdict with its figures, contradictions, and causes."""
+    said = [_verdict(found), *(f"- {finding}" for finding in found.findings)]
+    if found.consistent:
+        names = [cause.name for cause in found.consistent]
+        said += ["", "consistent with what was measured, the best explanation first:"]
+        if len(names) > 1:
+            said += [f"  {', '.join(names)}: these cannot be told apart by what was given, see how to check each"]
+    elif found.causes:
+        said += ["", "nothing that was simulated explains all that was measured; how far each is off:"]
+    shown = found.consistent or found.causes[:_SHOWN]
+    for cause in shown:
+        said += [
+            f"- {cause.name}: {cause.says}",
+            f"    simulated: {seconds(cause.step_time_s)}, {size(cause.peak_hbm_bytes)}"
+            + ("" if cause.consistent else f"; off by {cause.off:.3g} times what is not known"),
+            f"    to check: {cause.check}",
+        ]
+    others = [cause.name for cause in found.causes if cause not in shown]
+    said += [f"not so: {', '.join(others)}"] if others else []
+    return said + [f"not simulated: {line}" for line in found.skipped]
+
+
+def _verdict(found: Diagnosis) -> str:
+    """Return the first line."""
+    expected = f"predicted {seconds(found.simulated_s)}, within {seconds(found.low_s)} to {seconds(found.high_s)}"
+    expected += f", {size(found.peak_hbm_bytes)} a GPU"
+    if found.measured_s is None:
+        return f"{found.verdict}: {expected}"
+    times = f"measured {seconds(found.measured_s)}; {expected}"
+    if found.verdict == "healthy":
+        return f"healthy: {times}"
+    if found.verdict == "impossible":
+        times += f"; {found.floor_s / found.measured_s:.3g} times faster than FLOPs at the peak and bytes at link rates"
+    if found.measured_s < found.attention_s:
+        times += f"; {found.attention_s / found.measured_s:.3g} times faster than attention alone"
+    elif found.verdict == "too slow":
+        times += f" ({percent(found.measured_s / found.simulated_s - 1)})"
+    return f"{found.verdict}: {times}"

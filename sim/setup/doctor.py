@@ -1,0 +1,229 @@
+"""What a measured run points to: whether it is possible, and what explains it, each hypothesis simulated.
+
+A cause is "consistent with" what was measured, never certain: those that several figures cannot tell apart are said so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from sim.breakdown import attention_s
+from sim.errors import InputError, LongstepError
+from sim.schedule.proof.check import Checked
+from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Sign
+from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick, rank_s
+from sim.setup.measured import Measured, findings_of_figures
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Setup
+from sim.setup.table import Table
+
+Verdict = Literal["impossible", "too fast", "healthy", "too slow", "memory differs"]
+Progress = Callable[[int, int], object]
+
+_TIME_WITHIN, _TRIES = 0.005, 12
+"""How near to the time a factor is searched, and with how many plays."""
+
+
+class Cause(NamedTuple):
+    """A hypothesis beside what was measured."""
+
+    name: str
+    says: str
+    check: str
+    step_time_s: float
+    peak_hbm_bytes: int
+    factor: float | None
+    """Of a figure of the machine, found from the time; None where nothing was fitted."""
+    off: float
+    """The figure that is explained worst, in units of how far it may be off: up to 1 is consistent."""
+
+    @property
+    def consistent(self) -> bool:
+        """Whether it explains all that was measured."""
+        return self.off <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What a run points to. Times in seconds, sizes in bytes."""
+
+    verdict: Verdict
+    measured_s: float | None
+    simulated_s: float
+    low_s: float
+    """Of the 90 % interval; at the rates of datasheets of what these allow."""
+    high_s: float
+    floor_s: float
+    """FLOPs at the peak, or bytes on the links: no run is faster."""
+    attention_s: float
+    """Attention kernels alone on the rank that has most, simulated."""
+    peak_hbm_bytes: int
+    findings: list[str]
+    """Sentences with figures."""
+    causes: list[Cause]
+    """What was simulated, the best explanation first."""
+    skipped: list[str]
+    """Hypotheses that could not be simulated, and why."""
+
+    @property
+    def consistent(self) -> list[Cause]:
+        """Those that explain all that was measured."""
+        return [cause for cause in self.causes if cause.consistent]
+
+    def table(self) -> Table:
+        """Return the causes as rows."""
+        return Table([cause._asdict() | {"consistent": cause.consistent} for cause in self.causes])
+
+
+def doctor(
+    setup: Setup,
+    measured: Measured,
+    also: Sequence[tuple[Setup, Measured]] = (),
+    progress: Progress = lambda *_: None,
+) -> Diagnosis:
+    """Return what a measured run points to, beside what its configuration is predicted to take.
+
+    ``also`` are runs of the same job at other degrees, whose memory is compared. Raises InputError where nothing was
+    measured, or the configuration cannot be simulated.
+
+    >>> setup = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", seq="256K", scope="attention")
+    >>> found = doctor(setup, Measured(step_time_s=0.05))
+    >>> found.verdict, "cp-off" in [cause.name for cause in found.consistent]
+    ('impossible', True)
+    """
+    measured.require()
+    base = setup.predicted()
+    judge = Judge(setup, measured, base)
+    signs = judge.signs()
+    floor_s = max(base.figures.floors.values(), default=0.0)
+    verdict = _verdict(judge.step_s, signs, floor_s)
+    findings = findings_of_figures(measured, judge.step_s, base, judge.found)
+    findings += _memory_findings(judge, signs) + _between_runs(base, measured, also)
+    causes: list[Cause] = []
+    skipped: list[str] = []
+    if signs or (measured.rank_s and judge.off(base.step_time_s, base.peak_hbm_bytes, rank_s(base.simulation)) > 1):
+        causes, skipped = _causes(judge, signs, progress)
+    return Diagnosis(
+        verdict=verdict,
+        measured_s=judge.step_s,
+        simulated_s=base.step_time_s,
+        low_s=judge.low * base.step_time_s,
+        high_s=judge.high * base.step_time_s,
+        floor_s=floor_s,
+        attention_s=float(attention_s(base.trace).max()),
+        peak_hbm_bytes=base.peak_hbm_bytes,
+        findings=findings,
+        causes=causes,
+        skipped=skipped,
+    )
+
+
+def _verdict(step_s: float | None, signs: set[Sign], floor_s: float) -> Verdict:
+    if step_s is not None and step_s < floor_s:
+        return "impossible"
+    if "faster" in signs:
+        return "too fast"
+    if "slower" in signs:
+        return "too slow"
+    return "memory differs" if signs else "healthy"
+
+
+def _causes(judge: Judge, signs: set[Sign], progress: Progress) -> tuple[list[Cause], list[str]]:
+    """Return the hypotheses that may explain such a run, simulated, and why others could not be."""
+    programs = [one for one in PROGRAMS if signs & {*one.signs}]
+    machines = MACHINES if "slower" in signs else ()
+    found: list[Cause] = []
+    skipped: list[str] = []
+    count = len(programs) + len(machines)
+    base = judge.base.checked
+    for done, one in enumerate(programs):
+        progress(done, count)
+        try:
+            changed = one.change(judge.setup, judge.found)
+            case = changed and play(quick(changed.resolved()))
+        except LongstepError as error:
+            skipped.append(f"{one.name}: {error}")
+            continue
+        if case:
+            step_s, peak_bytes = case.step_s, case.peak_bytes()
+            off = judge.off(step_s, peak_bytes, rank_s(case.simulation))
+            found.append(Cause(one.name, one.says, one.check, step_s, peak_bytes, None, off))
+    for done, machine in enumerate(machines, len(programs)):
+        progress(done, count)
+        try:
+            cause = _fitted(judge, machine, base)
+        except LongstepError as error:
+            skipped.append(f"{machine.name}: {error}")
+            continue
+        if cause:
+            found.append(cause)
+    progress(count, count)
+    # what needs no fitted factor explains more with less
+    return sorted(found, key=lambda cause: (not cause.consistent, cause.factor is not None, cause.off)), skipped
+
+
+def _fitted(judge: Judge, machine: Machine, checked: Checked) -> Cause | None:
+    """Return a machine that is worse by the factor that explains the time; None where there is no such figure.
+
+    The factor is found by bisection, since times grow with it; the largest one is kept where it is not enough.
+    """
+    assert judge.step_s is not None
+    rank, found = judge.slowest_rank(), quick(judge.found)
+
+    def played(factor: float) -> Case | None:
+        changed = machine.change(found, factor, rank)
+        return None if changed is None else play(changed, checked)
+
+    low, high, factor = 1.0, machine.most, machine.most
+    case = played(machine.most)
+    if case is None:
+        return None
+    for _ in range(_TRIES if machine.most != NO_FACTOR and case.step_s > judge.step_s else 0):
+        factor = math.sqrt(low * high)
+        case = played(factor)
+        assert case is not None
+        if abs(case.step_s / judge.step_s - 1) <= _TIME_WITHIN:
+            break
+        low, high = (factor, high) if case.step_s < judge.step_s else (low, factor)
+    peak_bytes = judge.base.peak_hbm_bytes
+    off = judge.off(case.step_s, peak_bytes, rank_s(case.simulation))
+    says = machine.says.format(factor=factor, rank=rank)
+    fitted = None if machine.most == NO_FACTOR else factor
+    return Cause(machine.name, says, machine.check, case.step_s, peak_bytes, fitted, off)
+
+
+def _memory_findings(judge: Judge, signs: set[Sign]) -> list[str]:
+    """Return which terms of the memory are as large as what is too much."""
+    room, measured = judge.base.room, judge.measured.memory_bytes
+    if "more memory" not in signs or room is None or measured is None:
+        return []
+    _, most = judge.memory_range(judge.base.peak_hbm_bytes)
+    excess = measured - judge.base.peak_hbm_bytes
+    terms = sorted(room.terms.items(), key=lambda term: abs(term[1] - excess))
+    near = [f"{name} {size / 2**30:.3g} GiB" for name, size in terms[:2] if size and 0.5 < excess / size < 2]
+    said = (
+        f"memory is {excess / 2**30:.3g} GiB above the walk, {(measured - most) / 2**30:.3g} beyond what is not known"
+    )
+    return [said + (f": as much as a second time {' or '.join(near)}" if near else ": no single term is as large")]
+
+
+def _between_runs(base: Prediction, measured: Measured, also: Sequence[tuple[Setup, Measured]]) -> list[str]:
+    """Return whether memory moved between degrees as it should have."""
+    found = []
+    for setup, other in also:
+        if measured.memory_bytes is None or other.memory_bytes is None:
+            raise InputError("`also`: two runs are compared by their memory; give `memory` of both")
+        there = setup.predicted()
+        said = there.peak_hbm_bytes / base.peak_hbm_bytes
+        seen = other.memory_bytes / measured.memory_bytes
+        gpus = (base.checked.schedule.num_ranks, there.checked.schedule.num_ranks)
+        line = f"from {gpus[0]} to {gpus[1]} GPUs memory went to {seen:.2f} of it; predicted is {said:.2f}"
+        moved, should = math.log(seen), math.log(said)
+        if abs(should) > 2 * abs(moved) and abs(should - moved) > RANKS_WITHIN:
+            line += ": it did not move as it should; activations are not sharded (context parallelism is off), or a "
+            line += "constant dominates"
+        found.append(line)
+    return found

@@ -1,0 +1,126 @@
+"""A measured run held against simulated ones: how far each figure is off, in units of what is not known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.breakdown import kernels_s
+from sim.engine.simulate import Prepared, Simulation
+from sim.memory import walks
+from sim.schedule.proof.check import Checked
+from sim.setup.hypotheses import Sign
+from sim.setup.measured import Measured
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Configuration, Setup
+
+_DATASHEET = (1.0, 2.0)
+"""Where no interval is known: of what datasheets allow, real kernels take 1.4 to 2 times (``sim.engine.report``)."""
+RANKS_WITHIN = 0.1
+"""How far kernel seconds of ranks may be from those simulated, all scaled to their median: assumed, above the jitter
+of kernels and below what any layout or slow rank that matters does."""
+_NEAREST = 0.005
+"""Where an interval is narrower than this, times are as exact as users state them."""
+_MEMORY_WITHIN = 0.02
+"""Share of a peak that an allocator may round up, and a user's figure with few digits may be off: assumed."""
+
+
+class Case(NamedTuple):
+    """One simulated run."""
+
+    checked: Checked
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.simulation.trace.step_time_s
+
+    def peak_bytes(self) -> int:
+        """Peak memory of the rank that needs most."""
+        return max(walk.peak_bytes for walk in walks(self.simulation.fold.checked))
+
+
+def play(found: Configuration, checked: Checked | None = None) -> Case:
+    """Return a configuration, played; a schedule that was proved before is not proved again."""
+    checked = checked or found.checked()
+    prepared = Prepared(checked)
+    return Case(checked, prepared.play(found.cluster, found.profile, found.jitter, found.engine))
+
+
+def quick(found: Configuration) -> Configuration:
+    """Return a configuration with one seed of noise, which moves a step by less than an interval is wide."""
+    return dataclasses.replace(found, jitter=found.jitter._replace(seeds=1))
+
+
+def rank_s(simulation: Simulation) -> list[float]:
+    """Return the seconds of kernels of every rank."""
+    return simulation.fold.of_all(kernels_s(simulation.trace).tolist())
+
+
+class Judge:
+    """Holds simulated runs against the measured one."""
+
+    def __init__(self, setup: Setup, measured: Measured, base: Prediction) -> None:
+        self.setup, self.measured, self.base = setup, measured, base
+        self.found = setup.resolved()
+        workload = self.found.workload
+        tokens = self.found.mesh.dp * workload.batch * workload.real_seq
+        self.step_s = measured.step_s(tokens, self.found.mesh.size)
+        step_s, reach = base.step_time_s, base.interval
+        low, high = (reach.low_s / step_s, reach.high_s / step_s) if reach else _DATASHEET
+        self.low, self.high = low, high
+        reserved, within = self.found.spec.reserved
+        self.reserved_bytes, self.within_bytes = reserved, within
+
+    def memory_range(self, peak_bytes: int) -> tuple[float, float]:
+        """Return what a run may report of a peak: that of the allocator (buffers), or of the driver (and context)."""
+        within = max(self.within_bytes, _MEMORY_WITHIN * peak_bytes)
+        return peak_bytes - within, peak_bytes + self.reserved_bytes + within
+
+    def signs(self) -> set[Sign]:
+        """Return how the measured run is beside the one that was meant."""
+        found: set[Sign] = set()
+        if self.step_s is not None and self.step_s < self.low * self.base.step_time_s:
+            found.add("faster")
+        if self.step_s is not None and self.step_s > self.high * self.base.step_time_s:
+            found.add("slower")
+        if self.measured.memory_bytes is not None:
+            least, most = self.memory_range(self.base.peak_hbm_bytes)
+            if self.measured.memory_bytes > most:
+                found.add("more memory")
+            if self.measured.memory_bytes < least:
+                found.add("less memory")
+        return found
+
+    def _beyond(self, seconds: float, simulated_s: float) -> float:
+        """Return how far seconds are off, in units of the interval."""
+        apart = math.log(seconds / simulated_s)
+        return apart / (max(math.log(self.high), _NEAREST) if apart > 0 else min(math.log(self.low), -_NEAREST))
+
+    def off(self, step_s: float, peak_bytes: int, rank_s: Sequence[float]) -> float:
+        """Return how far the worst figure is off, in units of how far it may be."""
+        off = [0.0]
+        if self.step_s is not None:
+            off.append(self._beyond(self.step_s, step_s))
+        if self.measured.memory_bytes is not None:
+            least, most = self.memory_range(peak_bytes)
+            middle, half = (least + most) / 2, (most - least) / 2
+            off.append(abs(self.measured.memory_bytes - middle) / half)
+        if self.measured.rank_s and len(self.measured.rank_s) == len(rank_s) and min(rank_s) > 0:
+            own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
+            other = np.log(np.array(rank_s) / np.median(rank_s))
+            off.append(float(np.abs(own - other).max()) / RANKS_WITHIN)
+            off.append(self._beyond(float(np.median(self.measured.rank_s)), float(np.median(rank_s))))
+        return max(off)
+
+    def slowest_rank(self) -> int:
+        """Return the rank whose kernels are slowest beside those simulated; the last where no rank was measured."""
+        simulated = rank_s(self.base.simulation)
+        if len(self.measured.rank_s) != len(simulated) or min(simulated) <= 0:
+            return len(simulated) - 1
+        return int(np.argmax(np.array(self.measured.rank_s) / np.array(simulated)))

@@ -1,0 +1,209 @@
+"""The doctor: planted faults in simulated runs are among what it names, and clean runs raise no alarm."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import longstep
+from longstep import InputError, Measured, Setup
+from sim.breakdown import kernels_s
+from sim.memory import walks
+from sim.setup.hypotheses import MACHINES, PROGRAMS
+
+ATTENTION = Setup(
+    "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=8, seq="256K", scope="attention", jitter=0
+)  # fmt: skip
+STEP = ATTENTION.replace(scope="step", seq="64K", layers=1, gpus=4)
+
+
+def measured(setup: Setup, **more: Any) -> Measured:
+    """Return what a perfect run of a setup would measure."""
+    found = setup.predicted()
+    return Measured(step_time_s=found.step_time_s, memory_bytes=found.peak_hbm_bytes, **more)
+
+
+def consistent(setup: Setup, run: Measured) -> list[str]:
+    return [cause.name for cause in longstep.doctor(setup, run).consistent]
+
+
+def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
+    found = longstep.doctor(STEP, measured(STEP))
+    assert found.verdict == "healthy"
+    assert found.causes == []
+    assert found.findings == []
+    assert found.floor_s < found.low_s < found.measured_s < found.high_s  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("said", "ran", "name", "verdict"),
+    [
+        (ATTENTION, {"schedule": "ring"}, "contiguous", "too slow"),
+        (ATTENTION, {"mask": "full"}, "full-mask", "too slow"),
+        pytest.param(
+            ATTENTION.replace(mask="full"), {"mask": "causal"}, "causal-mask", "impossible", marks=pytest.mark.slow
+        ),
+        pytest.param(ATTENTION, {"window": "4K"}, "window-64", "impossible", marks=pytest.mark.slow),
+        pytest.param(ATTENTION, {"seq": "32K"}, "short-length", "impossible", marks=pytest.mark.slow),
+        (ATTENTION, {"schedule": "single", "seq": "32K", "dp_degree": 8, "gpus": 8}, "cp-off", "impossible"),
+        pytest.param(
+            STEP,
+            {"schedule": "single", "dp_degree": 4, "gpus": 4},
+            "cp-off-replicated",
+            "too slow",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            STEP, {"set": {"schedule.checkpoint": "none"}}, "not-checkpointed", "too fast", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ATTENTION.replace(gpus=16),
+            {"set": {"cluster.nic.bytes_per_s": "/200"}},
+            "thin-nic",
+            "too slow",
+            marks=pytest.mark.slow,
+        ),
+        (STEP, {"set": {"cluster.gpu[3].speed": 0.4}}, "slow-rank", "too slow"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_planted_fault_is_named(said: Setup, ran: dict[str, Any], name: str, verdict: str) -> None:
+    """By the time and the memory of the run that it makes; what was fitted gives back the factor that was planted."""
+    found = longstep.doctor(said, measured(said.replace(**ran)))
+    assert found.verdict == verdict
+    cause = next((one for one in found.consistent if one.name == name), None)
+    assert cause, [(one.name, one.off) for one in found.causes]
+    planted = {"thin-nic": 200.0, "slow-rank": 2.5}.get(name)
+    assert cause.factor == (None if planted is None else pytest.approx(planted, rel=0.05))
+
+
+def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
+    """A slow rank and slow GPUs take the same step; the seconds of each rank's kernels say which it is."""
+    slow = ATTENTION.replace(set={"cluster.gpu[3].speed": 0.4})
+    run = measured(slow)
+    assert {"slow-rank", "slow-gpus"} <= {*consistent(ATTENTION, run)}
+    played = slow.predicted()
+    ranks = tuple(kernels_s(played.trace).tolist())
+    with_ranks = longstep.doctor(ATTENTION, measured(slow, rank_s=ranks))
+    assert [cause.name for cause in with_ranks.consistent] == ["slow-rank"]
+    assert "rank 3" in with_ranks.consistent[0].says
+
+
+def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_that_explains_them() -> None:
+    found = ATTENTION.predicted()
+    of_gpu = 256 * 1024 / found.step_time_s / 8
+    said = longstep.doctor(ATTENTION, Measured(step_time_s=found.step_time_s, tokens_per_s=of_gpu)).findings
+    assert len(said) == 1
+    assert "it is counted per GPU" in said[0]
+    assert found.figures.mfu
+    run = Measured(step_time_s=found.step_time_s, mfu=2 * found.figures.mfu)
+    (line,) = longstep.doctor(ATTENTION, run).findings
+    assert "the mask is counted as full (" in line
+    fine = Measured(step_time_s=found.step_time_s, mfu=found.figures.mfu, tokens_per_s=8 * of_gpu)
+    assert longstep.doctor(ATTENTION, fine).findings == []
+
+
+def test_memory_that_did_not_move_between_degrees() -> None:
+    """Of 8 GPUs each has half the activations of 4; a run whose memory stays has them whole."""
+    more = STEP.replace(gpus=8)
+    here, there = (one.predicted().peak_hbm_bytes for one in (STEP, more))
+    run = measured(STEP)
+    moved = longstep.doctor(STEP, run, [(more, Measured(memory_bytes=there))]).findings
+    assert len(moved) == 1
+    assert "did not move" not in moved[0]
+    stayed = longstep.doctor(STEP, run, [(more, Measured(memory_bytes=here))]).findings
+    assert "did not move as it should" in stayed[0]
+    with pytest.raises(InputError, match="give `memory` of both"):
+        longstep.doctor(STEP, run, [(more, Measured(step_time_s=1.0))])
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Measured(), "nothing was measured"),
+        (Measured(mfu=0.4), "nothing was measured"),
+        (Measured(step_time_s=-1.0), "`step_time` -1.0: expected a number above 0"),
+        (Measured(memory_bytes=math.inf), "`memory` inf"),
+        (Measured(step_time_s=1.0, mfu=41.0), "`mfu` 41: expected a share"),
+        (Measured(rank_s=(1.0, 0.0)), "`rank_times` 0"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(run: Measured, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        longstep.doctor(ATTENTION, run)
+
+
+def test_names_are_unique() -> None:
+    names = [one.name for one in (*PROGRAMS, *MACHINES)]
+    assert len(names) == len({*names})
+
+
+def _random_case(draw: random.Random) -> tuple[str, Setup, dict[str, Any]]:
+    """Return a fault, what was said of a run, and how it differs from what ran."""
+    gpus = draw.choice([4, 8, 16])
+    said = ATTENTION.replace(
+        gpus=gpus,
+        seq=draw.choice(["32K", "128K", "512K"]),
+        schedule=draw.choice(["zigzag", "striped"]),
+        model=draw.choice(["llama3-8b", "llama3-70b"]),
+    )
+    fault = draw.choice(["clean", "slow-rank", "contiguous", "full-mask", "cp-off", "short-length", "cp-off-replicated",
+                         "slow-gpus", "thin-link"])  # fmt: skip
+    seq = said.resolved().workload.seq
+    link = "nic" if gpus == 16 else "nvlink"
+    nodes = {"cluster.nodes": -(-gpus // 8)}
+    ran: dict[str, dict[str, Any]] = {
+        "clean": {},
+        "slow-rank": {"set": nodes | {f"cluster.gpu[{draw.randrange(gpus)}].speed": draw.uniform(0.3, 0.6)}},
+        "slow-gpus": {"set": nodes | {f"cluster.gpu[{rank}].speed": 0.5 for rank in range(gpus)}},
+        "contiguous": {"set": {"schedule.layout": "contiguous"}},
+        "full-mask": {"mask": "full"},
+        "cp-off": {"schedule": "single", "seq": seq // gpus, "dp_degree": gpus},
+        "cp-off-replicated": {"schedule": "single", "dp_degree": gpus},
+        "short-length": {"seq": seq // gpus},
+        "thin-link": {"set": {f"cluster.{link}.bytes_per_s": f"/{draw.choice([50, 100, 200])}"}},
+    }
+    return fault, said, ran[fault]
+
+
+@pytest.mark.slow
+def test_a_hundred_random_faults() -> None:
+    """Of what is measured of a run, its time (noise as wide as a third of the interval), memory and seconds of ranks'
+    kernels (2 %). What is named among the consistent causes, and what is named first, by fault.
+    """
+    draw, table = random.Random(1), Counter[tuple[str, str]]()
+    named = first = faults = alarms = clean = 0
+    for _ in range(100):
+        fault, said, ran = _random_case(draw)
+        run = said.replace(**ran).predicted()
+        reach = run.interval
+        assert reach
+        noise = draw.gauss(0, 1 / 1.645 / 3)
+        width = math.log(reach.high_s / run.step_time_s if noise > 0 else run.step_time_s / reach.low_s)
+        ranks = run.simulation.fold.of_all(kernels_s(run.trace).tolist())
+        measurement = Measured(
+            step_time_s=run.step_time_s * math.exp(noise * width),
+            memory_bytes=max(walk.peak_bytes for walk in walks(run.simulation.fold.checked)),
+            rank_s=tuple(seconds * math.exp(draw.gauss(0, 0.02)) for seconds in ranks),
+        )
+        found = longstep.doctor(said, measurement)
+        names = [cause.name for cause in found.consistent]
+        wanted = {"thin-link": {"thin-nic", "thin-nvlink"}}.get(fault, {fault})
+        if fault == "clean":
+            clean, alarms = clean + 1, alarms + (found.verdict != "healthy")
+            table[fault, found.verdict] += 1
+            continue
+        faults += 1
+        named += bool(wanted & {*names})
+        first += bool(names) and names[0] in wanted
+        table[fault, names[0] if names else found.verdict] += 1
+    told = f"named {named}, first {first} of {faults}; {alarms} alarms of {clean}\n" + "\n".join(
+        f"{fault:18} {name:18} {count}" for (fault, name), count in sorted(table.items())
+    )
+    assert named >= 0.9 * faults, told
+    assert first >= 0.7 * faults, told
+    assert alarms == 0, told
