@@ -172,6 +172,7 @@ def test_a_calibration_keeps_what_it_has(ranks: Callable[[int], Session]) -> Non
     assert simulation.cost.notes
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"

@@ -238,6 +238,7 @@ def test_without_a_compiler_simpy_plays_and_says_so_once(tmp_path: Path) -> None
 
 
 @requires_compiler
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_library_is_compiled_once_and_only_ones_own_is_loaded(tmp_path: Path) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path)}

@@ -112,7 +112,7 @@ def require_equal(cell: Cell, engine: Engine) -> int:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 20), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "count"), [(0, 10), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
 def test_folded_times_and_figures_are_those_of_all_ranks(seed: int, count: int) -> None:
     engines: tuple[Engine, ...] = ("auto", "simpy")

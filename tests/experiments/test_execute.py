@@ -115,6 +115,7 @@ def test_steps_lie_side_by_side(capsys: pytest.CaptureFixture[str], few_points: 
     assert found["peak_bytes"]["simulated"] == found["peak_bytes"]["executed"]
 
 
+@pytest.mark.slow
 def test_validate_compares_all_cells_in_turn(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, few_points: None
 ) -> None:
@@ -137,6 +138,7 @@ def test_validate_compares_all_cells_in_turn(
     assert [one.error for one in found] == pytest.approx([one.times.error for one in judged(record)], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_every_rank_on_one_device(capsys: pytest.CaptureFixture[str], few_points: None) -> None:
     """Executed exactly, and compared: four ranks of a ring in one process, whose hops are copies."""
     options = ["--gpus", "4", "--seq", "256", "--repeats", "1", "--one-device", "--json"]

@@ -25,7 +25,7 @@ WRITING = [
         ("validate", "--record", RECORD), "--markdown", "chapter.md", marks=[pytest.mark.gloo, pytest.mark.slow]
     ),
     pytest.param(("validate", "--cases", "ring_iteration_h100"), "--html", "page.html", marks=pytest.mark.gloo),
-    pytest.param(("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json", marks=pytest.mark.sweep),
+    pytest.param(("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json", marks=pytest.mark.slow),
 ]
 EXECUTING = [
     (("run", "--gpus", "2"), "--trace"),

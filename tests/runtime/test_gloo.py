@@ -31,7 +31,7 @@ from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model, slow_but
 from tests.schedule.plans import HELPED, proved
 from tests.schedule.test_step import STACKS, enough, make_step, odd, step
 from tests.schedule.test_tiled_mlp import narrow
@@ -118,7 +118,15 @@ def test_activations_on_the_host(session: Session, name: str) -> None:
     assert all(error <= BOUNDS["fp64"] for error in run_or_refused(session, name, workload).values())
 
 
-@pytest.mark.parametrize("stack", STACKS)
+EXECUTED = {
+    "nothing", "gradients sharded", "two gathered ahead", "chunked loss", "inputs of layers on the host",
+    "attention kept", "mlp in tiles", "optimiser on the host", "states in the model's type",
+    "micro-batches, one sum to the host",
+}  # fmt: skip
+"""Stacks that cover each technique once."""
+
+
+@pytest.mark.parametrize("stack", slow_but(EXECUTED, STACKS))
 def test_steps_equal_the_reference_again_and_again(ranks: Callable[[int], Session], stack: str) -> None:
     """Also the second one, which begins from the same weights; memory is as the walk says."""
     step_equals_the_reference(ranks(2), make_step("zigzag", 2, enough(stack), **STACKS[stack]))

@@ -47,6 +47,7 @@ def said(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("longstep: ")]
 
 
+@pytest.mark.slow
 def test_a_command_runs_once_on_all_processes(programs: Programs) -> None:
     options = ("--gpus", "2", "--seq", "64", "--repeats", "2", "--verify", "--json")
     code, out, err = ended(two_processes(programs, *LONGSTEP, "run", *options))

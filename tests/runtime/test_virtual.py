@@ -118,7 +118,7 @@ def two_layers_are_exact(name: str, ranks: int, dtype: str, heads: tuple[int, in
     assert exact_or_refused(name, ranks, ranks, model=make_model(*heads), seq=32, **fields)
 
 
-@pytest.mark.parametrize("name", sweep_but({"single, offloaded", "zigzag, offloaded", "ulysses, offloaded"}, OFFLOADED))
+@pytest.mark.parametrize("name", slow_but({"single, offloaded", "zigzag, offloaded", "ulysses, offloaded"}, OFFLOADED))
 def test_activations_on_the_host(name: str) -> None:
     """In random orders, so that a copy that has not been waited for shows."""
     played = [

@@ -46,6 +46,7 @@ one more file that mypy cannot know, the equations of a block; everything else f
 """
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
     for package in ("sim", "topology", "runtime"):

@@ -25,7 +25,7 @@ from sim.schedule.proof.contents import coalesced
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model, slow_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.test_fragments import layered
 
@@ -150,8 +150,8 @@ def test_a_call_that_is_given_another_buffer(seed: int) -> None:
     assert verdicts[False, False] > 40
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", slow_but({0}, range(12)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
 def test_mutants_in_calls_are_judged_as_those_of_all_ops(seed: int) -> None:
     """What the proof that remembers accepts the flat one accepts; it declines little that is right."""
     draw, verdicts = Random(seed), Counter[tuple[bool, bool]]()

@@ -28,7 +28,7 @@ from sim.schedule.model.tiling import block_of
 from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.engine.test_engines import Cell, require_equal, requires_compiler
-from tests.helpers import make_model, sweep_but
+from tests.helpers import make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step
 from topology.cluster import Cluster, load_cluster
@@ -41,7 +41,7 @@ def narrow(**fields: Any) -> Workload:
 
 
 @pytest.mark.parametrize("name", sweep_but({"ulysses"}, SCHEDULES))
-@pytest.mark.parametrize("checkpoint", sweep_but({"full"}, ["full", "none"]))
+@pytest.mark.parametrize("checkpoint", slow_but({"full"}, ["full", "none"]))
 def test_every_schedule_is_exact(name: str, checkpoint: str) -> None:
     ranks = 1 if name == "single" else 4
     checked = is_exact(name, ranks, narrow(batch=2), mlp="tiled", checkpoint=checkpoint)

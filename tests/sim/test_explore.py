@@ -20,7 +20,6 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup.axes import axes_of, combinations
 from sim.setup.journal import Journal
-from tests.helpers import slow_but
 
 ROOT = Path(__file__).parents[2]
 H100 = Setup("ulysses", model="llama3-8b", cluster="hgx-h100", seq="32K", layers=1, scope="layer")
@@ -66,11 +65,11 @@ def test_what_cannot_be_varied(vary: dict[str, str], zipped: list[list[str]], me
 
 
 def test_rows_are_those_of_single_predictions() -> None:
-    vary = {"schedule": ["ring", "ulysses"], NVLINK: ["*1", "*2"], "seq": ["32K", "64K"]}
+    vary = {"schedule": ["ring", "ulysses"], NVLINK: ["*1", "*2"]}
     found = longstep.explore(H100, vary, jobs=1)
-    assert len(found) == 8
+    assert len(found) == 4
     for row in found:
-        alone = H100.replace(schedule=row["schedule"], seq=row["seq"], set={NVLINK: row[NVLINK]}).predicted()
+        alone = H100.replace(schedule=row["schedule"], set={NVLINK: row[NVLINK]}).predicted()
         assert (row["step_time_s"], row["mfu"], row["bound_by"]) == (
             alone.step_time_s,
             alone.figures.mfu,
@@ -145,8 +144,9 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("kills", slow_but({1}, [1, 10]))
+@pytest.mark.parametrize("kills", [1, 10])
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, kills: int) -> None:
     """At random moments, with all of its processes; the rows are those of a sweep that nobody has killed."""
     draw, out, journal = Random(kills), tmp_path / "rows.csv", tmp_path / "rows.csv.journal"

@@ -107,9 +107,9 @@ def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:
 
 
 def test_no_bound_is_above_a_simulation() -> None:
-    """Neither of time nor of memory: a sequence in parts, and one by heads, with all options."""
-    assert require_bounds(SMALL.replace(gpus=2, schedule="zigzag"), OPTIONS) >= 12
-    assert require_bounds(SMALL.replace(gpus=2, schedule="upipe"), {"activations": ("hbm", "host")}) >= 2
+    """Neither of time nor of memory: of a sequence in parts, with some options."""
+    few = {"checkpoint": ("none", "full"), "activations": ("hbm", "host"), "optimiser": ("gpu", "host")}
+    assert require_bounds(SMALL.replace(gpus=2, schedule="zigzag", ring_degree=2), few) >= 6
 
 
 @pytest.mark.slow
