@@ -48,7 +48,14 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What a run points to. Times in seconds, sizes in bytes."""
+    """What a run points to. Times in seconds, sizes in bytes.
+
+    >>> from sim.setup.measured import Measured
+    >>> setup = Setup("ring", model="llama3-8b", cluster="hgx-h100", seq="64K", scope="attention")
+    >>> found = doctor(setup, Measured(step_time_s=setup.predicted().step_time_s))
+    >>> found.verdict, found.consistent, len(found.table())
+    ('healthy', [], 0)
+    """
 
     verdict: Verdict
     measured_s: float | None

@@ -130,6 +130,7 @@ def test_points_that_follow_the_model_predict_each_other() -> None:
     assert uneven.worst == pytest.approx(-0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_timing_kernels_and_links_on_real_processes(ranks: Callable[[int], Session]) -> None:
     """A few steps of a real calibration."""

@@ -193,6 +193,7 @@ def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture
     assert "no: buffers alone exceed the memory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_simulating_is_the_same_in_every_process() -> None:
     """Whatever the hash seed of Python."""
@@ -827,6 +828,7 @@ def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPa
 def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """With what a million tokens cost; where nothing fits what is missing least."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--vary", "mlp=whole", "--vary", "activations=hbm", "--vary", "optimiser=gpu")
     printed = run(capsys, *small, "--price", "2.5", "--most", "1")
     assert "ulysses (U 2)" in printed
     assert "a million tokens" in printed

@@ -80,7 +80,7 @@ def layers_equal_the_reference(session: Session, name: str, dtype: Dtype) -> Non
     assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_outputs_and_gradients_equal_the_reference(ranks: Callable[[int], Session], name: str) -> None:
     attention_equals_the_reference(ranks(most_ranks(name)), name, "fp64", (8, 4))
 

@@ -27,6 +27,7 @@ from runtime.run import ScheduleRun
 from sim.errors import InputError
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
+from tests.helpers import slow_but
 from tests.runtime.programs import Programs
 
 LIMIT_S = 60.0
@@ -177,7 +178,7 @@ with Lab(flat(2)) as lab:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("ends", ["killed", pytest.param("interrupted", marks=pytest.mark.slow), "by itself"])
+@pytest.mark.parametrize("ends", slow_but({"killed"}, ["killed", "interrupted", "by itself"]))
 def test_nothing_stays_however_the_program_ends(buildable: None, programs: Programs, ends: str) -> None:
     """Nor does its keeper, which ``programs`` would find."""
     program = programs.start(sys.executable, "-c", HOLDS)

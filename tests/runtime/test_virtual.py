@@ -131,7 +131,7 @@ def test_activations_on_the_host(name: str) -> None:
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_one_pass_alone(name: str, passes: str) -> None:
     variant = VARIANTS[name]
     ranks = 1 if variant.schedule == "single" else 4
@@ -171,7 +171,7 @@ def test_fewest_tokens_per_rank(name: str) -> None:
     assert exact_or_refused(name, 8, 1, model=make_model(8, 8), seq=seq, dtype="fp64", mask="causal")
 
 
-@pytest.mark.parametrize("name", sweep_but(SCHEDULES, VARIANTS))
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_padding_changes_nothing(name: str) -> None:
     """What is verified are the real tokens, against the sequence without padding."""
     ranks = 1 if VARIANTS[name].schedule == "single" else 4

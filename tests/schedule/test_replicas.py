@@ -14,12 +14,11 @@ from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods import ring, single, ulysses
-from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.layer import GRADIENTS
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, by_tier, is_refused, make_model, slow_but
+from tests.helpers import OFFLOADED, VARIANTS, is_refused, make_model, slow_but
 
 REPLICAS = 3
 ALL = VARIANTS | OFFLOADED
@@ -34,7 +33,7 @@ def flat(schedule: Schedule) -> Schedule:
     return Schedule(schedule.header, schedule.program)
 
 
-@pytest.mark.parametrize("name", by_tier({"ring", "ulysses", "usp of 2"}, SCHEDULES.keys() - {"single"}, ALL))
+@pytest.mark.parametrize("name", slow_but({"ring", "ulysses", "usp of 2"}, ALL))
 @pytest.mark.parametrize("batch", slow_but({1}, [1, 2]))
 def test_a_replica_has_in_its_proof_what_it_has_in_that_of_all(name: str, batch: int) -> None:
     """What every buffer of every rank of the first replica holds at the end."""

@@ -38,7 +38,7 @@ from sim.schedule.model.scope import HEADED, units
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.supersteps import Supersteps
 from sim.workload import Workload
-from tests.helpers import make_checked, make_model, sweep_but
+from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 
 
@@ -91,7 +91,7 @@ def enough(stack: str, **fields: Any) -> Workload:
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("dtype", sweep_but({"fp64"}, ["fp64", "bf16"]))
+@pytest.mark.parametrize("dtype", slow_but({"fp64"}, ["fp64", "bf16"]))
 def test_every_technique(stack: str, dtype: str) -> None:
     is_exact("zigzag", 2, enough(stack, layers=3, dtype=dtype), **STACKS[stack])
 
