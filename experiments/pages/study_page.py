@@ -1,0 +1,199 @@
+"""A study as one HTML page and as one SVG figure: lines, shares or a map of winners, and the rows behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.evidence.units import length, seconds, size
+from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Legend, Mark, Plot, Tick, Trend, legend
+from experiments.pages.render import render
+from sim.files import Kind, marked
+
+_WIDTH, _HEIGHT = 860, 380
+_EDGE, _HEAD, _GAP = 14, 44, 8
+"""Pixels of a figure around its plot, above it, and below its key."""
+_LABEL = 44
+"""Pixels from one label to the next."""
+_ROW = 26
+"""Pixels of a bar with its distance to the next."""
+
+
+_CHAPTER = """# Studies
+
+Questions of the field, each a file of this folder with the sweep that answers it. This page and its pictures are
+written by `longstep study all --markdown experiments/studies/README.md`; the `--page` of a study shows its rows.
+Kernels take their median times, without noise. What a prediction is worth stands in [results](../results/README.md).
+"""
+CHAPTER_FILE = Kind("a page of studies", marked(_CHAPTER.splitlines()[0]))
+
+
+class Picture(NamedTuple):
+    """A plot with its key."""
+
+    plot: Plot
+    key: Legend
+
+
+class Line(NamedTuple):
+    """Points that are joined: of each x, y, and what hovering says."""
+
+    name: str
+    points: Sequence[tuple[float, float, str]]
+
+
+def lines(series: Sequence[Line], *, about: str, x_label: str, y_label: str, x_name: Callable[[float], str]) -> Picture:
+    """Return lines over a logarithmic x; y begins at 0."""
+    frame = Frame(70, 14, _WIDTH - 16, _HEIGHT - 48)
+    xs = sorted({x for line in series for x, _, _ in line.points})
+    most = max(y for line in series for _, y, _ in line.points) * 1.06
+    across = Axis(low=xs[0] / 1.1, high=xs[-1] * 1.1, begin=frame.left, end=frame.right)
+    up = Axis(low=0.0, high=most, begin=frame.bottom, end=frame.top, logarithmic=False)
+    looks = [(SHAPES[number % len(SHAPES)], f"hue-{number % len(HUES)}") for number in range(len(series))]
+    marks, trends, row = [], [], 0
+    for line, (shape, look) in zip(series, looks, strict=True):
+        places = [(across.at(x), up.at(y)) for x, y, _ in line.points]
+        trends.append(Trend(look, places))
+        for (x, y), (_, _, tip) in zip(places, line.points, strict=True):
+            said = f"{line.name}\n{tip}"
+            marks.append(Mark(x=x, y=y, whisker="", ends=(x, x), shape=shape, look=look, row=row, tip=said))
+            row += 1
+    plot = Plot(
+        about=about, width=_WIDTH, height=_HEIGHT, frame=frame,
+        x_ticks=_apart([Tick(across.at(x), x_name(x)) for x in xs]),
+        y_ticks=[Tick(up.at(value), f"{value:.4g}") for value in _round(most)], x_label=x_label, y_label=y_label,
+        trends=trends, marks=marks,
+    )  # fmt: skip
+    entries = [Entry(shape, look, line.name) for line, (shape, look) in zip(series, looks, strict=True)]
+    return Picture(plot, legend([[entry] for entry in entries], _WIDTH))
+
+
+def shares(bars: Sequence[tuple[str, Mapping[str, float]]], *, about: str, x_label: str) -> Picture:
+    """Return a bar for each row, whose parts stand for shares."""
+    frame = Frame(90, 10, _WIDTH - 16, 10 + _ROW * len(bars))
+    names = list(dict.fromkeys(name for _, parts in bars for name in parts))
+    most = max(sum(parts.values()) for _, parts in bars)
+    across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
+    marks = []
+    for row, (bar, parts) in enumerate(bars):
+        begin, middle = 0.0, frame.top + _ROW * (row + 0.5)
+        for name in names:
+            if share := parts.get(name, 0.0):
+                left, right = across.at(begin), across.at(begin + share)
+                tip, look = f"{bar}\n{name} {100 * share:.3g} %", f"hue-{names.index(name) % len(HUES)}"
+                marks.append(_bar(left, right - left, middle, look, row, tip))
+                begin += share
+    plot = Plot(
+        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
+        x_ticks=[Tick(across.at(share), f"{100 * share:.0f} %") for share in (0, 0.25, 0.5, 0.75, 1) if share <= most],
+        y_ticks=[Tick(frame.top + _ROW * (row + 0.5), bar) for row, (bar, _) in enumerate(bars)], x_label=x_label,
+        marks=marks,
+    )  # fmt: skip
+    entries = [Entry(SWATCH, f"hue-{number % len(HUES)}", name) for number, name in enumerate(names)]
+    return Picture(plot, legend([[entry] for entry in entries], _WIDTH))
+
+
+def winners(cells: Mapping[tuple[str, str], tuple[str, str]], *, about: str, x_label: str, y_label: str) -> Picture:
+    """Return a map: by column and row who wins, and what hovering says."""
+    xs, ys = (list(dict.fromkeys(key[number] for key in cells)) for number in (0, 1))
+    names = sorted({winner for winner, _ in cells.values()})
+    frame = Frame(90, 10, _WIDTH - 16, 10 + 40 * len(ys))
+    wide, high = (frame.right - frame.left) / len(xs), (frame.bottom - frame.top) / len(ys)
+    marks = []
+    for number, ((x, y), (winner, tip)) in enumerate(cells.items()):
+        left, top = frame.left + wide * xs.index(x), frame.top + high * ys.index(y)
+        marks.append(
+            Mark(
+                x=round(left, 2), y=round(top, 2), whisker="", ends=(left, left + wide),
+                shape=f"M1 1h{wide - 2:.2f}v{high - 2:.2f}h{2 - wide:.2f}z", look=f"hue-{names.index(winner)}",
+                row=number, tip=f"{x}, {y}\n{tip}", name=winner,
+                name_at=(round(left + wide / 2, 2), round(top + high / 2 + 4, 2), "middle"),
+            )
+        )  # fmt: skip
+    plot = Plot(
+        about=about, width=_WIDTH, height=frame.bottom + 48, frame=frame,
+        x_ticks=[Tick(frame.left + wide * (number + 0.5), x) for number, x in enumerate(xs)],
+        y_ticks=[Tick(frame.top + high * (number + 0.5), y) for number, y in enumerate(ys)], x_label=x_label,
+        y_label=y_label, marks=marks,
+    )  # fmt: skip
+    key = legend([[Entry(SWATCH, f"hue-{number}", name)] for number, name in enumerate(names)], _WIDTH)
+    return Picture(plot, key)
+
+
+def lengths(bars: Sequence[tuple[str, int, str]], *, about: str, x_label: str) -> Picture:
+    """Return a bar for each row, as long as its tokens, with what hovering says."""
+    frame = Frame(200, 10, _WIDTH - 16, 10 + _ROW * len(bars))
+    most = max(tokens for _, tokens, _ in bars) * 1.05
+    across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
+    marks, y_ticks = [], []
+    for row, (name, tokens, tip) in enumerate(bars):
+        middle, long = frame.top + _ROW * (row + 0.5), across.at(tokens) - frame.left
+        marks.append(_bar(frame.left, long, middle, "hue-0", row, f"{name}\n{tip}"))
+        y_ticks.append(Tick(middle, name))
+    plot = Plot(
+        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
+        x_ticks=[Tick(across.at(number * 2**20), length(number * 2**20)) for number in range(int(most / 2**20) + 1)],
+        y_ticks=y_ticks, x_label=x_label, marks=marks,
+    )  # fmt: skip
+    return Picture(plot, legend([[Entry(SWATCH, "hue-0", x_label)]], _WIDTH))
+
+
+def _bar(left: float, long: float, middle: float, look: str, row: int, tip: str) -> Mark:
+    high = 0.4 * _ROW
+    outline = f"M0 {-high:.2f}h{long:.2f}v{2 * high:.2f}h{-long:.2f}z"
+    return Mark(x=left, y=middle, whisker="", ends=(left, left + long), shape=outline, look=look, row=row, tip=tip)
+
+
+def figure(title: str, picture: Picture) -> str:
+    """Return a picture as an SVG file that stands alone."""
+    key_at = _HEAD + picture.plot.height + _GAP
+    return render(
+        "study.svg.j2", title=title, plot=picture.plot, key=picture.key, edge=_EDGE, head=_HEAD, key_at=key_at,
+        width=picture.plot.width + 2 * _EDGE, height=key_at + picture.key.height + _EDGE,
+    )  # fmt: skip
+
+
+def page(name: str, question: str, conclusion: str, picture: Picture, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page of a study."""
+    return render(
+        "study.html.j2", title=question, name=name, conclusion=conclusion, plot=picture.plot, key=picture.key,
+        heads=[key.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for key in rows[0]], rows=rows,
+        said=said,
+    )  # fmt: skip
+
+
+def chapter(told: Sequence[tuple[str, str, str, str]]) -> str:
+    """Return a page of studies: of each its name, its question, what its picture shows, and its conclusion."""
+    parts = [
+        f"## {question}\n\n`longstep study {name}`\n\n![{about}]({name}.svg)\n\n{conclusion}\n"
+        for name, question, about, conclusion in told
+    ]
+    return "\n".join([_CHAPTER, *parts])
+
+
+def said(key: str, value: Any) -> str:
+    """Return a value of a row as people write it, by the unit that its key ends in."""
+    if value is None or isinstance(value, str | bool):
+        return "" if value is None else str(value)
+    if key in {"seq", "longest"}:
+        return length(value)
+    if key.endswith("_s"):
+        return seconds(value)
+    return size(value) if key.endswith("_bytes") else f"{value:.4g}"
+
+
+def _apart(ticks: Sequence[Tick]) -> list[Tick]:
+    """Return those whose labels do not run into the one before."""
+    found: list[Tick] = []
+    for tick in ticks:
+        if not found or tick.at - found[-1].at >= _LABEL:
+            found.append(tick)
+    return found
+
+
+def _round(most: float) -> list[float]:
+    """Return four to eight round values from 0 up to one."""
+    step = 10.0**-9
+    while most / step > 8:
+        step *= 2.5 if f"{step:e}".startswith("2") else 2
+    return [number * step for number in range(int(most / step) + 1)]

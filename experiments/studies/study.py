@@ -1,0 +1,43 @@
+"""What a study is, and which there are."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import experiments.studies
+from experiments.pages.study_page import Picture
+from sim.errors import InputError, none_of
+
+
+class Finding(NamedTuple):
+    """What a study found."""
+
+    conclusion: str
+    picture: Picture
+    rows: Sequence[dict[str, Any]]
+    """What the picture shows, a mark or a bar each, in its order."""
+
+
+class Study(NamedTuple):
+    """A question, and what answers it in so many processes (None for as many as there are cores)."""
+
+    name: str
+    question: str
+    find: Callable[[int | None], Finding]
+
+
+def names() -> list[str]:
+    """Return the names of all studies."""
+    found = (module.name for module in pkgutil.iter_modules(experiments.studies.__path__))
+    return sorted(name.replace("_", "-") for name in found if name != "study")
+
+
+def study(name: str) -> Study:
+    """Return a study; raises InputError for a name that none has."""
+    if name not in names():
+        raise InputError(none_of("study", name, names()))
+    module = import_module(f"experiments.studies.{name.replace('-', '_')}")
+    return Study(name, module.QUESTION, module.find)

@@ -1,0 +1,89 @@
+"""``longstep study``: questions of the field, each with the sweep that answers it, a picture and a conclusion."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.pages.render import FIGURE_FILE, PAGE_FILE
+from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, said
+from experiments.studies import study as studies
+from experiments.verbs.kinds import OptionalInt, OptionalText
+from experiments.verbs.terminal import print_json
+from experiments.verbs.writes import Writes
+from sim.errors import InputError
+from sim.files import require_outputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study(Writes):
+    """Answer a question of the field by simulating it: list says which there are, all runs them."""
+
+    name: Annotated[str, tyro.conf.Positional] = "list"
+    """NAME of a study, list, or all."""
+    page: OptionalText = None
+    """Write an HTML page to this file."""
+    figure: OptionalText = None
+    """Write the picture to this SVG file."""
+    markdown: OptionalText = None
+    """Of all: write questions, pictures and conclusions to this file, and the pictures beside it."""
+    jobs: OptionalInt = None
+    """Processes; by default as many as there are cores."""
+    json: bool = False
+    """Print JSON: the conclusion, and the rows."""
+
+
+def study(command: Study, console: Console) -> None:
+    """Run a study, or list all."""
+    if command.name == "list":
+        for name in studies.names():
+            console.print(f"{name:18} {studies.study(name).question}", markup=False, highlight=False)
+        return
+    if command.name == "all":
+        _write_all(command, console)
+        return
+    if command.markdown:
+        raise InputError(f"`markdown` is of all studies: longstep study all, not {command.name}")
+    wanted = studies.study(command.name)
+    html, svg = command.output(command.page, PAGE_FILE), command.output(command.figure, FIGURE_FILE)
+    require_outputs([html, svg])
+    found = wanted.find(command.jobs)
+    if html:
+        html.write(page(wanted.name, wanted.question, found.conclusion, found.picture, found.rows).encode())
+    if svg:
+        svg.write(figure(wanted.question, found.picture).encode())
+    if command.json:
+        print_json({"question": wanted.question, "conclusion": found.conclusion, "rows": list(found.rows)}, console)
+        return
+    table = Table(*found.rows[0], title=wanted.question, title_justify="left")
+    for row in found.rows:
+        table.add_row(*(said(key, value) for key, value in row.items()))
+    console.print(table)
+    console.print(found.conclusion, markup=False)
+
+
+def _write_all(command: Study, console: Console) -> None:
+    """Run all studies, print their conclusions, and write them with their pictures."""
+    if command.page or command.figure or command.json:
+        raise InputError("`page`, `figure` and `json` are of one study; all of them take `markdown`")
+    out, names = command.output(command.markdown, CHAPTER_FILE), studies.names()
+    beside = Path(command.markdown).parent if command.markdown else None
+    pictures = (
+        {} if beside is None else {name: command.output(str(beside / f"{name}.svg"), FIGURE_FILE) for name in names}
+    )
+    require_outputs([out, *pictures.values()])
+    told = []
+    for name in names:
+        wanted = studies.study(name)
+        found = wanted.find(command.jobs)
+        console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
+        told.append((name, wanted.question, found.picture.plot.about, found.conclusion))
+        if picture := pictures.get(name):
+            picture.write(figure(wanted.question, found.picture).encode())
+    if out:
+        out.write(chapter(told).encode())
