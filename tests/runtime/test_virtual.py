@@ -61,7 +61,7 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
     return True
 
 
-@pytest.mark.parametrize("name", sweep_but(SCHEDULES, VARIANTS))
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_small_numbers_of_ranks(name: str) -> None:
     """Heads, masks and numbers of ranks in turns, each in an order of its own that the derived dependencies allow: a
     race detector by execution.
@@ -164,7 +164,9 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.schedule != "single"])
+@pytest.mark.parametrize(
+    "name", slow_but({*SCHEDULES} - {"single"}, [name for name in VARIANTS if VARIANTS[name].schedule != "single"])
+)
 def test_fewest_tokens_per_rank(name: str) -> None:
     """One token a rank; two where each rank has two chunks."""
     seq = 16 if getattr(VARIANTS[name].chosen, "layout", "") == "zigzag" else 8

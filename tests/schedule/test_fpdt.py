@@ -18,7 +18,7 @@ from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.fpdt import FpdtOptions, build
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
-from tests.helpers import by_tier, make_model, sweep_but
+from tests.helpers import by_tier, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step
 
@@ -37,7 +37,7 @@ def is_right(checked: Checked) -> None:
     assert max(errors.values()) <= 1e-12
 
 
-@pytest.mark.parametrize("mask", sweep_but({"causal"}, MASKS))
+@pytest.mark.parametrize("mask", slow_but({"causal"}, MASKS))
 @pytest.mark.parametrize("chunk", by_tier({8}, {16, 64}, [8, 16, 32, 64, 65536]))
 @pytest.mark.parametrize("ranks", sweep_but({2}, [1, 2, 4]))
 @pytest.mark.parametrize("options", [{}, {"offload": False}, {"pipeline": "published"}], ids=str)

@@ -57,7 +57,7 @@ FINENESS = {name: {"catalog": 31, "variants": 13} for name in VARIANTS} | {
 
 @pytest.fixture(
     scope="module",
-    params=[*sweep_but(SCHEDULES, VARIANTS), *slow_but({}, [name for name in FINENESS if name not in VARIANTS])],
+    params=slow_but(SCHEDULES, FINENESS),
 )
 def some(request: pytest.FixtureRequest) -> Some:
     """Every variant in turn; a cell that is not refused by the rules of ``is_refused`` is proved here."""

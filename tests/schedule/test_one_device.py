@@ -14,13 +14,13 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but, sweep_but
+from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("cells", [[(4, (8, 4)), (1, (8, 4))], pytest.param([(8, (8, 2))], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scope", sweep_but({"attention"}, ["attention", "layer"]))
+@pytest.mark.parametrize("scope", slow_but({"attention"}, ["attention", "layer"]))
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_every_schedule_is_exact_on_one_device(name: str, scope: str, cells: list[tuple[int, tuple[int, int]]]) -> None:
     """Also with keys that fewer ranks have than split the heads, and in random orders of what does not depend."""

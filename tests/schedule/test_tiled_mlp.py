@@ -28,7 +28,7 @@ from sim.schedule.model.tiling import block_of
 from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.engine.test_engines import Cell, require_equal, requires_compiler
-from tests.helpers import make_model, slow_but, sweep_but
+from tests.helpers import by_tier, make_model, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step
 from topology.cluster import Cluster, load_cluster
@@ -40,7 +40,7 @@ def narrow(**fields: Any) -> Workload:
     return step(**({"model": model, "seq": 80} | fields))
 
 
-@pytest.mark.parametrize("name", sweep_but({"ulysses"}, SCHEDULES))
+@pytest.mark.parametrize("name", by_tier({"ulysses"}, {"zigzag", "fpdt", "upipe"}, SCHEDULES))
 @pytest.mark.parametrize("checkpoint", slow_but({"full"}, ["full", "none"]))
 def test_every_schedule_is_exact(name: str, checkpoint: str) -> None:
     ranks = 1 if name == "single" else 4
