@@ -11,7 +11,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -184,8 +184,14 @@ def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec
 
 def _unset_flags(spec: object) -> set[str]:
     """Return the fields of a struct that may be true, and are left out where they are not."""
-    fields = msgspec.structs.fields(spec) if isinstance(spec, msgspec.Struct) else ()
-    return {one.name for one in fields if getattr(spec, one.name) is msgspec.UNSET and bool in get_args(one.type)}
+    flags = _flags(type(spec)) if isinstance(spec, msgspec.Struct) else ()
+    return {name for name in flags if getattr(spec, name) is msgspec.UNSET}
+
+
+@cache
+def _flags(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a struct that may be true."""
+    return tuple(one.name for one in msgspec.structs.fields(kind) if bool in get_args(one.type))
 
 
 def _keys(path: str) -> list[str]:

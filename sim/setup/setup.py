@@ -201,11 +201,9 @@ class Setup:
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take."""
-        for name, hint in get_type_hints(Setup).items():
-            if name == "_":
-                continue
-            value, takes = getattr(self, name), [get_origin(one) or one for one in get_args(hint) or (hint,)]
-            if isinstance(value, tuple(takes)) and (bool in takes or not isinstance(value, bool)):
+        for name, takes in _types_taken().items():
+            value = getattr(self, name)
+            if isinstance(value, takes) and (bool in takes or not isinstance(value, bool)):
                 continue
             if type(value) is int and float in takes:
                 continue
@@ -277,6 +275,13 @@ class Setup:
                 f"fewer `nodes`, or `set` cluster.gpus_per_node={max(1, ranks // nodes)}"
             )
         return msgspec.structs.replace(spec, nodes=nodes)
+
+
+@cache
+def _types_taken() -> dict[str, tuple[type, ...]]:
+    """Return the types that each field of a setup takes."""
+    hints = {name: hint for name, hint in get_type_hints(Setup).items() if name != "_"}
+    return {name: tuple(get_origin(one) or one for one in get_args(hint) or (hint,)) for name, hint in hints.items()}
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sim.errors import InputError
+from sim.kept import kept
 from sim.mesh import Axis, Mesh, require_ranks
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods import allgather, balanced_ring, double_ring, fpdt, ring, single, ulysses, upipe, usp
@@ -20,6 +21,12 @@ from sim.workload import ModelSpec, Workload
 Build = Callable[..., Schedule]
 """``build(workload, mesh)``; what else its signature names it is given: ``options``, a struct or a dataclass whose
 instance there as default says which there are, and ``hints``."""
+
+
+@kept
+def _parameters(build: Build) -> Mapping[str, inspect.Parameter]:
+    """Return what a builder takes."""
+    return inspect.signature(build).parameters
 
 
 class Entry(NamedTuple):
@@ -37,7 +44,7 @@ class Entry(NamedTuple):
     @property
     def declared(self) -> Any:
         """The builder's options, as they are where none is given; None if it takes none."""
-        takes = inspect.signature(self.build).parameters
+        takes = _parameters(self.build)
         if "options" not in takes:
             return None
         default = takes["options"].default
@@ -56,12 +63,12 @@ class Entry(NamedTuple):
     @property
     def takes_hints(self) -> bool:
         """Whether what its builder makes may depend on the machine."""
-        return "hints" in inspect.signature(self.build).parameters
+        return "hints" in _parameters(self.build)
 
     def schedule(self, workload: Workload, mesh: Mesh, options: Any = None, hints: Hints = Hints()) -> Schedule:
         """Return what its builder makes, by default with the options of this name."""
         offered = {"options": self.options if options is None else options, "hints": hints}
-        takes = inspect.signature(self.build).parameters
+        takes = _parameters(self.build)
         return self.build(workload, mesh, **{name: value for name, value in offered.items() if name in takes})
 
     def mesh(self, ranks: int, model: ModelSpec) -> Mesh:
