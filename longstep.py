@@ -27,18 +27,20 @@ if TYPE_CHECKING:
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.measured import Measured
     from sim.setup.names import cluster, mesh, model, names, profile, workload
+    from sim.setup.neighbours import neighbours
     from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
     from sim.setup.roofline import machine_balance, roofline
     from sim.setup.setup import Setup, predict
     from sim.setup.sweep import sweep
     from sim.setup.table import Table, table
+    from sim.setup.winners import winners
 
 __all__ = [
     "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table", "balance",
     "build", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fit", "ladder", "machine_balance",
-    "mesh", "model", "names", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify",
-    "what_helps", "workload",
+    "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table",
+    "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -51,12 +53,14 @@ _HOMES = {
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.measured": ("Measured",),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
+    "sim.setup.neighbours": ("neighbours",),
     "sim.setup.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
     "sim.setup.roofline": ("machine_balance", "roofline"),
     "sim.setup.setup": ("Setup", "predict"),
     "sim.setup.sweep": ("sweep",),
     "sim.setup.table": ("Table", "table"),
+    "sim.setup.winners": ("winners",),
 }
 _PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments")
 

@@ -61,7 +61,7 @@ class LayerOptions:
         set at another scope.
         """
         found = dataclasses.asdict(self)
-        for name in () if scope == "step" else _OF_STEPS:
+        for name in () if scope == "step" else OF_STEPS:
             if found.pop(name) != getattr(LayerOptions, name):
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
         if self.prefetch < 0:
@@ -80,7 +80,7 @@ class LayerOptions:
         return found
 
 
-_OF_STEPS = (
+OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
     *("optimiser", "optimiser_states", "sync"),
 )

@@ -214,8 +214,10 @@ class Case(NamedTuple):
         """Return what is the same in cases of different schedules that can be compared."""
         fields = vars(self.setup)
         overrides = tuple(key for key in names.texts(self.setup.set) if not key.startswith("schedule."))
-        same = (fields[key] for key in fields if key not in _SCHEDULE and key != "set")
-        return (self.measure, self.alone, *same, overrides)
+        same = (fields[key] for key in fields if key not in {*_SCHEDULE, "set", "profile"})
+        profile = self.setup.profile
+        made = (profile.name, profile.created) if isinstance(profile, Profile) else profile
+        return (self.measure, self.alone, made, *same, overrides)
 
 
 def case_fields(setup: Setup) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple, get_args
 
 import msgspec
 
-from experiments.evidence.published import CasePrediction, coverage
+from experiments.evidence.published import CasePrediction, coverage, rivals
 from sim.engine.learned import LEAST, Learned, StepErrors
 from sim.engine.regime import Regime
 from sim.files import Kind, decoded_by
@@ -44,11 +44,26 @@ def learned_from(sets: Sequence[StepSet], command: str) -> Learned:
 
 
 def _errors(steps: StepSet) -> StepErrors:
-    errors: dict[Regime, list[float]] = {}
-    for one in steps.found:
-        if one.reaches and not one.case.measure:
-            errors.setdefault(one.reaches.regime, []).append(round(-math.log1p(one.error), 4))
-    return StepErrors(title=steps.title, of={regime: sorted(some) for regime, some in sorted(errors.items())})
+    whole = [one for one in steps.found if one.reaches and not one.case.measure]
+    errors = ((one, _error_of(one)) for one in whole)
+    apart = (
+        (max(pair, key=lambda one: one.predicted_s), abs(_error_of(pair[0]) - _error_of(pair[1])))
+        for pair in rivals(whole)
+    )
+    return StepErrors(title=steps.title, of=_by_regime(errors), apart=_by_regime(apart))
+
+
+def _error_of(one: CasePrediction) -> float:
+    """Return the logarithm of measured over predicted time."""
+    return -math.log1p(one.error)
+
+
+def _by_regime(found: Iterable[tuple[CasePrediction, float]]) -> dict[Regime, list[float]]:
+    by_regime: dict[Regime, list[float]] = {}
+    for one, value in found:
+        assert one.reaches is not None
+        by_regime.setdefault(one.reaches.regime, []).append(round(value, 4))
+    return {regime: sorted(some) for regime, some in sorted(by_regime.items())}
 
 
 STEP_ERRORS_FILE = Kind("errors of steps", decoded_by(msgspec.json.Decoder(Learned).decode))

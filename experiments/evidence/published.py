@@ -244,15 +244,20 @@ def coverage(found: Sequence[CasePrediction]) -> float | None:
     return statistics.mean(one.covered for one in found) if any(one.bounded for one in found) else None
 
 
+def rivals(found: Sequence[CasePrediction]) -> Iterator[tuple[CasePrediction, CasePrediction]]:
+    """Yield all pairs of predictions that differ in their schedule alone."""
+    alike: dict[tuple[object, ...], list[CasePrediction]] = {}
+    for one in found:
+        alike.setdefault(one.case.rivals, []).append(one)
+    for some in alike.values():
+        yield from itertools.combinations(some, 2)
+
+
 def order(found: Sequence[CasePrediction]) -> tuple[int, int]:
     """Return how often the faster of two schedules was predicted right, and of how many whose times are apart."""
-    by_rivals: dict[tuple[object, ...], list[CasePrediction]] = {}
-    for one in found:
-        by_rivals.setdefault(one.case.rivals, []).append(one)
     pairs = [
         (one, other)
-        for rivals in by_rivals.values()
-        for one, other in itertools.combinations(rivals, 2)
+        for one, other in rivals(found)
         if abs(math.log(one.case.measured_s / other.case.measured_s)) > _APART
     ]
     right = sum((a.predicted_s < b.predicted_s) == (a.case.measured_s < b.case.measured_s) for a, b in pairs)

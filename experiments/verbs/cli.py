@@ -56,6 +56,7 @@ _VERBS = {
     "doctor": _Verb("doctor", "Doctor", "doctor"),
     "sweep": _Verb("sweep", "Sweep", "sweep"),
     "crossover": _Verb("crossover", "Crossover", "crossover"),
+    "winners": _Verb("winners", "Winners", "winners"),
     "study": _Verb("study", "Study", "study"),
     "fit": _Verb("fit", "Fit", "fit"),
     "ladder": _Verb("fit", "Ladder", "ladder"),

@@ -14,12 +14,15 @@ from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection
 from experiments.verbs.terminal import (
+    critical_path_shown,
     elasticities_table,
+    neighbours_shown,
     print_json,
     progress,
     report_table,
     schedules_table,
     sweep_table,
+    ties,
 )
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -38,7 +41,10 @@ class Simulate(Writes):
     json: bool = False
     """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
     sensitivity: bool = False
-    """Also print how the step time depends on every figure of the machine, as elasticities; as JSON nothing else."""
+    """Also print how the step time depends on every figure of the machine, as elasticities, and what its critical path
+    goes to over time; as JSON the elasticities alone."""
+    neighbours: bool = False
+    """Print instead what one change of a degree or an option makes of the step; as JSON the same."""
     vary: Texts = ()
     """KEY=VALUE,VALUE of the cluster, as often as wanted: the step under all combinations, such as
     cluster.nvlink.bytes_per_s=/2,*1,*2."""
@@ -53,6 +59,9 @@ def simulate(command: Simulate, console: Console) -> None:
     require_outputs([trace])
     if command.sensitivity and (command.vary or "," in (command.selection.schedule or "")):
         raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
+    if command.neighbours:
+        _neighbours(setup, command, console)
+        return
     if command.vary:
         _varied(setup, command, console)
         return
@@ -75,8 +84,25 @@ def simulate(command: Simulate, console: Console) -> None:
         console.print(f"to make it fit, switch on: {helps or 'no technique is enough'}", markup=False)
     if command.sensitivity:
         console.print(elasticities_table("elasticities of the step time", predicted.elasticities()))
+        for shown in critical_path_shown(predicted.critical_path()):
+            console.print(shown)
     for line in lines:
         console.print(line, markup=False)
+
+
+def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> None:
+    """Print what is one change away from a step."""
+    if command.trace or command.sensitivity or command.vary or "," in (command.selection.schedule or ""):
+        raise InputError(
+            "`neighbours` are of one step: leave out `trace`, `sensitivity`, `vary`, all but one `schedule`"
+        )
+    found = longstep.neighbours(setup)
+    if command.json:
+        print_json(found.rows, console)
+        return
+    title = setup.resolved().title
+    for shown in neighbours_shown(title, found):
+        console.print(shown)
 
 
 def _several(setups: list[longstep.Setup], command: Simulate, console: Console) -> None:
@@ -88,6 +114,8 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
         print_json(longstep.table(found).rows, console)
         return
     console.print(schedules_table(found))
+    for line in ties(found):
+        console.print(line, markup=False)
     if found[0].techniques:
         console.print(f"techniques: {', '.join(found[0].techniques)}", markup=False)
     evidence = found[0].report.evidence

@@ -17,6 +17,7 @@ from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction
 from longstep import Table as Figures
 from sim.breakdown import PartName
+from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
 from sim.setup.names import scope_title
@@ -24,6 +25,12 @@ from topology.reserved import Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
+
+_COLOURS = ("green", "yellow", "magenta", "cyan", "red", "blue")
+_CELLS = 96
+"""Parts of a step that are told apart in a line."""
+_NEAR = 1.02
+"""Neighbours that take no more times as long are as fast."""
 
 
 def printable(text: str) -> str:
@@ -106,6 +113,56 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
             found.bound_by,
         )
     return table
+
+
+def ties(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield a line for each schedule that may be as fast as the fastest."""
+    first, *others = sorted(predictions, key=lambda one: one.step_time_s)
+    for other in others:
+        ratio = other.over(first)
+        if ratio and ratio.tied:
+            within = f"90 % interval {ratio.low:.3g} to {ratio.high:.3g}"
+            told = f"{other.schedule} takes {ratio.expected:.3g} times as long, {within}"
+            yield f"tied with {first.schedule}, as far as ratios of measured steps were off: {told}"
+
+
+def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:
+    """Yield what a critical path goes to, in all and over time."""
+    found = shares(spans)
+    colours = dict(
+        zip(found, ("green", "yellow", "magenta", "cyan", "red", "blue", "white", "bright_black"), strict=False)
+    )
+    letters = {on: chr(ord("A") + number) for number, on in enumerate(found)}
+    yield "critical path: " + ", ".join(f"{letters[on]} {on} {100 * share:.1f} %" for on, share in found.items())
+    yield Text.assemble("  ", *((letters[on], colours.get(on, "")) for on in strip(spans, _CELLS)))
+
+
+def neighbours_shown(title: str, found: Figures) -> Iterator[Table | str]:
+    """Yield what is one change away from a step, and what that says of it."""
+    heads = ("change", "step", "for a token", "peak HBM", "fits", "extrapolated")
+    table = Table(*heads, title=title, title_justify="left")
+    played = [row for row in found.rows if not row["error"]]
+    for row in played:
+        room = {True: "yes", False: "no", None: "not known"}[row["fits"]]
+        table.add_row(
+            row["change"] or "none", seconds(row["step_time_s"]), f"x {row['ratio']:.3f}",
+            size(row["peak_hbm_bytes"]), room, f"{100 * row['extrapolated']:.0f} %",
+        )  # fmt: skip
+    yield table
+    yield _sharpness([row for row in played if row["change"]])
+    for row in found.rows:
+        if row["error"]:
+            yield f"{row['change']}: {row['error']}"
+
+
+def _sharpness(others: Sequence[Mapping[str, Any]]) -> str:
+    """Return whether a step is the best of its neighbours, and by how much."""
+    faster = [row for row in others if row["ratio"] < 1 / _NEAR and row["fits"] is not False]
+    if faster:
+        return f"not the fastest here: {faster[0]['change']} takes x {faster[0]['ratio']:.3f} for a token"
+    near = sum(row["ratio"] < _NEAR for row in others)
+    basin = "broad basin" if 2 * near > len(others) else "ridge" if near else "sharp peak"
+    return f"{basin}: of {len(others)} neighbours {near} are as fast within {100 * (_NEAR - 1):.0f} %"
 
 
 def sweep_table(title: str, keys: Sequence[str], found: Figures) -> Table:

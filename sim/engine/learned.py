@@ -48,6 +48,9 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     title: str
     of: dict[Regime, list[float]]
     """By regime, of each case the logarithm of measured over predicted time, sorted."""
+    apart: dict[Regime, list[float]] = {}
+    """Of each pair of cases that differ in their schedule alone, how far these logarithms are apart, sorted; by the
+    regime of the slower one."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,19 +80,29 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         sets = self.about(regime)
         if not sets:
             return None
-        below, above = (
-            _quantile([(sign * error, 1 / len(some)) for some in sets for error in some]) for sign in (-1, 1)
-        )
+        below, above = (_quantile([[sign * error for error in some] for some in sets], BEYOND) for sign in (-1, 1))
         return Reach(max(below, 0.0), max(above, 0.0))
 
+    def apart(self, regime: Regime) -> float | None:
+        """Return how far, as a logarithm, the ratio of nine of ten pairs of steps that differ in their schedule alone
+        was off at most; None where no set has enough of them.
 
-def _quantile(weighed: Sequence[tuple[float, float]]) -> float:
-    """Return the least value that all but the share ``BEYOND`` of the weights do not exceed."""
+        >>> tenths = StepErrors(title="a", of={}, apart={"host": [0.1] * 18 + [0.3, 0.4]})
+        >>> Learned(created="", command="", sets=[tenths]).apart("host")
+        0.1
+        """
+        sets = [one.apart[regime] for one in self.sets if len(one.apart.get(regime, ())) >= LEAST]
+        return _quantile(sets, 2 * BEYOND) if sets else None
+
+
+def _quantile(sets: Sequence[Sequence[float]], beyond: float) -> float:
+    """Return the least value that all but a share of the weights do not exceed; every set weighs as much."""
+    weighed = [(value, 1 / len(some)) for some in sets for value in some]
     total = math.fsum(weight for _, weight in weighed)
     reached = 0.0
     for value, weight in sorted(weighed):
         reached += weight
-        if reached >= (1 - BEYOND) * total * (1 - 1e-9):
+        if reached >= (1 - beyond) * total * (1 - 1e-9):
             return value
     raise AssertionError("weights above 0 reach their sum")
 

@@ -15,6 +15,9 @@ import math
 from statistics import median
 from typing import NamedTuple, TypeVar
 
+BEYOND_RANGE = "beyond the measured range"
+"""How a note ends that says of a cost that it is extrapolated."""
+
 Count = TypeVar("Count", bound=float)
 
 

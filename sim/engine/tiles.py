@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.engine.series import BEYOND_RANGE
 from sim.profile import Point, TileModel
 from sim.schedule.derive.kernels import TILE, KernelUse
 
@@ -163,7 +164,7 @@ def _length(use: KernelUse) -> float:
 
 def beyond_range(use: KernelUse, size: float) -> str:
     """Return the note for a size that lies more than a factor of two outside the measured ones."""
-    return f"{' '.join(filter(None, (use.kernel, use.variant)))} of size {size:.0f}: beyond the measured range"
+    return f"{' '.join(filter(None, (use.kernel, use.variant)))} of size {size:.0f}: {BEYOND_RANGE}"
 
 
 def _between(values: dict[float, float], position: float) -> float:

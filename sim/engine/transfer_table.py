@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from sim.engine.series import Curve, Figures, between
+from sim.engine.series import BEYOND_RANGE, Curve, Figures, between
 from sim.profile import TRANSFERS, Point, Profile
 
 
@@ -69,7 +69,7 @@ class TransferTable:
             times.append(_mixed(ends[0], ends[1], up))
         delay_s, total_s = _mixed(times[0], times[1], share)
         ranks = round(spread.nodes * spread.per_node)
-        note = f"{kernel} of {round(nbytes)} bytes among {ranks} ranks: beyond the measured range" if beyond else ""
+        note = f"{kernel} of {round(nbytes)} bytes among {ranks} ranks: {BEYOND_RANGE}" if beyond else ""
         return min(delay_s, total_s), total_s, note
 
     def efficiency(self, link: str, nbytes: float) -> tuple[float, str]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sim.engine.critical import Span, critical_path
+from sim.engine.difference import Ratio, difference
 from sim.engine.interval import Interval, interval
 from sim.engine.report import Report, report
 from sim.engine.room import Room
@@ -95,6 +97,19 @@ class Prediction:
         """
         return interval(self.simulation)
 
+    def over(self, other: Prediction) -> Ratio | None:
+        """Return how many times as long it takes as another prediction, with the 90 % interval of the ratio, which is
+        narrower than those of both, since they rest on the same costs; None where nothing is known of how far these are
+        off. Takes two simulations of each.
+
+        >>> from sim.setup.setup import predict
+        >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
+        >>> ratio = p.replace(schedule="ring").over(p)
+        >>> ratio.expected > 1, ratio.tied
+        (True, False)
+        """
+        return difference(self.simulation, other.simulation)
+
     @cached_property
     def figures(self) -> Report:
         """All figures but the interval, which would take longer."""
@@ -150,6 +165,17 @@ class Prediction:
         from sim.setup.table import Table  # noqa: PLC0415 - tables are made of predictions
 
         return Table([row._asdict() for row in elasticities(self.simulation)])
+
+    def critical_path(self) -> list[Span]:
+        """Return what the step's end waited for, back to its start: spans without gaps, in the order of time.
+
+        >>> from sim.setup.setup import predict
+        >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
+        >>> spans = p.critical_path()
+        >>> spans[0].begin_s, spans[-1].end_s == p.step_time_s, spans[-1].on
+        (0.0, True, 'hbm')
+        """
+        return critical_path(self.simulation)
 
     def replace(self, **changes: Any) -> Prediction:
         """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.

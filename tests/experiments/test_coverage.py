@@ -38,7 +38,16 @@ def test_errors_are_those_of_steps_with_costs_that_have_sources() -> None:
     sets = [StepSet("a", [step(0.2), step(-0.1), step(0.4, "host"), op, blind]), StepSet("b", [blind])]
     found = learned_from(sets, "by hand")
     assert found.command == "by hand"
-    assert found.sets == [StepErrors(title="a", of={"host": [0.4], "links": [-0.1, 0.2]})]
+    (one,) = found.sets
+    assert (one.title, one.of) == ("a", {"host": [0.4], "links": [-0.1, 0.2]})
+
+
+def test_errors_of_ratios_are_those_of_pairs_that_differ_in_their_schedule() -> None:
+    """Of errors 0.2, -0.1 and 0.4 two pairs' slower one is the second, which is predicted to take longest."""
+    longer = step(0.2)._replace(case=Case("group", Setup(scope="attention", seq=1024), 1.0))
+    sets = [StepSet("a", [step(0.2), step(-0.1), step(0.4, "host"), longer])]
+    (one,) = learned_from(sets, "").sets
+    assert one.apart == {"links": [0.2, 0.3, 0.5]}
 
 
 def test_a_set_is_judged_by_the_others() -> None:

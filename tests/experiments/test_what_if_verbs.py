@@ -130,6 +130,20 @@ def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")
 
 
+def test_a_map_of_winners_is_printed_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = ("--model", "tiny", "--cluster", "hgx-h100", "--scope", "layer", "--seeds", "1", "--gpus", "2")
+    both = ("--schedule", "ring,zigzag", "--across", "seq=8K,16K", "--down", "cluster.nvlink.bytes_per_s=*1,/2")
+    printed = run(capsys, "winners", *layer, *both, "--jobs", "1")
+    assert re.search(r"bytes_per_s +┃ 8K +┃ 16K", printed)
+    assert "seq 16K: " in printed
+    rows = json.loads(run(capsys, "winners", *layer, *both, "--jobs", "1", "--json"))
+    assert [row["seq"] for row in rows] == [8192, 16384] * 2
+    assert all(row["ratio"] >= 1 for row in rows)
+    assert "name two or more with --schedule" in fails(capsys, "winners", *layer, "--across", "seq=8K")
+    assert "--across : expected KEY=VALUES" in fails(capsys, "winners", *layer, *both[:2])
+    assert "name another key" in fails(capsys, "winners", *layer, *both[:4], "--down", "seq=8K")
+
+
 def test_doctor_says_what_a_run_points_to_and_how_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     """128K on 8 H100 with zigzag take 119 ms: 10 ms is less than attention alone, twice as much a full mask;
     what cannot be told apart is said.
