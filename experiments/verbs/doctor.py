@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.table import Table as RichTable
 
 import longstep
 from experiments.evidence.units import percent, seconds, size
@@ -16,6 +17,8 @@ from experiments.verbs.selection import StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError, none_of
+from sim.setup.profiled import read_traces
+from sim.setup.traced import Traced
 
 _COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "dp_degree", "batch")
 _SHOWN = 6
@@ -41,6 +44,8 @@ class Doctor:
     """Measured kernel seconds of a step on each rank: 1.2,1.2,2.4,1.2."""
     also: Texts = ()
     """Another run of the same job, such as gpus=16,memory=60GiB, whose memory is compared; as often as wanted."""
+    trace: Texts = ()
+    """Chrome trace of the torch profiler (.json, .json.gz) or of longstep run --trace; of several ranks, as often."""
     json: bool = False
     """Print one JSON object."""
 
@@ -49,15 +54,39 @@ def doctor(command: Doctor, console: Console) -> None:
     """Print what a run points to."""
     setup = command.selection.setup()
     measured = _measured(command)
-    measured.require()
+    traces = read_traces(command.trace)
+    if not traces:
+        measured.require()
     also = [_other(setup, text) for text in command.also]
     with progress("simulating causes") as show:
-        found = longstep.doctor(setup, measured, also, show)
+        found = longstep.doctor(setup, measured, also, show, traces)
     if command.json:
-        print_json(dataclasses.asdict(found) | {"causes": found.table().rows}, console)
+        print_json(_json(found), console)
         return
+    if found.traced:
+        console.print(_kinds_table(found.traced))
     for line in lines(found):
         console.print(line, markup=False)
+
+
+def _json(found: Diagnosis) -> dict[str, Any]:
+    """Return what was found, with rows by their fields."""
+    beside = found.traced and found.traced._asdict() | {
+        "kinds": [row._asdict() for row in found.traced.kinds],
+        "ranks": [row._asdict() for row in found.traced.ranks],
+    }
+    return dataclasses.asdict(found) | {"causes": found.table().rows, "traced": beside}
+
+
+def _kinds_table(found: Traced) -> RichTable:
+    """Return seconds by kind of work beside those simulated."""
+    of = f"seconds of a step, mean of {len(found.ranks)} traced rank{'s' if len(found.ranks) > 1 else ''}"
+    table = RichTable("work", "trace", "simulated", "difference", title=of, title_justify="left")
+    for row in found.kinds:
+        both = row.measured_s and row.simulated_s
+        apart = percent(row.measured_s / row.simulated_s - 1) if both else ""
+        table.add_row(row.kind, seconds(row.measured_s), seconds(row.simulated_s), apart)
+    return table
 
 
 def _measured(command: Doctor) -> Measured:

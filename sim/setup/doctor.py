@@ -14,11 +14,13 @@ from sim.breakdown import attention_s
 from sim.errors import InputError, LongstepError
 from sim.schedule.proof.check import Checked
 from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Sign
-from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick, rank_s
+from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick
 from sim.setup.measured import Measured, findings_of_figures
 from sim.setup.prediction import Prediction
+from sim.setup.profiled import TracedRank
 from sim.setup.setup import Setup
 from sim.setup.table import Table
+from sim.setup.traced import Traced, traced, with_traces
 
 Verdict = Literal["impossible", "too fast", "healthy", "too slow", "memory differs"]
 Progress = Callable[[int, int], object]
@@ -74,6 +76,8 @@ class Diagnosis:
     """What was simulated, the best explanation first."""
     skipped: list[str]
     """Hypotheses that could not be simulated, and why."""
+    traced: Traced | None = None
+    """What traces say beside the simulated run; None where none was given."""
 
     @property
     def consistent(self) -> list[Cause]:
@@ -90,10 +94,13 @@ def doctor(
     measured: Measured,
     also: Sequence[tuple[Setup, Measured]] = (),
     progress: Progress = lambda *_: None,
+    traces: Sequence[TracedRank] = (),
 ) -> Diagnosis:
     """Return what a measured run points to, beside what its configuration is predicted to take.
 
-    ``also`` are runs of the same job at other degrees, whose memory is compared. Raises InputError where nothing was
+    ``also`` are runs of the same job at other degrees, whose memory is compared. ``traces`` are
+    what the profiler saw of its ranks (``sim.setup.profiled.read_traces``): the step time, kernel seconds of ranks and
+    of kinds are theirs where they are not given. Raises InputError where nothing was
     measured, or the configuration cannot be simulated.
 
     >>> setup = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", seq="256K", scope="attention")
@@ -101,17 +108,20 @@ def doctor(
     >>> found.verdict, "cp-off" in [cause.name for cause in found.consistent]
     ('impossible', True)
     """
-    measured.require()
     base = setup.predicted()
+    measured = with_traces(measured, traces, _all_ranks(setup, traces))
+    measured.require()
     judge = Judge(setup, measured, base)
     signs = judge.signs()
     floor_s = max(base.figures.floors.values(), default=0.0)
     verdict = _verdict(judge.step_s, signs, floor_s)
     findings = findings_of_figures(measured, judge.step_s, base, judge.found)
+    beside = traced(traces, base.simulation) if traces else None
+    findings += beside.findings if beside else []
     findings += _memory_findings(judge, signs) + _between_runs(base, measured, also)
     causes: list[Cause] = []
     skipped: list[str] = []
-    if signs or (measured.rank_s and judge.off(base.step_time_s, base.peak_hbm_bytes, rank_s(base.simulation)) > 1):
+    if signs or (measured.rank_s and judge.off(base.step_time_s, base.peak_hbm_bytes, base.simulation) > 1):
         causes, skipped = _causes(judge, signs, progress)
     return Diagnosis(
         verdict=verdict,
@@ -125,7 +135,20 @@ def doctor(
         findings=findings,
         causes=causes,
         skipped=skipped,
+        traced=beside,
     )
+
+
+def _all_ranks(setup: Setup, traces: Sequence[TracedRank]) -> int:
+    """Return how many ranks a run has; raises InputError for traces of ranks that it has not."""
+    size = setup.resolved().mesh.size
+    strange = [one.rank for one in traces if one.rank >= size]
+    if strange:
+        raise InputError(
+            f"`trace` is of rank {strange[0]}: expected ranks 0 to {size - 1} of {size}; set `gpus` to what ran, or "
+            f"leave that file out"
+        )
+    return size
 
 
 def _verdict(step_s: float | None, signs: set[Sign], floor_s: float) -> Verdict:
@@ -156,7 +179,7 @@ def _causes(judge: Judge, signs: set[Sign], progress: Progress) -> tuple[list[Ca
             continue
         if case:
             step_s, peak_bytes = case.step_s, case.peak_bytes()
-            off = judge.off(step_s, peak_bytes, rank_s(case.simulation))
+            off = judge.off(step_s, peak_bytes, case.simulation)
             found.append(Cause(one.name, one.says, one.check, step_s, peak_bytes, None, off))
     for done, machine in enumerate(machines, len(programs)):
         progress(done, count)
@@ -196,7 +219,7 @@ def _fitted(judge: Judge, machine: Machine, checked: Checked) -> Cause | None:
             break
         low, high = (factor, high) if case.step_s < judge.step_s else (low, factor)
     peak_bytes = judge.base.peak_hbm_bytes
-    off = judge.off(case.step_s, peak_bytes, rank_s(case.simulation))
+    off = judge.off(case.step_s, peak_bytes, case.simulation)
     says = machine.says.format(factor=factor, rank=rank)
     fitted = None if machine.most == NO_FACTOR else factor
     return Cause(machine.name, says, machine.check, case.step_s, peak_bytes, fitted, off)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +13,21 @@ from sim.engine.simulate import Prepared, Simulation
 from sim.memory import walks
 from sim.schedule.proof.check import Checked
 from sim.setup.hypotheses import Sign
+from sim.setup.kernel_names import KERNELS
 from sim.setup.measured import Measured
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
+from sim.setup.traced import kinds_s
 
 _DATASHEET = (1.0, 2.0)
 """Where no interval is known: of what datasheets allow, real kernels take 1.4 to 2 times (``sim.engine.report``)."""
 RANKS_WITHIN = 0.1
 """How far kernel seconds of ranks may be from those simulated, all scaled to their median: assumed, above the jitter
 of kernels and below what any layout or slow rank that matters does."""
+_KINDS_WITHIN = 0.25
+"""How far seconds of a kind of kernels may be from those simulated: assumed, where no interval of one is known."""
+_KIND_SHARE = 0.1
+"""Of all kernels: kinds that take less are not compared, since names of small kernels are matched less surely."""
 _NEAREST = 0.005
 """Where an interval is narrower than this, times are as exact as users state them."""
 _MEMORY_WITHIN = 0.02
@@ -102,7 +107,7 @@ class Judge:
         apart = math.log(seconds / simulated_s)
         return apart / (max(math.log(self.high), _NEAREST) if apart > 0 else min(math.log(self.low), -_NEAREST))
 
-    def off(self, step_s: float, peak_bytes: int, rank_s: Sequence[float]) -> float:
+    def off(self, step_s: float, peak_bytes: int, simulation: Simulation) -> float:
         """Return how far the worst figure is off, in units of how far it may be."""
         off = [0.0]
         if self.step_s is not None:
@@ -111,12 +116,26 @@ class Judge:
             least, most = self.memory_range(peak_bytes)
             middle, half = (least + most) / 2, (most - least) / 2
             off.append(abs(self.measured.memory_bytes - middle) / half)
-        if self.measured.rank_s and len(self.measured.rank_s) == len(rank_s) and min(rank_s) > 0:
+        ranks_s = rank_s(simulation)
+        if self.measured.rank_s and len(self.measured.rank_s) == len(ranks_s) and min(ranks_s) > 0:
             own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
-            other = np.log(np.array(rank_s) / np.median(rank_s))
+            other = np.log(np.array(ranks_s) / np.median(ranks_s))
             off.append(float(np.abs(own - other).max()) / RANKS_WITHIN)
-            off.append(self._beyond(float(np.median(self.measured.rank_s)), float(np.median(rank_s))))
-        return max(off)
+            off.append(self._beyond(float(np.median(self.measured.rank_s)), float(np.median(ranks_s))))
+        return max(off + self._kinds_off(simulation))
+
+    def _kinds_off(self, simulation: Simulation) -> list[float]:
+        """Return how far each kind of kernels is off that takes some of them, in units of how far it may be."""
+        own = self.measured.kind_s
+        if not any(own.get(kind) for kind in KERNELS):
+            return []
+        other, off = kinds_s(simulation), []
+        least_s = _KIND_SHARE * sum(own.get(kind, 0.0) for kind in KERNELS)
+        for kind in KERNELS:
+            pair = (own.get(kind, 0.0), other[kind])
+            if max(pair) > least_s:
+                off.append(abs(math.log(max(pair[0], least_s / 10) / max(pair[1], least_s / 10))) / _KINDS_WITHIN)
+        return off
 
     def slowest_rank(self) -> int:
         """Return the rank whose kernels are slowest beside those simulated; the last where no rank was measured."""

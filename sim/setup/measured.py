@@ -10,6 +10,7 @@ import msgspec
 from sim.errors import InputError
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.write.attention import attention_flops
+from sim.setup.kernel_names import WorkKind
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration
 
@@ -36,13 +37,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """As it was printed, as a share."""
     rank_s: tuple[float, ...] = ()
     """Seconds of kernels in a step, rank by rank."""
+    kind_s: dict[WorkKind, float] = {}
+    """Seconds of a step by kind of work, mean over ranks: of traces (``sim.setup.traced``)."""
 
     def require(self) -> None:
         """Raise InputError where nothing was measured, or what can be no measurement."""
         fields: dict[str, Any] = msgspec.structs.asdict(self)
         ranks = fields.pop("rank_s")
+        fields.pop("kind_s")
         if not ranks and all(value is None for name, value in fields.items() if name != "mfu"):
-            raise InputError("nothing was measured: give `step_time`, `tokens_per_s` or `memory`")
+            raise InputError("nothing was measured: give `step_time`, `tokens_per_s`, `memory` or `trace`")
         for name, value in fields.items():
             given = name.removesuffix("_s") if name == "step_time_s" else name.removesuffix("_bytes")
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):

@@ -163,10 +163,27 @@ def test_doctor_says_what_a_run_points_to_and_how_to_check(capsys: pytest.Captur
     assert "did not move as it should" in same
 
 
+def test_the_doctor_lays_a_trace_beside_the_simulated_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A trace of the same simulation differs nowhere; that of a full mask names the kind of kernels that is off."""
+    run_of = (*H100, "--schedule", "zigzag", "--gpus", "2")
+    for name, more in (("same", ()), ("full", ("--mask", "full"))):
+        run(capsys, "simulate", *run_of, *more, "--trace", str(tmp_path / f"{name}.json"))
+    same = run(capsys, "doctor", *run_of, "--trace", str(tmp_path / "same.json"))
+    assert re.search(r"attention forward +│ ([\d.]+ m?s) +│ \1 +│", same)
+    assert "healthy: measured" in same
+    assert " times" not in same
+    full = run(capsys, "doctor", *run_of, "--trace", str(tmp_path / "full.json"))
+    assert re.search(r"- attention backward: .* 1\.9\d times|- attention backward: .* 2 times", full)
+    assert "- full-mask: " in full
+    found = json.loads(run(capsys, "doctor", *run_of, "--trace", str(tmp_path / "full.json"), "--json"))
+    assert [row["rank"] for row in found["traced"]["ranks"]] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ((), "nothing was measured: give --step-time, --tokens-per-s or --memory"),
+        ((), "nothing was measured: give --step-time, --tokens-per-s, --memory or --trace"),
+        (("--trace", "none.json"), "'none.json' cannot be read (No such file or directory); set it with --trace"),
         (("--step-time", "fast"), "--step-time fast: expected a time above 0 such as 41s or 350ms"),
         (("--step-time", "0"), "--step-time 0: expected a time"),
         (("--memory", "61 parsecs"), "--memory 61 parsecs: expected a size"),
