@@ -22,7 +22,7 @@ from sim.setup.setup import Setup
 from sim.setup.table import Table
 from sim.setup.traced import Traced, traced, with_traces
 
-Verdict = Literal["impossible", "too fast", "healthy", "too slow", "memory differs"]
+Verdict = Literal["impossible", "too fast", "healthy", "too slow", "memory differs", "ranks differ"]
 Progress = Callable[[int, int], object]
 
 _TIME_WITHIN, _TRIES = 0.005, 12
@@ -121,7 +121,7 @@ def doctor(
     findings += _memory_findings(judge, signs) + _between_runs(base, measured, also)
     causes: list[Cause] = []
     skipped: list[str] = []
-    if signs or (measured.rank_s and judge.off(base.step_time_s, base.peak_hbm_bytes, base.simulation) > 1):
+    if signs or (measured.rank_s and judge.off(base.step_time_s, judge.peak_bytes, base.simulation) > 1):
         causes, skipped = _causes(judge, signs, progress)
     return Diagnosis(
         verdict=verdict,
@@ -131,7 +131,7 @@ def doctor(
         high_s=judge.high * base.step_time_s,
         floor_s=floor_s,
         attention_s=float(attention_s(base.trace).max()),
-        peak_hbm_bytes=base.peak_hbm_bytes,
+        peak_hbm_bytes=judge.peak_bytes,
         findings=findings,
         causes=causes,
         skipped=skipped,
@@ -158,13 +158,15 @@ def _verdict(step_s: float | None, signs: set[Sign], floor_s: float) -> Verdict:
         return "too fast"
     if "slower" in signs:
         return "too slow"
-    return "memory differs" if signs else "healthy"
+    if signs & {"more memory", "less memory"}:
+        return "memory differs"
+    return "ranks differ" if signs else "healthy"
 
 
 def _causes(judge: Judge, signs: set[Sign], progress: Progress) -> tuple[list[Cause], list[str]]:
     """Return the hypotheses that may explain such a run, simulated, and why others could not be."""
     programs = [one for one in PROGRAMS if signs & {*one.signs}]
-    machines = MACHINES if "slower" in signs else ()
+    machines = MACHINES if signs & {"slower", "uneven ranks"} and judge.step_s is not None else ()
     found: list[Cause] = []
     skipped: list[str] = []
     count = len(programs) + len(machines)
@@ -218,7 +220,7 @@ def _fitted(judge: Judge, machine: Machine, checked: Checked) -> Cause | None:
         if abs(case.step_s / judge.step_s - 1) <= _TIME_WITHIN:
             break
         low, high = (factor, high) if case.step_s < judge.step_s else (low, factor)
-    peak_bytes = judge.base.peak_hbm_bytes
+    peak_bytes = judge.peak_bytes
     off = judge.off(case.step_s, peak_bytes, case.simulation)
     says = machine.says.format(factor=factor, rank=rank)
     fitted = None if machine.most == NO_FACTOR else factor
@@ -230,8 +232,8 @@ def _memory_findings(judge: Judge, signs: set[Sign]) -> list[str]:
     room, measured = judge.base.room, judge.measured.memory_bytes
     if "more memory" not in signs or room is None or measured is None:
         return []
-    _, most = judge.memory_range(judge.base.peak_hbm_bytes)
-    excess = measured - judge.base.peak_hbm_bytes
+    _, most = judge.memory_range(judge.peak_bytes)
+    excess = measured - judge.peak_bytes
     terms = sorted(room.terms.items(), key=lambda term: abs(term[1] - excess))
     near = [f"{name} {size / 2**30:.3g} GiB" for name, size in terms[:2] if size and 0.5 < excess / size < 2]
     said = (

@@ -17,7 +17,7 @@ from sim.setup import names
 from sim.setup.setup import Configuration, Setup
 from topology.specs import ClusterSpec, PerGpu
 
-Sign = Literal["faster", "slower", "more memory", "less memory"]
+Sign = Literal["faster", "slower", "more memory", "less memory", "uneven ranks"]
 """How a measured run is beside the one that was meant."""
 
 
@@ -195,12 +195,12 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "contiguous", "each rank has contiguous tokens: under a causal mask the last one has most work",
-        "print the position ids of rank 0: balanced layouts have early and late ones", ("slower",),
+        "print the position ids of rank 0: balanced layouts have early and late ones", ("slower", "uneven ranks"),
         _of("layout", "contiguous"),
     ),
     Program(
-        "zigzag", "the layout is zigzag, not contiguous", "print the position ids of rank 0", ("faster",),
-        _from("layout", "contiguous", "zigzag"),
+        "zigzag", "the layout is zigzag, not contiguous", "print the position ids of rank 0",
+        ("faster", "uneven ranks"), _from("layout", "contiguous", "zigzag"),
     ),
     Program(
         "no-overlap", "communication is not overlapped with kernels",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +47,12 @@ class Case(NamedTuple):
         return self.simulation.trace.step_time_s
 
     def peak_bytes(self) -> int:
-        """Peak memory of the rank that needs most."""
-        return max(walk.peak_bytes for walk in walks(self.simulation.fold.checked))
+        """Peak memory of the rank that needs most, as a run can measure it: allocators of GPUs count the workspace of
+        kernels, of a host only its buffers are counted.
+        """
+        of_host = self.simulation.cluster.spec.gpu.kind == "cpu"
+        found = walks(self.simulation.fold.checked)
+        return max(walk.buffer_peak_bytes if of_host else walk.peak_bytes for walk in found)
 
 
 def play(found: Configuration, checked: Checked | None = None) -> Case:
@@ -81,6 +86,7 @@ class Judge:
         self.low, self.high = low, high
         reserved, within = self.found.spec.reserved
         self.reserved_bytes, self.within_bytes = reserved, within
+        self.peak_bytes = Case(base.checked, base.simulation).peak_bytes()
 
     def memory_range(self, peak_bytes: int) -> tuple[float, float]:
         """Return what a run may report of a peak: that of the allocator (buffers), or of the driver (and context)."""
@@ -95,12 +101,22 @@ class Judge:
         if self.step_s is not None and self.step_s > self.high * self.base.step_time_s:
             found.add("slower")
         if self.measured.memory_bytes is not None:
-            least, most = self.memory_range(self.base.peak_hbm_bytes)
+            least, most = self.memory_range(self.peak_bytes)
             if self.measured.memory_bytes > most:
                 found.add("more memory")
             if self.measured.memory_bytes < least:
                 found.add("less memory")
+        if self._ranks_off(rank_s(self.base.simulation)) > 1:
+            found.add("uneven ranks")
         return found
+
+    def _ranks_off(self, ranks_s: Sequence[float]) -> float:
+        """Return how far kernel seconds of ranks, beside their median, are off, in units of how far they may be."""
+        if len(self.measured.rank_s) != len(ranks_s) or min(ranks_s) <= 0:
+            return 0.0
+        own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
+        other = np.log(np.array(ranks_s) / np.median(ranks_s))
+        return float(np.abs(own - other).max()) / RANKS_WITHIN
 
     def _beyond(self, seconds: float, simulated_s: float) -> float:
         """Return how far seconds are off, in units of the interval."""
@@ -118,9 +134,7 @@ class Judge:
             off.append(abs(self.measured.memory_bytes - middle) / half)
         ranks_s = rank_s(simulation)
         if self.measured.rank_s and len(self.measured.rank_s) == len(ranks_s) and min(ranks_s) > 0:
-            own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
-            other = np.log(np.array(ranks_s) / np.median(ranks_s))
-            off.append(float(np.abs(own - other).max()) / RANKS_WITHIN)
+            off.append(self._ranks_off(ranks_s))
             off.append(self._beyond(float(np.median(self.measured.rank_s)), float(np.median(ranks_s))))
         return max(off + self._kinds_off(simulation))
 

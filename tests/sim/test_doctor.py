@@ -93,6 +93,17 @@ def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     assert "rank 3" in with_ranks.consistent[0].says
 
 
+def test_ranks_that_differ_are_told_where_the_step_is_healthy() -> None:
+    """Of a layer of 2K tokens attention is little: a contiguous layout moves the step by less than it is known to."""
+    said = ATTENTION.replace(scope="layer", seq="16K")
+    ran = said.replace(schedule="ring").predicted()
+    found = longstep.doctor(
+        said, Measured(step_time_s=said.predicted().step_time_s, rank_s=(tuple(kernels_s(ran.trace).tolist())))
+    )
+    assert found.verdict == "ranks differ"
+    assert "contiguous" in [cause.name for cause in found.causes]
+
+
 def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_that_explains_them() -> None:
     found = ATTENTION.predicted()
     of_gpu = 256 * 1024 / found.step_time_s / 8

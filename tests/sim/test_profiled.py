@@ -13,6 +13,7 @@ import pytest
 
 import longstep
 from longstep import InputError, Measured, Setup
+from sim.memory import walks
 from sim.schedule.ir.ops import KINDS
 from sim.setup.kernel_names import KERNELS, kind_of_name, kind_of_op
 from sim.setup.prediction import write_trace
@@ -159,6 +160,14 @@ def test_kinds_tell_apart_what_times_cannot(tmp_path: Path) -> None:
     assert "full-mask" in names
     assert "slow-gpus" not in names
     assert "slow-rank" not in names
+
+
+def test_memory_of_a_host_is_that_of_its_buffers() -> None:
+    """The runtime counts no workspace of kernels there, which is a sixth of this peak."""
+    said = SETUP.replace(cluster="host", model="tiny", profile="datasheet", seq="2K")
+    most = max(walk.buffer_peak_bytes for walk in walks(said.predicted().checked))
+    assert most < 0.9 * said.predicted().peak_hbm_bytes
+    assert longstep.doctor(said, Measured(memory_bytes=most)).verdict == "healthy"
 
 
 def test_simulated_kinds_are_those_of_all_ranks() -> None:
