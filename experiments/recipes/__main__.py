@@ -26,6 +26,11 @@ def _run(arguments: Sequence[str]) -> None:
     recipes = parser.add_subparsers(dest="recipe", required=True)
     recipes.add_parser("demo", help="calibrate this machine, execute and simulate two schedules, predict 8 x H100")
     recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
+    faults = recipes.add_parser("doctor", help="execute clean runs and faults here, and see what the doctor says")
+    faults.add_argument("--out", metavar="FOLDER", help="where results go, by default experiments/results/DATE-doctor")
+    faults.add_argument("--profile", metavar="NAME", help="of an earlier calibration; by default this machine is now")
+    for name, meaning in (("clean", "runs without a fault"), ("faults", "runs with one"), ("steps", "steps of each")):
+        faults.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS, help=meaning)
     on_gpu = recipes.add_parser(
         "gpu",
         help="verify, calibrate and compare on a GPU of this machine",
@@ -43,6 +48,10 @@ def _run(arguments: Sequence[str]) -> None:
     console = open_console()
     if given.recipe == "gpu":
         gpu(console, *given.parts, out=given.out, profile=given.profile, attention=given.attention)
+    elif given.recipe == "doctor":
+        from experiments.recipes.doctor import doctor
+
+        doctor(console, **{key: value for key, value in vars(given).items() if key != "recipe"})
     elif given.recipe == "demo":
         from experiments.recipes.demo import demo
 
