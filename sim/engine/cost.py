@@ -66,6 +66,8 @@ class CostModel:
         self._kernel = cache(self._find_kernel)
         self._seconds = cache(self._find_seconds)
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
+        self._alike = cluster.spec.fabric is None and not cluster.uneven
+        """Whether messages between like places of any nodes take as long."""
         self._like: dict[tuple[float, ...], tuple[Activity, float, list[tuple[int, float]]]] = {}
         """By places in nodes, bytes and spread of a message: what comes before its flow, the flow's seconds, and its
         demands by what it passes.
@@ -208,7 +210,8 @@ class CostModel:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
         ``group`` are the ranks of the communicator: on a host they all exchange at the same time, and NCCL gives each
-        hop fewer channels the more ranks it has. Messages between like places of nodes are costed once.
+        hop fewer channels the more ranks it has. Messages between like places of nodes are costed once, unless a fabric or
+        a slow port makes their routes different.
         """
         key = (source, target, nbytes, id(group))
         found = self._transfers_found.get(key)
@@ -229,7 +232,7 @@ class CostModel:
         if like is None:
             moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
             activity = self._moving(moving)
-            if self._cluster.spec.gpu.kind == "cuda" and isinstance(activity[-1], Flow):
+            if self._alike and self._cluster.spec.gpu.kind == "cuda" and isinstance(activity[-1], Flow):
                 demands = [(passed.index(resource), amount) for resource, amount in activity[-1].demands]
                 self._like[key] = activity[:-1], activity[-1].seconds, demands
             return activity

@@ -166,6 +166,23 @@ def test_threads_of_slow_links_hold_cores_that_kernels_then_lack() -> None:
     assert played(transfer_s_per_byte=1.0)[0] == pytest.approx(alone_s / (1 - 2 / 36))
 
 
+def test_each_message_between_gpus_takes_its_own_route() -> None:
+    """Over a chain: one hop of 10 us and three, and so many links. A port at a quarter slows the messages of its node,
+    not those between the same places of another.
+    """
+    cost, group = CostModel(Cluster(grid(MeshSpec(dims=(4,)), 4)), None), (0, 1, 2, 3)
+    for target in (1, 3):
+        latency, flow = cost.transfer(0, target, 10**6, group)
+        assert isinstance(latency, Latency)
+        assert isinstance(flow, Flow)
+        assert latency.seconds == pytest.approx(1e-5 * target)
+        assert len(flow.demands) == target + 2, "links and both memories"
+    slow = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, per_gpu={9: PerGpu(link=0.25)})
+    cost, group = CostModel(Cluster(slow), None), tuple(range(16))
+    even, quarter = (cost.transfer(first, first + 1, 10**9, group)[-1] for first in (0, 8))
+    assert quarter.seconds == pytest.approx(4 * even.seconds)
+
+
 def test_what_is_no_grid_or_no_network_is_refused() -> None:
     with pytest.raises(InputError, match="2 x 3 are 6 nodes, there are 4; set it or `nodes`"):
         grid(MeshSpec(dims=(2, 3)), 4)
