@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -12,11 +13,12 @@ from msgspec import structs
 
 from sim.errors import InputError
 from sim.presets import load_toml
-from topology.direct import direct_path, direct_way
-from topology.fabrics import Edge, climbs, is_socket, socket_of, structural_way
+from topology.direct import direct, direct_path, direct_way
+from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
 from topology.host import host_facts, with_facts
 from topology.resources import device_resources, equals, host_dram, resources
 from topology.specs import ClusterSpec
+from topology.switches import forwards, leaf, switched
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -43,10 +45,13 @@ class Route(NamedTuple):
     bytes_per_s: float
     """Rate of the slowest link on the way."""
     latency_s: float
+    shares: tuple[tuple[int, float], ...] = ()
+    """Links between switches, and which share of the data takes each: flows take all of the shortest ways."""
 
     def load(self, nbytes: float) -> dict[int, float]:
         """Return the bytes that a message puts on each resource."""
-        return {index: float(nbytes) * self.resources.count(index) for index in self.resources}
+        passed = {index: float(nbytes) * self.resources.count(index) for index in self.resources}
+        return passed | {index: nbytes * share for index, share in self.shares}
 
 
 class _Way(NamedTuple):
@@ -83,6 +88,8 @@ class Cluster:
         self._host_way = cache(self._find_host_way)
         self._route = cache(self._find_route)
         self._paths = cache(self._find_paths)
+        self._spread = cache(self._find_spread)
+        self._hops_from = cache(self._find_hops_from)
         self._given = placement
         total = spec.nodes * spec.gpus_per_node
         self._placement = range(total) if placement is None else placement
@@ -131,7 +138,14 @@ class Cluster:
         per_node = self.spec.gpus_per_node
         others = [number for number in (1, per_node) if number < self.spec.nodes * per_node]
         to_host = [self._host_way(0, True).between(0, 0)] if self.spec.socket else []
-        return [self._route(0, other) for other in others] + to_host
+        return [self._typical(other) for other in others] + to_host
+
+    def _typical(self, other: int) -> Route:
+        """Return the route from the first GPU to another one; over NICs without the switches between, which may be
+        narrower, since measured times are told by NICs.
+        """
+        way = self._way(0, 0, False) if switched(self.spec) and other >= self.spec.gpus_per_node else None
+        return way.between(0, 1) if way else self._route(0, other)
 
     def dram_load(self, device: int, read: float, written: float) -> dict[int, float]:
         """Return the bytes that reading and writing put on the memory of a device's socket, by resource; raises
@@ -200,12 +214,50 @@ class Cluster:
     def _find_route(self, source: int, target: int) -> Route:
         (node, place), (other, end) = (divmod(gpu, self.spec.gpus_per_node) for gpu in (source, target))
         if self.spec.fabric and node != other:
-            return self._edges_route(direct_way(self.spec, node, other))
+            return self._over_fabric(source, target)
         way = self._way(place, end, node == other) if source != target else None
         if way is None:
             return self.search(source, target)
         route = way.between(node, other)
         return route._replace(bytes_per_s=self._slowest(list(route.resources))) if self.uneven else route
+
+    def _over_fabric(self, source: int, target: int) -> Route:
+        """Return the route between two GPUs of different nodes that a fabric joins."""
+        per_node, fabric = self.spec.gpus_per_node, switched(self.spec)
+        (node, place), (other, end) = divmod(source, per_node), divmod(target, per_node)
+        if fabric is None:
+            return self._edges_route(direct_way(self.spec, node, other))
+        rail, wanted = rail_of(self.spec, place), rail_of(self.spec, end)
+        if forwards(fabric) and rail != wanted:
+            near, far = self._route(source, node * per_node + end), self._route(node * per_node + end, target)
+            passed, latency_s = (*near.resources, *far.resources), near.latency_s + far.latency_s
+            return Route(passed, self._slowest_of(passed, far.shares), latency_s, far.shares)
+        way = self._way(place, end, False)
+        assert way is not None
+        route = way.between(node, other)
+        shares, between_s = self._spread(leaf(self.spec, fabric, node, rail), leaf(self.spec, fabric, other, wanted))
+        return Route(route.resources, self._slowest_of(route.resources, shares), route.latency_s + between_s, shares)
+
+    def _find_spread(self, source: str, target: str) -> tuple[tuple[tuple[int, float], ...], float]:
+        """Return which share of a flow between two leaves takes which link, and the mean latency of its ways."""
+        from topology.graph import spread
+
+        found = spread(self._switch_graph, source, self._hops_from(target))
+        shares = tuple([(self._index[one.name], share) for edge, share in found for one in edge.resources])
+        return shares, math.fsum(edge.latency_s * share for edge, share in found)
+
+    @cached_property
+    def _switch_graph(self) -> nx.DiGraph:
+        from topology.graph import switch_graph
+
+        fabric = switched(self.spec)
+        assert fabric is not None
+        return switch_graph(self.spec, fabric)
+
+    def _find_hops_from(self, leaf: str) -> dict[str, int]:
+        from topology.graph import hops_from
+
+        return hops_from(self._switch_graph, leaf)
 
     def _edges_route(self, edges: list[Edge]) -> Route:
         passed = [self._index[name] for name in _names(edges)]
@@ -214,7 +266,7 @@ class Cluster:
     def path(self, source: int, target: int) -> list[str]:
         """Return the devices and hubs on the route between two GPUs of the spec, with both."""
         node, other = source // self.spec.gpus_per_node, target // self.spec.gpus_per_node
-        if self.spec.fabric and node != other:
+        if direct(self.spec) and node != other:
             return direct_path(self.spec, node, other)
         return self._paths(source, node == other).get(f"gpu[{target}]", [])
 
@@ -259,9 +311,15 @@ class Cluster:
         memory, *writes = (one.name for one in host_dram(self.spec, socket_of(self.spec, gpu)))
         return [memory, *writes], [memory]
 
-    def _slowest(self, passed: list[int]) -> float:
+    def _slowest(self, passed: Sequence[int]) -> float:
         """Return the rate of data that passes resources, some of them several times."""
         return min(self.resources[index].capacity / passed.count(index) for index in passed)
+
+    def _slowest_of(self, passed: Sequence[int], shares: Sequence[tuple[int, float]]) -> float:
+        """Return the rate of data that passes resources, and others with a share of it."""
+        return min(
+            self._slowest(passed), *(self.resources[index].capacity / share for index, share in shares), math.inf
+        )
 
 
 def _names(edges: list[Edge]) -> list[str]:

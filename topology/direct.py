@@ -1,45 +1,53 @@
-"""Fabrics without switches: nodes in a grid, each linked to the next along every dimension; others are reached through
+"""Fabrics without switches: nodes linked to each other at the figures of the table [nic]; others are reached through
 those between.
 
     0 ── 1 ── 2 ── 3        a mesh of 4: a chain           0 ── 1
                                                            │    │    a torus of 2 x 2: where a dimension has two nodes,
                                                            2 ── 3    the way around is the link that there is
 
-Node numbers count along the last dimension first. Routes are in dimension order, the last dimension first, along the
-shorter way around; of two as short ones the one upwards. So they are fixed, and free of deadlock in a mesh (Dally and
-Seitz 1987). Each direction of a link is a resource of its own; its figures are those of the table [nic].
+A full mesh links each node to all others along every dimension. Node numbers count along the last dimension first.
+Routes are in dimension order, the last dimension first, along the shorter way around; of two as short ones the one
+upwards. So they are fixed, and free of deadlock in a mesh (Dally and Seitz 1987). Over optical circuits they take the
+fewest, first by the strides that are named first, and between nodes as far apart by the same strides. Each direction of
+a link is a resource of its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from topology.fabrics import Edge, Resource
-from topology.specs import ClusterSpec, MeshSpec, TorusSpec
+from topology.kinds import DIRECT, CircuitsSpec, Direct, FullMeshSpec, MeshSpec, TorusSpec
+from topology.specs import ClusterSpec
 
-Grid = MeshSpec | TorusSpec
+Grid = MeshSpec | TorusSpec | FullMeshSpec
+
+
+def direct(spec: ClusterSpec) -> Direct | None:
+    """Return the fabric of a cluster if it is one without switches."""
+    return spec.fabric if isinstance(spec.fabric, DIRECT) else None
 
 
 def direct_edges(spec: ClusterSpec) -> dict[str, dict[str, Edge]]:
-    """Return the edges from every GPU to those of the nodes next to its own; none where there is a switch."""
-    grid = spec.fabric
-    if grid is None:
+    """Return the edges from every GPU to those of the nodes that a link leads to; none where there is a switch."""
+    fabric = direct(spec)
+    if fabric is None:
         return {}
-    return {_gpu(node): {_gpu(other): _edge(spec, node, other) for other in _next_to(grid, node)}
+    return {_gpu(node): {_gpu(other): _edge(spec, node, other) for other in _next_to(fabric, node, spec.nodes)}
             for node in range(spec.nodes)}  # fmt: skip
 
 
 def direct_path(spec: ClusterSpec, source: int, target: int) -> list[str]:
     """Return the GPUs that a message between two passes, with both."""
-    assert spec.fabric is not None
-    return [_gpu(node) for node in _passed(spec.fabric, source, target)]
+    return [_gpu(node) for node in _passed(spec, source, target)]
 
 
 def direct_way(spec: ClusterSpec, source: int, target: int) -> list[Edge]:
     """Return the edges that a message between the GPUs of two nodes passes."""
-    assert spec.fabric is not None
-    return [_edge(spec, *hop) for hop in pairwise(_passed(spec.fabric, source, target))]
+    return [_edge(spec, *hop) for hop in pairwise(_passed(spec, source, target))]
 
 
 def _gpu(node: int) -> str:
@@ -53,33 +61,58 @@ def _edge(spec: ClusterSpec, node: int, other: int) -> Edge:
     return Edge((Resource(name, "nic", float(nic.bytes_per_s * nic.payload)),), nic.latency_s)
 
 
-def _passed(grid: Grid, source: int, target: int) -> list[int]:
+def _passed(spec: ClusterSpec, source: int, target: int) -> list[int]:
     """Return the nodes on the way, with both ends."""
-    here, there = _place(grid, source), _place(grid, target)
+    fabric = direct(spec)
+    assert fabric is not None
+    if isinstance(fabric, CircuitsSpec):
+        steps = _steps(fabric.strides, spec.nodes)[(target - source) % spec.nodes]
+        return [node % spec.nodes for node in accumulate(steps, initial=source)]
+    here, there = _place(fabric, source), _place(fabric, target)
     nodes = [source]
-    for dim in reversed(range(len(grid.dims))):
-        size = grid.dims[dim]
+    for dim in reversed(range(len(fabric.dims))):
+        size = fabric.dims[dim]
         up = (there[dim] - here[dim]) % size
         step = 1 if there[dim] > here[dim] else -1
-        if isinstance(grid, TorusSpec):
+        if isinstance(fabric, TorusSpec):
             step = 1 if up <= size - up else -1
+        elif isinstance(fabric, FullMeshSpec):
+            step = up
         while here[dim] != there[dim]:
             here[dim] = (here[dim] + step) % size
-            nodes.append(_number(grid, here))
+            nodes.append(_number(fabric, here))
     return nodes
 
 
-def _next_to(grid: Grid, node: int) -> Iterator[int]:
+@lru_cache(maxsize=64)
+def _steps(strides: tuple[int, ...], nodes: int) -> dict[int, tuple[int, ...]]:
+    """Return the fewest steps to the node that is so many further, for each."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    reached = deque([0])
+    while reached:
+        here = reached.popleft()
+        for stride in strides:
+            for step in (stride, -stride):
+                if (there := (here + step) % nodes) not in found:
+                    found[there] = (*found[here], step)
+                    reached.append(there)
+    return found
+
+
+def _next_to(fabric: Direct, node: int, nodes: int) -> Iterator[int]:
     """Yield the nodes that a link leads to, each once."""
-    found = []
-    for dim, size in enumerate(grid.dims):
-        for step in (1, -1):
-            place = _place(grid, node)
+    if isinstance(fabric, CircuitsSpec):
+        yield from dict.fromkeys((node + step) % nodes for stride in fabric.strides for step in (stride, -stride))
+        return
+    found: dict[int, None] = {}
+    for dim, size in enumerate(fabric.dims):
+        for step in range(1, size) if isinstance(fabric, FullMeshSpec) else (1, -1):
+            place = _place(fabric, node)
             place[dim] += step
-            if isinstance(grid, TorusSpec):
+            if not isinstance(fabric, MeshSpec):
                 place[dim] %= size
-            if 0 <= place[dim] < size and (other := _number(grid, place)) != node and other not in found:
-                found.append(other)
+            if 0 <= place[dim] < size and (other := _number(fabric, place)) != node:
+                found[other] = None
     yield from found
 
 

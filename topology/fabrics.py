@@ -3,12 +3,12 @@
     gpu ── nvswitch ── gpu                          inside a node, non-blocking: only the ports of the GPUs limit
     gpu ── pcie ── switch ── uplink ── socket       PCIe: GPUs behind one switch share its way to the CPU
     socket ── socket                                between the CPUs of a node, each with its host memory
-    gpu ── pcie ── nic ── fabric                    the nearest NIC, or stripe of NICs, and a non-blocking fabric
+    gpu ── pcie ── nic ── fabric                    the nearest NIC, or stripe of NICs, and what joins the nodes: one
+                                                    switch that does not block, or many, see ``switches``
     gpu ── loopback ── gpu                          ranks that are processes of one host
-    gpu ── gpu                                      nodes in a grid, see ``direct``
+    gpu ── gpu                                      nodes without switches, see ``direct``
 
-Every direction of a link is a resource of its own. A switch itself is not simulated: it limits nothing, and a blocking
-one would be one more link.
+Every direction of a link is a resource of its own. A switch itself is not simulated: it limits nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from topology.kinds import DIRECT
 from topology.specs import ClusterSpec, LinkSpec
 
 FABRIC = "fabric"
@@ -29,7 +30,7 @@ class Resource(NamedTuple):
 
     name: str
     group: str
-    """Class of the resource: compute, hbm, nvlink, pcie, socket, dram, nic, loopback."""
+    """Class of the resource: compute, hbm, nvlink, pcie, socket, dram, nic, fabric, loopback."""
     capacity: float
     """SMs or cores; bytes per second, of data, for memory and links."""
 
@@ -95,7 +96,7 @@ def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
         found.append([to_slot, Link(slot, switch), uplink])
     if spec.loopback:
         found.append([Link(device, f"loopback[{node}]", f"{device}.loopback", "loopback", spec.loopback)])
-    if spec.nic and spec.nodes > 1 and spec.fabric is None:
+    if spec.nic and spec.nodes > 1 and not isinstance(spec.fabric, DIRECT):
         nic = f"nic[{nic_of(spec, gpu)}]"
         found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", _stripe(spec))])
     return found
@@ -145,6 +146,11 @@ def is_socket(vertex: str) -> bool:
     return vertex.startswith("socket[")
 
 
+def is_nic(vertex: str) -> bool:
+    """Return whether a device or hub is a NIC, or a stripe of several."""
+    return vertex.startswith("nic[")
+
+
 def socket_of(spec: ClusterSpec, gpu: int) -> int:
     """Return the number of a GPU's socket in the whole cluster: that of its switch, which is its first GPU's."""
     sockets = spec.socket.per_node if spec.socket else 1
@@ -170,6 +176,11 @@ def nic_of(spec: ClusterSpec, gpu: int) -> int:
     node, local = divmod(gpu, spec.gpus_per_node)
     nearest = local * spec.nics_per_node // spec.gpus_per_node
     return node * spec.nics_per_node + nearest - nearest % spec.nics_per_flow
+
+
+def rail_of(spec: ClusterSpec, gpu: int) -> int:
+    """Return which of the ports of its node a GPU's flows pass: a NIC, or a stripe of several."""
+    return nic_of(spec, gpu) % spec.nics_per_node // spec.nics_per_flow
 
 
 def _stripe(spec: ClusterSpec) -> LinkSpec | None:

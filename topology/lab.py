@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from sim.errors import InputError, unknown
-from topology.specs import ClusterSpec, LinkSpec, MeshSpec, NicSpec, TorusSpec
+from topology.kinds import MeshSpec, TorusSpec
+from topology.specs import ClusterSpec, LinkSpec, NicSpec
 
 INSIDE_BYTES_PER_S = 125e6
 """Of a node's own links where a thin one joins nodes: 1 Gbit/s."""

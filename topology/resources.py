@@ -1,4 +1,5 @@
-"""All resources of a cluster in their fixed order: those of devices, of links as the graph lists its edges, of hosts.
+"""All resources of a cluster in their fixed order: those of devices, of links as the graph lists its edges, of links
+between switches, of hosts.
 
 Nodes are equal but for the numbers of their parts, so only the first one is wired to tell the resources of all.
 """
@@ -13,6 +14,7 @@ from itertools import chain, repeat
 from topology.direct import direct_edges
 from topology.fabrics import FABRIC, Resource, edges, socket_of, switch_of
 from topology.specs import ClusterSpec
+from topology.switches import switched, trunks
 
 LINKS = ("nvlink", "pcie", "loopback", "nic")
 """Groups of links that a GPU may have for itself."""
@@ -26,12 +28,24 @@ def resources(spec: ClusterSpec) -> list[Resource]:
     links, to_nics, before = _of_links(spec)
     sockets = range(spec.socket.per_node) if spec.socket else ()
     direct = [one for ends in direct_edges(spec).values() for edge in ends.values() for one in edge.resources]
+    between = list(_between_switches(spec))
     drams = [one for number in sockets for one in host_dram(spec, number)]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
-    named = {one.name: one for one in (*_in_all_nodes(spec, devices), *listed, *direct, *_in_all_nodes(spec, drams))}
+    named = {
+        one.name: one
+        for one in (*_in_all_nodes(spec, devices), *listed, *direct, *between, *_in_all_nodes(spec, drams))
+    }
     shares = {gpu: special.link for gpu, special in spec.per_gpu.items() if special.link != 1.0}
     return [_slowed(spec, one, shares) for one in named.values()] if shares else list(named.values())
+
+
+def _between_switches(spec: ClusterSpec) -> Iterator[Resource]:
+    fabric = switched(spec)
+    if fabric and spec.nic:
+        for trunk in trunks(spec, fabric):
+            for edge in trunk.edges(spec.nic.payload):
+                yield from edge.resources
 
 
 def _slowed(spec: ClusterSpec, resource: Resource, shares: dict[int, float]) -> Resource:
@@ -39,7 +53,7 @@ def _slowed(spec: ClusterSpec, resource: Resource, shares: dict[int, float]) -> 
     NICs that it shares with nobody.
     """
     of = [int(number) for part, number in _numbered(resource.name)[1] if part in {"gpu", "nic"}]
-    if ".to[" in resource.name and spec.fabric:
+    if resource.name.startswith("node["):
         of = [int(number) for _, number in _numbered(resource.name)[1]]
     if resource.group not in LINKS or (resource.group == "nic" and spec.nics_per_node < spec.gpus_per_node):
         return resource

@@ -6,7 +6,6 @@ source of every figure in its table ``[sources]``.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,22 +13,15 @@ from msgspec import Meta
 
 from sim.errors import InputError
 from sim.presets import Name
+from topology.base import Bytes, Count, NotNegative, Positive, Spec
+from topology.kinds import DIRECT, Fabric
 from topology.reserved import OF_CPU, OF_CUDA, Reserved
 
-Positive = Annotated[float, Meta(gt=0, lt=1e30)]
-NotNegative = Annotated[float, Meta(ge=0, lt=1e30)]
-Count = Annotated[int, Meta(ge=1, le=2**16)]
-"""Of devices, or of parts of one."""
-Bytes = Annotated[int, Meta(ge=1, le=2**60)]
 MOST_GPUS = 2**14
 """Of a cluster: as many as have trained one model (arXiv:2407.21783 §3.3)."""
 
 
-class _Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A described thing: immutable, keyword-only, and strict about its keys."""
-
-
-class GpuSpec(_Spec, frozen=True, kw_only=True):
+class GpuSpec(Spec, frozen=True, kw_only=True):
     """One accelerator; for ``kind = "cpu"`` one process of the host, whose "SMs" are its threads."""
 
     name: Name
@@ -45,7 +37,7 @@ class GpuSpec(_Spec, frozen=True, kw_only=True):
     """Enforced power limit, which rates under load follow; it belongs to the machine, not to the GPU's name."""
 
 
-class HbmSpec(_Spec, frozen=True, kw_only=True):
+class HbmSpec(Spec, frozen=True, kw_only=True):
     """The memory that kernels work on: per GPU, or the DRAM that all ranks of a CPU host share."""
 
     capacity_bytes: Bytes
@@ -56,7 +48,7 @@ class HbmSpec(_Spec, frozen=True, kw_only=True):
     """How much more or less that may be."""
 
 
-class LinkSpec(_Spec, frozen=True, kw_only=True):
+class LinkSpec(Spec, frozen=True, kw_only=True):
     """A point-to-point link, each direction of its own."""
 
     bytes_per_s: Positive
@@ -98,7 +90,7 @@ class PcieSpec(LinkSpec, frozen=True, kw_only=True):
     """Which GPUs write into each other's memory; data of others passes through that of the host."""
 
 
-class DramSpec(_Spec, frozen=True, kw_only=True):
+class DramSpec(Spec, frozen=True, kw_only=True):
     """Host memory of one socket; reads and writes share its bandwidth."""
 
     capacity_bytes: Bytes
@@ -107,7 +99,7 @@ class DramSpec(_Spec, frozen=True, kw_only=True):
     """What writes get at most of that."""
 
 
-class SocketSpec(_Spec, frozen=True, kw_only=True):
+class SocketSpec(Spec, frozen=True, kw_only=True):
     """The CPUs of a node of GPUs: each has the memory and the PCIe switches of an equal share of the GPUs."""
 
     per_node: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -116,7 +108,7 @@ class SocketSpec(_Spec, frozen=True, kw_only=True):
     """Between any two of them; without one data does not pass from one to another."""
 
 
-class HostSpec(_Spec, frozen=True, kw_only=True):
+class HostSpec(Spec, frozen=True, kw_only=True):
     """The cores of a node; ranks on them and the threads of their transfers share these cores."""
 
     cores: Positive
@@ -135,20 +127,7 @@ class HostSpec(_Spec, frozen=True, kw_only=True):
     """Whether all nodes are parts of one machine, such as network namespaces, and share its cores and its memory."""
 
 
-class MeshSpec(_Spec, frozen=True, kw_only=True, tag_field="kind", tag="mesh"):
-    """Nodes in a grid without switches, each linked to the next along every dimension; one dimension is a chain."""
-
-    dims: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=6)]
-    """Nodes along each dimension; numbers count along the last one first."""
-
-
-class TorusSpec(_Spec, frozen=True, kw_only=True, tag_field="kind", tag="torus"):
-    """The same, and the last of each dimension linked to the first."""
-
-    dims: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=6)]
-
-
-class PerGpu(_Spec, frozen=True, kw_only=True):
+class PerGpu(Spec, frozen=True, kw_only=True):
     """What is special about one device of the cluster."""
 
     speed: Positive = 1.0
@@ -157,7 +136,7 @@ class PerGpu(_Spec, frozen=True, kw_only=True):
     """Rate of its own links relative to the spec, of both directions: 0.25 is a port that came up at a quarter."""
 
 
-class ClusterSpec(_Spec, frozen=True, kw_only=True):
+class ClusterSpec(Spec, frozen=True, kw_only=True):
     """A whole machine. ``nvlink``, ``pcie``, ``socket``, ``nic`` and ``loopback`` say which links there are; see
     ``fabrics``.
     """
@@ -171,12 +150,12 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
     pcie: PcieSpec | None = None
     socket: SocketSpec | None = None
     nic: NicSpec | None = None
-    fabric: MeshSpec | TorusSpec | None = None
-    """How nodes are linked to each other, at the figures of ``nic``; None: by a switch that does not block."""
+    fabric: Fabric | None = None
+    """How nodes are joined; None: by a switch that does not block."""
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
-    per_gpu: dict[int, PerGpu] = {}
-    sources: dict[str, str] = {}
+    per_gpu: dict[int, PerGpu] = msgspec.field(default_factory=dict)
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Where each figure comes from, by dotted path."""
     profile: str = ""
     """Name of the profile that predictions take unless another one is named; empty: none, so rates of datasheets."""
@@ -226,6 +205,11 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
         return (self.nic and self.nic.stripe) or max(1, self.nics_per_node // self.gpus_per_node)
 
     @property
+    def ports_per_node(self) -> int:
+        """How many ports of the fabric a node has: NICs of one stripe are one."""
+        return self.nics_per_node // self.nics_per_flow
+
+    @property
     def stripe_width(self) -> int:
         """How many times as many that is as a GPU has for itself, or shares."""
         return self.nics_per_flow // max(1, self.nics_per_node // self.gpus_per_node)
@@ -256,20 +240,18 @@ class ClusterSpec(_Spec, frozen=True, kw_only=True):
             )
 
     def _check_fabric(self) -> None:
-        """Raise InputError where nodes do not fill the grid that they are linked as."""
+        """Raise InputError where nodes do not fill the fabric that joins them."""
         if self.fabric is None:
             return
-        if math.prod(self.fabric.dims) != self.nodes:
-            dims = " x ".join(map(str, self.fabric.dims))
-            raise InputError(
-                f"fabric.dims of cluster {self.name!r}: {dims} are {math.prod(self.fabric.dims)} nodes, there are "
-                f"{self.nodes}; set it or `nodes`"
-            )
-        if self.gpus_per_node > 1 or self.nic is None:
+        if isinstance(self.fabric, DIRECT) and (self.gpus_per_node > 1 or self.nic is None):
             raise InputError(
                 f"cluster {self.name!r}: a fabric without switches links nodes of one GPU each at the figures of "
                 f"[nic]; set gpus_per_node 1, and give it that table"
             )
+        if self.nic is None:
+            raise InputError(f"cluster {self.name!r}: a [fabric] joins NICs, and there is no table [nic]")
+        if wrong := self.fabric.wrong(self.nodes, self.ports_per_node):
+            raise InputError(f"fabric of cluster {self.name!r}: {wrong}")
 
     def figures(self) -> dict[str, Any]:
         """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor

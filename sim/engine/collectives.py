@@ -9,7 +9,8 @@ whichever is fastest at the links' rates.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache, reduce
 from itertools import pairwise, repeat
 from operator import add
@@ -18,7 +19,7 @@ from typing import NamedTuple, assert_never
 from sim.errors import InputError
 from sim.kept import kept
 from sim.schedule.ir.ops import CollectiveName
-from topology.cluster import Cluster
+from topology.cluster import Cluster, Route
 
 _LINKS = ("nic", "nvlink", "pcie", "loopback")
 """Kinds of links as profiles call them, widest ways first."""
@@ -134,6 +135,8 @@ def _direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffi
                 latency_s = max(latency_s, route.latency_s)
                 for resource in route.resources:
                     load[resource] += part
+                for resource, share in route.shares:
+                    load[resource] += part * share
     return LinkTraffic(dict(load), latency_s, 1, 2 * part * len(ranks))  # the own part is copied
 
 
@@ -181,15 +184,27 @@ def _in_switches(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, near: 
 
 
 @lru_cache(maxsize=4096)
-def _times(count: int, nbytes: float, start: float = 0.0) -> float:
-    """Return ``start`` with some bytes added so many times, one by one."""
-    return reduce(add, repeat(nbytes, count), start)
+def _times(count: float, nbytes: float, start: float = 0.0) -> float:
+    """Return ``start`` with some bytes added so many times, one by one, and then a share of them."""
+    whole = int(count)
+    return reduce(add, repeat(nbytes, whole), start) + (count - whole) * nbytes
+
+
+def _passes(routes: Iterable[Route]) -> dict[int, float]:
+    """Return how many of some routes pass each link; of one that takes several ways it is a share."""
+    found: dict[int, float] = defaultdict(int)
+    for route in routes:
+        for link in route.resources:
+            found[link] += 1
+        for link, share in route.shares:
+            found[link] += share
+    return found
 
 
 class _RingWays(NamedTuple):
     """What the rings of a group pass."""
 
-    passes: Counter[int]
+    passes: dict[int, float]
     """How many of their hops pass each link."""
     width: int
     """How many rings there are."""
@@ -200,11 +215,11 @@ class _RingWays(NamedTuple):
 class _TreeWays(NamedTuple):
     """What the chains inside the nodes of a group, and the trees over them, pass."""
 
-    inside: Counter[int]
+    inside: dict[int, float]
     """How many hops inside nodes pass each link."""
-    around: Counter[int]
+    around: dict[int, float]
     """The same of hops from each member to the next and from the last to the first: each port once, each way."""
-    across: Counter[int]
+    across: dict[int, float]
     """How many hops between nodes do."""
     inside_s: float
     across_s: float
@@ -245,17 +260,16 @@ def _ways(_: Cluster) -> _Ways:
 def _find_rings(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _RingWays:
     nodes = by_node(ranks, cluster)
     few = _near(nodes, near)
-    passes: Counter[int] = Counter()
+    passed: list[Route] = []
     latency_s = 0.0
     orders = _ring_orders(few)
     for order in orders:
         routes = [cluster.route(*pair) for pair in zip(order, (*order[1:], order[0]), strict=True)]
         latency_s = max(latency_s, sum(route.latency_s for route in routes) / len(routes))
-        for route in routes:
-            passes.update(route.resources)
+        passed += routes
     if len(few) < len(nodes):
         latency_s = _hop_s_of_alike(nodes, cluster)
-    return _RingWays(passes, len(orders), latency_s)
+    return _RingWays(_passes(passed), len(orders), latency_s)
 
 
 def _hop_s_of_alike(nodes: list[list[int]], cluster: Cluster) -> float:
@@ -300,7 +314,7 @@ def _find_trees(ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> _
         for members, others in zip(few, (*few[1:], few[0]), strict=True)
         for source, target in zip(members[:width], others[:width], strict=True)
     ]
-    passes = [Counter(link for route in routes for link in route.resources) for routes in (inside, around, across)]
+    passes = [_passes(routes) for routes in (inside, around, across)]
     inside_s, across_s = (max((route.latency_s for route in routes), default=0.0) for routes in (inside, across))
     return _TreeWays(passes[0], passes[1], passes[2], inside_s, across_s, width, max(map(len, nodes)), len(nodes))
 

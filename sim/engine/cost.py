@@ -26,6 +26,7 @@ from sim.schedule.ir.program import Program
 from sim.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
 from topology.specs import ClusterSpec
+from topology.switches import GROUP as SWITCHES
 
 HOST_COPY_KINDS: dict[Place, dict[str, str]] = {
     "host": dict(zip((OFFLOAD, FETCH), HOST_COPIES, strict=True)),
@@ -65,6 +66,7 @@ class CostModel:
         self._profile = profile
         self._kernel = cache(self._find_kernel)
         self._seconds = cache(self._find_seconds)
+        self._further_s = cache(self._find_further_s)
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
         self._alike = cluster.spec.fabric is None and not cluster.uneven
         """Whether messages between like places of any nodes take as long."""
@@ -210,8 +212,8 @@ class CostModel:
         """Return what one rank sends to another: latency, then a flow over the links of the route and both memories.
 
         ``group`` are the ranks of the communicator: on a host they all exchange at the same time, and NCCL gives each
-        hop fewer channels the more ranks it has. Messages between like places of nodes are costed once, unless a fabric or
-        a slow port makes their routes different.
+        hop fewer channels the more ranks it has. Messages between like places of nodes are costed once, unless a fabric
+        or a slow port makes their routes different.
         """
         key = (source, target, nbytes, id(group))
         found = self._transfers_found.get(key)
@@ -311,8 +313,9 @@ class CostModel:
             copies = what.kernel in {*HOST_COPIES, *PAGEABLE_COPIES}
             link = "dram" if copies else link_name(what.load, self._cluster)
             limits = slowest_of_kind(what.load, link, self._cluster)
-            busiest = what.load[limits] / width_of(link, self._cluster)
-            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, self._figures_of(limits))
+            busiest = what.load[limits] / width_of(link, self._cluster) * self._crowding(what.load, limits)
+            figures = self._figures_of(limits, self._further_s(what.ranks))
+            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, what.least_s) - delay_s
@@ -338,15 +341,37 @@ class CostModel:
         threads = self._threads(what, demands)
         return (*threads, Latency(delay_s), Flow(flow_s, tuple(sorted((r, x) for r, x in demands.items() if x > 0))))
 
-    def _figures_of(self, link: int) -> Callable[[str], Figures]:
-        """Return the figures of links as one of them has them, whose rate may be less than that of all others."""
-        if not self._cluster.uneven:
+    def _crowding(self, load: dict[int, float], link: int) -> float:
+        """Return how many times as long as a link those between switches take, if longer: measured times, which are of
+        NICs and a fabric that does not block, are those of so many times the bytes then.
+        """
+        resources = self._cluster.resources
+        between = [n / resources[one].capacity for one, n in load.items() if resources[one].group == SWITCHES]
+        return max(1.0, max(between, default=0.0) * resources[link].capacity / load[link])
+
+    def _find_further_s(self, ranks: tuple[int, ...]) -> float:
+        """Return what the way from one node to the next takes longer than that over one NIC and a switch, at most: the
+        switches and nodes that a fabric has between them.
+        """
+        nodes = by_node(ranks, self._cluster)
+        if self._cluster.spec.fabric is None or len(nodes) == 1:
+            return 0.0
+        pairs = zip(nodes, (*nodes[1:], nodes[0]), strict=True)
+        longest_s = max(self._cluster.route(here[0], there[0]).latency_s for here, there in pairs)
+        return max(0.0, longest_s - self._link_figures("nic").latency_s)
+
+    def _figures_of(self, link: int, further_s: float) -> Callable[[str], Figures]:
+        """Return the figures of links as one of them has them, whose rate may be less than that of all others, and
+        whose way may be longer.
+        """
+        if not self._cluster.uneven and not further_s:
             return self._link_figures
         share = self._cluster.resources[link].capacity / self._cluster.even.resources[link].capacity
 
         def figures(kind: str) -> Figures:
             found = self._link_figures(kind)
-            return found._replace(bytes_per_s=found.bytes_per_s * share)
+            longer_s = found.latency_s + further_s if kind == "nic" else found.latency_s
+            return found._replace(bytes_per_s=found.bytes_per_s * share, latency_s=longer_s)
 
         return figures
 

@@ -14,6 +14,7 @@ from sim.engine.collectives import by_node
 from sim.kept import kept
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, Route
+from topology.kinds import DIRECT
 
 Need = tuple[frozenset[int], float]
 """Some links, and the bytes that they carry together at least."""
@@ -119,24 +120,31 @@ def _find_ends(ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> 
         if not own.intersection(members):
             continue
         counts.append(len(members))
-        far = nodes[number - 1][0]
         there, back = [], []
         for place, rank in enumerate(members):
-            others = [members[place - 1]] * (len(members) > 1) + [far] * (len(nodes) > 1)
-            if cluster.spec.fabric is not None:  # where a node has a link of its own for each way out
-                others = [other for other in ranks if other != rank]
-            leaving = [cluster.route(rank, other) for other in others]
-            entering = [cluster.route(other, rank) for other in others]
+            near = [members[place - 1]] * (len(members) > 1)
+            far = _far(nodes, number, cluster)
+            leaving = [cluster.route(rank, other) for other in (*near, *far)]
+            entering = [cluster.route(other, rank) for other in (*near, *far)]
             out.append(frozenset(route.resources[0] for route in leaving))
             into.append(frozenset(_links(route, cluster)[-1] for route in entering))
             if len(nodes) > 1:
-                last = slice(0 if cluster.spec.fabric else -1, None)
-                there += [_nics(route, cluster)[0] for route in leaving[last]]
-                back += [_nics(route, cluster)[-1] for route in entering[last]]
+                there += [_nics(route, cluster)[0] for route in leaving[len(near) :]]
+                back += [_nics(route, cluster)[-1] for route in entering[len(near) :]]
         if len(nodes) > 1:
             node_out.append(frozenset(there))
             node_into.append(frozenset(back))
     return _Ends(out, into, node_out, node_into, counts, len(nodes))
+
+
+def _far(nodes: list[list[int]], number: int, cluster: Cluster) -> list[int]:
+    """Return ranks of other nodes than one, to which its ranks take all ways out that they have."""
+    fabric = cluster.spec.fabric
+    if len(nodes) == 1:
+        return []
+    if isinstance(fabric, DIRECT):  # a link of its own for each way
+        return [rank for other, members in enumerate(nodes) if other != number for rank in members]
+    return nodes[number - 1] if fabric else nodes[number - 1][:1]  # by rails, where what is for another changes them
 
 
 def _links(route: Route, cluster: Cluster) -> list[int]:

@@ -18,8 +18,9 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
+from topology.kinds import MeshSpec, TorusSpec
 from topology.lab import NETWORKS, PAYLOAD, lab_spec
-from topology.specs import ClusterSpec, MeshSpec, NicSpec, PerGpu, TorusSpec
+from topology.specs import ClusterSpec, NicSpec, PerGpu
 
 RATE = 25e6
 
