@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sim.setup.crossover import crossover
     from sim.setup.doctor import Diagnosis, doctor
     from sim.setup.explore import explore
+    from sim.setup.fabric import fabric
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.measured import Measured
     from sim.setup.names import cluster, mesh, model, names, profile, workload
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table", "balance",
-    "build", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fit", "ladder", "machine_balance",
-    "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table",
-    "verify", "what_helps", "winners", "workload",
+    "build", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fabric", "fit", "ladder",
+    "machine_balance", "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate",
+    "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -50,6 +51,7 @@ _HOMES = {
     "sim.setup.crossover": ("crossover",),
     "sim.setup.doctor": ("Diagnosis", "doctor"),
     "sim.setup.explore": ("explore",),
+    "sim.setup.fabric": ("fabric",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.measured": ("Measured",),
     "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),

@@ -9,6 +9,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import longstep
+from experiments.evidence.units import rate
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
@@ -26,7 +28,7 @@ from sim.workload import load_model
 from topology.cluster import load_cluster
 
 KINDS = ("models", "clusters", "schedules", "stacks", "profiles")
-FORMATS = ("grid", "json", "dot")
+FORMATS = ("grid", "json", "dot", "fabric")
 _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 """First lines of files, by which ``--out`` knows its own."""
 
@@ -41,11 +43,11 @@ class List:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Show(Writes):
-    """Show a schedule: its grid of logical time x rank, its JSON, or its graph."""
+    """Show a schedule: its grid of logical time x rank, its JSON, or its graph; or what joins nodes of a cluster."""
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     format: str = "grid"
-    """grid, json or dot."""
+    """grid, json or dot of the schedule, or fabric: the shape of what joins the nodes of --cluster."""
     ranks: OptionalText = None
     """Ranks to show in the grid or graph, such as 0,1,7; by default the first eight."""
     out: OptionalText = None
@@ -71,6 +73,11 @@ def show(command: Show, console: Console) -> None:
     one_of("format", command.format, FORMATS)
     out = command.output(command.out, _SHOWN)
     require_outputs([out])
+    if command.format == "fabric":
+        if out or command.ranks:
+            raise InputError("`out` and `ranks` are of a schedule; leave them out with `format` fabric")
+        console.print(_fabric(command.selection), markup=False)
+        return
     found = command.selection.setup().resolved()
     try:
         checked = found.checked()
@@ -98,6 +105,27 @@ def show(command: Show, console: Console) -> None:
         out.write((_MARKS.get(command.format, "") + text).encode())
     else:
         console.print(text, markup=False)
+
+
+def _fabric(selection: Selection) -> str:
+    """Return in words what joins the nodes of a cluster."""
+    of_cluster = [text.removeprefix("cluster.") for text in selection.set if text.startswith("cluster.")]
+    found = longstep.fabric(selection.cluster, nodes=selection.nodes, set=of_cluster)
+    ways = (
+        f"{found.paths_least}"
+        if found.paths_least == found.paths_most
+        else f"{found.paths_least} to {found.paths_most}"
+    )
+    ends = "switches with ports" if found.switches else "nodes"
+    halves = rate(found.bisection_bytes_per_s, "B/s")
+    lines = [
+        f"{found.kind}: {found.nodes} nodes, {found.ports} ports, {found.switches} switches",
+        *(f"  {one.lower} - {one.upper}: {one.number} links of {rate(one.bytes_per_s, 'B/s')}" for one in found.links),
+        f"diameter: {found.diameter} links from port to port",
+        f"shortest ways between two {ends}: {ways}",
+        f"bisection: {halves} per direction; the ports of a half send {found.blocking:.3g} times as much",
+    ]
+    return "\n".join(lines)
 
 
 def _is_shown(file: BinaryIO) -> bool:

@@ -522,7 +522,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("validate", "--ranks", "9" * 5000), "from 1 to 16384"),
         (("validate", "--record", "/dev/zero"), "it is no regular file"),
         (("validate", "--cases", "/dev/zero"), "it is no regular file"),
-        (("show", "--format", "png"), "allowed are grid, json, dot"),
+        (("show", "--format", "png"), "allowed are grid, json, dot, fabric"),
         (("show", "--ranks", "0,9"), "0 to 1"),
         (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
         (("list", "things"), "allowed are models, clusters, schedules, stacks, profiles"),
