@@ -164,9 +164,11 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
         yield f"[{prefix.rstrip('.')}]"
     for name, hint in get_type_hints(struct).items():
         inner = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+        for one in inner:  # several where a table has kinds
+            yield from keys_of(one, f"{prefix}{name}.N." if get_origin(hint) is dict else f"{prefix}{name}.")
         if inner:
-            yield from keys_of(inner[0], f"{prefix}{name}.N." if get_origin(hint) is dict else f"{prefix}{name}.")
-        elif name not in of_links:
+            continue
+        if name not in of_links:
             yield prefix + name
 
 
