@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sim.setup.neighbours import neighbours
     from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
+    from sim.setup.reverse import Answer, cheapest, fewest_gpus, longest_context
     from sim.setup.roofline import machine_balance, roofline
     from sim.setup.setup import Setup, predict
     from sim.setup.sweep import sweep
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from sim.setup.winners import winners
 
 __all__ = [
-    "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table", "balance",
-    "build", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fabric", "fit", "ladder",
-    "machine_balance", "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate",
-    "sweep", "table", "verify", "what_helps", "winners", "workload",
+    "Answer", "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table",
+    "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fabric",
+    "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "mesh", "model", "names", "neighbours",
+    "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners",
+    "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -58,6 +60,7 @@ _HOMES = {
     "sim.setup.neighbours": ("neighbours",),
     "sim.setup.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
+    "sim.setup.reverse": ("Answer", "cheapest", "fewest_gpus", "longest_context"),
     "sim.setup.roofline": ("machine_balance", "roofline"),
     "sim.setup.setup": ("Setup", "predict"),
     "sim.setup.sweep": ("sweep",),

@@ -10,10 +10,13 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.units import length, seconds, size
-from experiments.verbs.kinds import OptionalFloat, OptionalInt, Texts
+from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
+from experiments.verbs.quantities import read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from sim.errors import InputError
+from sim.setup.plan import Plan as Found
+from sim.setup.search import Progress
 from sim.setup.space import OPTIONS
 
 
@@ -21,7 +24,7 @@ from sim.setup.space import OPTIONS
 class Plan(StepSelection):
     """Find the schedule, degrees and options that train fastest on some GPUs, of all that fit.
 
-    What is named or set is kept; all else is varied.
+    What is named or set is kept; all else is varied. Also the longest context, the fewest GPUs, and the cheapest.
     """
 
     model: str = "llama3-8b"
@@ -33,8 +36,22 @@ class Plan(StepSelection):
     zero_stage=1,3, loss=whole,chunked."""
     most: int = 3
     """How many configurations to show."""
-    price: OptionalFloat = None
-    """Price of a GPU-hour: then a million tokens have a cost in the same currency."""
+    longest: bool = False
+    """Find the longest context instead of --seq that fits, and keeps to --step-time or --tokens-per-s where given."""
+    until: str = "16M"
+    """Where --longest ends."""
+    fewest_gpus: bool = False
+    """Find the fewest GPUs, up to --gpus or --nodes, on which it fits, and that keep to --step-time or
+    --tokens-per-s."""
+    cheapest: bool = False
+    """Find what trains a billion tokens at the least --price, on any number of GPUs up to --gpus or --nodes."""
+    step_time: OptionalText = None
+    """What a step may take, such as 60s or 2min."""
+    tokens_per_s: OptionalFloat = None
+    """What all GPUs together have to train."""
+    price: OptionalText = None
+    """Price of a GPU-hour, in any currency: then a billion tokens have a cost. With --cheapest also of several
+    clusters, to choose among these: hgx-h100=2.5,dgx-a100=1.3."""
     limit: float = 45.0
     """Seconds of searching, after which the best so far are shown, with how much faster others may be; 0 for none."""
     jobs: OptionalInt = None
@@ -54,21 +71,88 @@ def plan(command: Plan, console: Console) -> None:
         )
     if command.limit < 0:
         raise InputError(f"`limit` {command.limit:g}: expected 0 seconds or more")
+    prices = None if command.price is None else read_prices(command.price, command.cluster)
+    _require_one_question(command, prices)
     with progress("searching") as show:
-        found = longstep.plan(
-            command.setup(), options=_varied(command.vary), most=command.most, price=command.price,
-            limit_s=command.limit or None, jobs=command.jobs, progress=show,
-        )  # fmt: skip
+        answer, found = _found(command, prices, show)
     if command.json:
-        print_json(
-            {**found._asdict(), "best": found.best.rows, "lost": found.lost.rows},
-            console,
-        )
+        told = {} if found is None else {**found._asdict(), "best": found.best.rows, "lost": found.lost.rows}
+        asked = {} if answer is None else {"value": answer.value, "sure": answer.sure, "tried": answer.tried.rows}
+        print_json({**asked, **told}, console)
         return
+    if answer is not None:
+        _print_answer(command, answer, console)
+    if found is not None:
+        _print_plan(command, found, console, answer.value if answer and command.longest else None)
+
+
+def _require_one_question(command: Plan, prices: dict[str, float] | None) -> None:
+    """Raise InputError for options that do not go together."""
+    asked = [name for name in ("longest", "fewest_gpus", "cheapest") if getattr(command, name)]
+    if len(asked) > 1:
+        raise InputError(f"`{asked[0]}` and `{asked[1]}` are two questions: ask one at a time")
+    if not asked and (command.step_time is not None or command.tokens_per_s is not None):
+        raise InputError(
+            "`step_time` and `tokens_per_s` are for `longest`, `fewest_gpus` and `cheapest`: a plan is of the fastest"
+        )
+    if command.cheapest and prices is None:
+        raise InputError("`cheapest` needs the price of a GPU-hour: set `price` 2.5, or CLUSTER=2.5,CLUSTER=1.3")
+    if prices is not None and (command.longest or command.fewest_gpus):
+        raise InputError(f"`price` {command.price}: leave it out, or set `cheapest`")
+    if not command.cheapest and len(prices or {}) > 1:
+        raise InputError(f"`price` {command.price}: several clusters are for `cheapest`; expected one price")
+
+
+def _found(
+    command: Plan, prices: dict[str, float] | None, show: Progress
+) -> tuple[longstep.Answer | None, Found | None]:
+    """Return the answer to a question asked the other way round, if one was, and a plan."""
+    setup = command.setup()
+    how: dict[str, Any] = {
+        "options": _varied(command.vary), "most": command.most, "limit_s": command.limit or None,
+        "jobs": command.jobs, "progress": show,
+    }  # fmt: skip
+    target: dict[str, Any] = {
+        "step_time_s": None if command.step_time is None else read_seconds("step_time", command.step_time),
+        "tokens_per_s": command.tokens_per_s,
+    }
+    if command.cheapest:
+        return None, longstep.cheapest(setup, prices or {}, **target, **how)
+    if command.longest:
+        answer = longstep.longest_context(setup, until=command.until, **target, **how)
+        return answer, answer.plan
+    if command.fewest_gpus:
+        answer = longstep.fewest_gpus(setup, **target, **how)
+        return answer, answer.plan
+    price = next(iter((prices or {}).values()), None)
+    return None, longstep.plan(setup, price=price, **how)
+
+
+def _print_answer(command: Plan, answer: longstep.Answer, console: Console) -> None:
+    """Print the value that was asked for, and what was tried."""
+    what = "seq" if command.longest else "gpus"
+    shown = length if command.longest else str
+    table = Table("length" if command.longest else "GPUs", "enough", "with, or why not", title_justify="left")
+    for row in answer.tried:
+        table.add_row(shown(row[what]), {True: "yes", False: "no", None: "not known"}[row["reaches"]], row["why"])
+    console.print(table)
+    if answer.value is None:
+        console.print("Nothing that was tried is enough.")
+    elif command.longest:
+        console.print(f"The longest context is {length(answer.value)}: {answer.value} tokens, to 1 %.")
+    else:
+        console.print(f"The fewest GPUs are {answer.value}.")
+    if not answer.sure:
+        console.print("The search was cut short, so that there may be a better answer; --limit gives it longer.")
+
+
+def _print_plan(command: Plan, found: Found, console: Console, seq: int | None = None) -> None:
+    """Print the best configurations, and why the others lose."""
     said = f"{found.configurations} configurations, {found.simulated} simulated"
     if len(found.best):
-        title = f"training steps of {command.model}, S {length(longstep.workload(command.model, command.seq).seq)}: "
-        console.print(_best_table(title + said, found.best.rows))
+        at = seq or longstep.workload(command.model, command.seq).seq
+        title = f"training steps of {command.model}, S {length(at)}: {said}"
+        console.print(_best_table(title, found.best.rows))
         for row in found.best.rows:
             if row["tie"]:
                 console.print(f"- {row['schedule']}, {row['options']}: a tie with the first", markup=False)
@@ -76,7 +160,8 @@ def plan(command: Plan, console: Console) -> None:
         said = "nothing was found so far that fits" if found.slack else "nothing fits"
         console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)
     if found.slack:
-        rest = f"at most {100 * found.slack:.2g} % faster by its lower bound" if found.slack < 1 else "not known yet"
+        better = "cheaper" if command.cheapest else "faster"
+        rest = f"at most {100 * found.slack:.2g} % {better} by its lower bound" if found.slack < 1 else "not known yet"
         console.print(f"The search was cut short: what was not simulated is {rest}; --limit gives it longer.")
     table = Table("schedule", "configurations", "simulated", "with", "why it loses", title="all", title_justify="left")
     by_schedule: dict[str, list[dict[str, Any]]] = {}
@@ -109,9 +194,9 @@ def _varied(texts: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _best_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    priced = "cost_per_million_tokens" in rows[0]
+    priced = "cost_per_billion_tokens" in rows[0]
     heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "peak HBM", "free", "bound by")
-    table = Table(*heads, *(["a million tokens"] if priced else []), title=title, title_justify="left")
+    table = Table(*heads, *(["a billion tokens"] if priced else []), title=title, title_justify="left")
     for row in rows:
         within = "not known" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
         host = f", a socket {size(row['peak_socket_bytes'])}" if row["peak_socket_bytes"] else ""
@@ -124,5 +209,5 @@ def _best_table(title: str, rows: list[dict[str, Any]]) -> Table:
             f"{'~' if row['fits'] is None else ''}{size(row['free_bytes'])}",
             row["bound_by"],
         ]
-        table.add_row(*cells, *([f"{row['cost_per_million_tokens']:.4g}"] if priced else []))
+        table.add_row(*cells, *([f"{row['cost_per_billion_tokens']:.4g}"] if priced else []))
     return table

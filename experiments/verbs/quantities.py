@@ -33,8 +33,22 @@ def read_share(field: str, text: str) -> float:
     return _read(field, text, {"": 1.0, "%": 0.01}, "a share above 0 such as 0.41 or 41%")
 
 
+def read_prices(text: str, cluster: str) -> dict[str, float]:
+    """Return what a GPU-hour costs by cluster: 2.5 of one, or hgx-h100=2.5,dgx-a100=1.3 of several.
+
+    >>> read_prices("2.5", "hgx-h100"), read_prices("a=2,b=1.5/GPU-h", "a")
+    ({'hgx-h100': 2.5}, {'a': 2.0, 'b': 1.5})
+    """
+    found = dict[str, float]()
+    for part in text.split(","):
+        name, equals, value = part.rpartition("=")
+        expected = "prices of a GPU-hour above 0: 2.5, or CLUSTER=2.5,CLUSTER=1.3"
+        found[name.strip() if equals else cluster] = _read("price", value, {"": 1.0, "/GPU-h": 1.0}, expected)
+    return found
+
+
 def _read(field: str, text: str, units: dict[str, float], expected: str) -> float:
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z%]*)", text.strip())
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z%/-]*)", text.strip())
     value = float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
     if not 0 < value < float("inf"):
         raise InputError(f"`{field}` {text}: expected {expected}")

@@ -36,6 +36,8 @@ class Least(NamedTuple):
     """Of the latter."""
     links_s: float
     """Of the link that carries most for this rank, at its rate."""
+    ops: int
+    """How many its program has."""
 
     @property
     def step_s(self) -> float:
@@ -51,7 +53,9 @@ class Least(NamedTuple):
         """Return what so many layers more than ``more`` has take, of which each adds what the one does that ``more``
         has and this has not.
         """
-        return Least(*(last + layers * (last - first) for first, last in zip(self, more, strict=True)))
+        pairs = zip(self[:3], more[:3], strict=True)
+        kernels_s, states_s, links_s = (last + layers * (last - first) for first, last in pairs)
+        return Least(kernels_s, states_s, links_s, more.ops + layers * (more.ops - self.ops))
 
 
 @garbage_collection_off()
@@ -71,6 +75,7 @@ def least_seconds(found: Configuration) -> Least:
         kernels_s=math.fsum(taken_s for of_states, taken_s in taken if not of_states),
         states_s=math.fsum(taken_s for of_states, taken_s in taken if of_states),
         links_s=max(links.values(), default=0.0),
+        ops=sum(len(call.fragment.ops) for call in program.calls),
     )
 
 

@@ -13,7 +13,7 @@ from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
 from sim.setup.room import Room, room
-from sim.setup.setup import Setup
+from sim.setup.setup import Configuration, Setup
 from sim.setup.stacks import STACKS, TECHNIQUES
 from sim.setup.table import Table
 
@@ -60,8 +60,13 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
 
 def num_gpus(setup: Setup) -> int:
     """Return how many GPUs a setup has where it does not say so: as many as for any schedule that splits sequences."""
+    return as_ring(setup).mesh.size
+
+
+def as_ring(setup: Setup) -> Configuration:
+    """Return a setup with the ring for its schedule, and of what is set only what is of the cluster."""
     of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
-    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved().mesh.size
+    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved()
 
 
 def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sim.errors import InputError
+from sim.setup.branches import Played
 from sim.setup.names import at_least_one
-from sim.setup.search import Played, Progress, Search
+from sim.setup.search import Progress, Search
 from sim.setup.setup import Setup
 from sim.setup.space import OPTIONS, Family, families
 from sim.setup.table import Table
@@ -22,7 +24,7 @@ class Plan(NamedTuple):
     slower than the first at one end of the 90 % interval, both with all costs at that end. None where nothing fits."""
     lost: Table
     """A row for each schedule with its degrees: how many configurations it has, by which share the fastest is slower
-    than the first, or is at least, and why they lose."""
+    than the first, or is at least, and why they lose; of the cheapest how much dearer, of those in time."""
     slack: float
     """By which share what was not simulated might be faster than the first: 0 where the search came to its end."""
     simulated: int
@@ -45,7 +47,7 @@ def plan(
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
     open. Each replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a
-    ``price`` of a GPU-hour rows have the cost of a million tokens. After ``limit_s`` seconds the search ends with what
+    ``price`` of a GPU-hour rows have the cost of a billion tokens. After ``limit_s`` seconds the search ends with what
     it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as
     many as there are cores. Kernels take their median times (no jitter).
 
@@ -56,28 +58,56 @@ def plan(
     >>> found.best[0]["options"], found.slack
     ('checkpoint none', 0.0)
     """
-    at_least_one("most", most)
-    for name, value in (("price", price), ("limit_s", limit_s)):
-        if value is not None and not value > 0:
-            raise InputError(f"`{name}` {value}: expected a number above 0, or none")
+    require_searchable(most, limit_s)
+    if price is not None:
+        require_price(price)
     search = Search(families(setup, options), most, limit_s, progress)
-    search.run(num_cores() if jobs is None else at_least_one("jobs", jobs))
+    search.run(num_jobs(jobs))
+    return told(search, most, {} if price is None else {setup.cluster: price})
+
+
+def require_searchable(most: int, limit_s: float | None) -> None:
+    """Raise InputError for no rows, or no time."""
+    at_least_one("most", most)
+    if limit_s is not None and not limit_s > 0:
+        raise InputError(f"`limit_s` {limit_s}: expected a number above 0, or none")
+
+
+def require_price(price: float) -> None:
+    """Raise InputError for what no GPU-hour costs."""
+    if not 0 < price < math.inf:
+        raise InputError(f"`price` {price}: expected a number above 0, or none")
+
+
+def num_jobs(jobs: int | None) -> int:
+    """Return how many processes search: by default one for each core."""
+    return num_cores() if jobs is None else at_least_one("jobs", jobs)
+
+
+def require_any_built(search: Search) -> None:
+    """Raise InputError where builders refuse all that there is."""
     refused = [found.refused for found in search.lost if found.refused]
-    if not search.best and not search.open and len(refused) == len(search.lost):
+    if not search.best and not search.open and len(refused) == len(search.lost) and not search.played:
         why = refused[0] if refused else "no schedule takes so many GPUs: set `gpus`, or its degrees"
         raise InputError(f"no configuration can be built; the first: {why}")
+
+
+def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: bool = False) -> Plan:
+    """Return what a search has found, with what a billion tokens cost where the clusters of ``prices`` are."""
+    require_any_built(search)
     first_s = search.best[0].batch_s if search.best else None
+    words = ("the cheapest", "dearer") if by_cost else ("the fastest", "slower")
     return Plan(
-        Table(_rows(search.best[:most], price)),
-        Table([_lost(search, family, first_s) for family in search.families]),
+        Table(_rows(search.best[:most], prices)),
+        Table([_lost(search, family, first_s, words) for family in search.families]),
         max(0.0, 1 - search.least_s / first_s) if first_s else float(bool(search.open)),
         len(search.played),
         search.count,
-        "" if search.best else _shortage(search),
+        "" if search.best else shortage(search),
     )
 
 
-def _shortage(search: Search) -> str:
+def shortage(search: Search) -> str:
     """Return what is missing least."""
     if not (short := [found for found in search.lost if found.memory]):
         return "nothing is known yet"
@@ -89,24 +119,32 @@ def _shortage(search: Search) -> str:
     )
 
 
-def _lost(search: Search, family: Family, first_s: float | None) -> dict[str, Any]:
+def _lost(search: Search, family: Family, first_s: float | None, words: tuple[str, str]) -> dict[str, Any]:
     """Return what became of a family: its best step against the first, what bounds prove, what does not fit."""
-    played = [one.batch_s for one in search.played if one.branch.family.named == family.named]
+    best, worse = words
+    tried = [one for one in search.played if one.branch.family.named == family.named]
+    played = [one.batch_s for one in tried if one.reaches]
     bounds = [found.least_s for found in search.open if found.branch.family.named == family.named]
     lost = [found for found in search.lost if found.branch.family.named == family.named]
     short = [found for found in lost if found.memory]
     refused = [found for found in lost if found.refused]
+    late = [found.least_s for found in lost if found.least_s is not None]
+    late += [one.batch_s for one in tried if not one.reaches]
     said = []
     if played and first_s:
         slower = min(played) / first_s - 1
-        said.append("the fastest" if slower <= 0 else f"{100 * slower:.2g} % slower")
+        said.append(best if slower <= 0 else f"{100 * slower:.2g} % {worse}")
     elif bounds and first_s and min(bounds) >= first_s:
-        said.append(f"at least {100 * (min(bounds) / first_s - 1):.2g} % slower by its lower bound")
+        said.append(f"at least {100 * (min(bounds) / first_s - 1):.2g} % {worse} by its lower bound")
     elif bounds:
         said.append("not simulated")
     too_large = sum(found.branch.num_leaves for found in short)
     if short:
         said.append(f"{too_large} need {min(found.missing_bytes for found in short) / 2**30:.2g} GiB more, or beyond")
+    if late:
+        said.append(
+            f"a step of the others takes {min(late) * family.worth:.3g} s or more, and may {family.within_s:.3g}"
+        )
     if refused:
         said.append(f"{len(refused)} refused: {refused[0].refused}")
     return {
@@ -115,14 +153,14 @@ def _lost(search: Search, family: Family, first_s: float | None) -> dict[str, An
         "slower": min(played) / first_s - 1 if played and first_s else None,
         "slower_at_least": min(bounds) / first_s - 1 if bounds and first_s else None,
         "configurations": family.num_leaves,
-        "simulated": len(played),
+        "simulated": len(tried),
         "too_large": too_large,
         "refused": len(refused),
         "why": "; ".join(said),
     }
 
 
-def _rows(found: list[Played], price: float | None) -> list[dict[str, Any]]:
+def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, Any]]:
     """Return the best as rows."""
     rows: list[dict[str, Any]] = []
     for number, one in enumerate(found):
@@ -130,11 +168,13 @@ def _rows(found: list[Played], price: float | None) -> list[dict[str, Any]]:
         workload = setup.resolved().workload
         assert setup.gpus is not None
         assert room is not None
-        rate = workload.batch * workload.real_seq / one.batch_s / setup.gpus
+        rate = workload.batch * workload.real_seq / (one.step_s / setup.dp_degree) / setup.gpus
+        price = prices.get(setup.cluster)
         held = {limit.memory: limit.held_bytes for limit in room.limits}
         row = {
             "schedule": one.branch.family.named,
             "options": one.branch.named,
+            "gpus": setup.gpus,
             "step_time_s": one.step_s,
             "low_s": one.within and one.within.low_s,
             "high_s": one.within and one.within.high_s,
@@ -146,7 +186,7 @@ def _rows(found: list[Played], price: float | None) -> list[dict[str, Any]]:
             "peak_socket_bytes": held.get("host", 0),
             "bound_by": one.bound_by,
         }
-        rows.append(row if price is None else row | {"cost_per_million_tokens": price / 3600 * 1e6 / rate})
+        rows.append(row if price is None else row | {"cost_per_billion_tokens": price / 3600 * 1e9 / rate})
     return rows
 
 
@@ -155,5 +195,5 @@ def _is_tie(first: Played, other: Played) -> bool:
     if first.within is None or other.within is None:
         return other.batch_s <= first.batch_s
     ends = zip((first.step_s, *first.within), (other.step_s, *other.within), strict=True)
-    replicas = first.branch.family.setup.dp_degree, other.branch.family.setup.dp_degree
-    return any(theirs / replicas[1] <= own / replicas[0] for own, theirs in ends)
+    worth = first.branch.family.worth, other.branch.family.worth
+    return any(theirs / worth[1] <= own / worth[0] for own, theirs in ends)

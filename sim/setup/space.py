@@ -29,6 +29,32 @@ _MIXED = ("usp",)
 """Schedules that are another one of the catalog where one of their two degrees is 1."""
 
 
+class Target(NamedTuple):
+    """What a step has to reach; nothing where both are None."""
+
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    """Of all GPUs together."""
+
+    def within_s(self, tokens: int) -> float:
+        """Return what a step of so many tokens may take.
+
+        >>> Target(tokens_per_s=2048.0).within_s(8192)
+        4.0
+        """
+        by_rate = math.inf if self.tokens_per_s is None else tokens / self.tokens_per_s
+        return min(by_rate, math.inf if self.step_time_s is None else self.step_time_s)
+
+    def require(self) -> None:
+        """Raise InputError for what nothing or everything reaches."""
+        for name, value in (("step_time", self.step_time_s), ("tokens_per_s", self.tokens_per_s)):
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"`{name}` {value}: expected a number above 0, or none")
+
+
+ANYTHING = Target()
+
+
 class Family(NamedTuple):
     """A schedule with its degrees and placement."""
 
@@ -37,6 +63,11 @@ class Family(NamedTuple):
     """As a row of results says it."""
     grid: Mapping[str, Sequence[str]]
     """The values of each option that is varied, of those that the schedule has."""
+    worth: float = 1
+    """What a step of it is worth: best is the least time for so much. Its replicas, each of which has a batch; where
+    cost counts, over what its GPUs cost an hour."""
+    within_s: float = math.inf
+    """What its step may take."""
 
     @property
     def num_leaves(self) -> int:
@@ -97,10 +128,17 @@ class Branch(NamedTuple):
         return [*self.family.grid.values()][len(self.chosen) :]
 
 
-def families(setup: Setup, options: Mapping[str, Sequence[str]] = OPTIONS) -> list[Family]:
+def families(
+    setup: Setup,
+    options: Mapping[str, Sequence[str]] = OPTIONS,
+    target: Target = ANYTHING,
+    price: float | None = None,
+    beside: Sequence[str] = (),
+) -> list[Family]:
     """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
     degrees and options is not varied; replicas are, each with as many sequences as ``batch`` says. Values of an option
-    that ``OPTIONS`` does not order make families of their own.
+    that ``OPTIONS`` does not order make families of their own. With the ``price`` of a GPU-hour best is what costs
+    least; ``beside`` is said with the degrees.
 
     Whether a combination is valid is for builders to say: what they refuse is in it. Raises InputError for an option
     that no schedule has, or for one without values.
@@ -108,6 +146,7 @@ def families(setup: Setup, options: Mapping[str, Sequence[str]] = OPTIONS) -> li
     _require_options(options)
     whole = setup.replace(ulysses_degree=None, ring_degree=None)
     gpus, per_node = num_gpus(whole), names.cluster_spec(setup.cluster).gpus_per_node
+    tokens = _tokens(whole) if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     found = []
     for name in SCHEDULES if setup.schedule is None else [setup.schedule]:
@@ -127,7 +166,9 @@ def families(setup: Setup, options: Mapping[str, Sequence[str]] = OPTIONS) -> li
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
                 placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()})
-                found.append(Family(placed, _named(title, dp, ulysses, ring, chosen), grid))
+                named = _named(title, dp, ulysses, ring, chosen, beside)
+                worth = dp if price is None else dp / (price * gpus)
+                found.append(Family(placed, named, grid, worth, target.within_s(dp * tokens)))
     return found
 
 
@@ -157,9 +198,16 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str]) -> str:
+def _tokens(setup: Setup) -> int:
+    """Return how many tokens a replica trains in a step."""
+    workload = names.workload(setup.model_spec, setup.seq, batch=setup.batch, documents=setup.documents)
+    return workload.batch * workload.seq
+
+
+def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:
     degrees = [f"U {ulysses}"] * (ulysses > 1) + [f"R {ring}"] * (ring > 1) + [f"{dp} replicas"] * (dp > 1)
     said = [*degrees, *(value if key == "placement" else f"{key} {value}" for key, value in chosen.items())]
+    said += beside
     return " ".join([schedule, *([f"({', '.join(said)})"] if said else [])])
 
 

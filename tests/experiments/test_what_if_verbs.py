@@ -198,3 +198,29 @@ def test_the_doctor_refuses_what_is_no_measurement(
     capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], message: str
 ) -> None:
     assert message in fails(capsys, "doctor", *H100, *typed)
+
+
+def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest context, the fewest GPUs, the cheapest cluster; one question at a time, with what it needs."""
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
+        small = (*small, "--vary", kept)
+    assert "The longest context is 8K: 8192 tokens, to 1 %" in run(capsys, *small, "--longest", "--until", "8K")
+    printed = run(capsys, *small, "--longest", "--step-time", "1us")
+    assert "Nothing that was tried is enough" in printed
+    assert "what may fit takes" in printed
+    found = json.loads(run(capsys, *small, "--fewest-gpus", "--tokens-per-s", "1000", "--json"))
+    assert found["value"] == 2
+    assert [row["reaches"] for row in found["tried"]] == [False, True]
+    assert found["best"][0]["gpus"] == 2
+    prices = ("--cheapest", "--price", "hgx-h100=100,dgx-a100=1/GPU-h")
+    assert "2 x dgx-a100" in run(capsys, *small, *prices)
+    lost = {row["degrees"]: row["why"] for row in json.loads(run(capsys, *small, *prices, "--json"))["lost"]}
+    assert lost["U 2, 2 x dgx-a100"] == "the cheapest"
+    assert "dearer" in lost["U 2, 2 x hgx-h100"]
+    assert "--cheapest needs the price" in fails(capsys, *small, "--cheapest")
+    assert "ask one at a time" in fails(capsys, *small, "--cheapest", "--longest")
+    assert "are for --longest" in fails(capsys, *small, "--step-time", "60s")
+    assert "--step-time soon: expected a time" in fails(capsys, *small, "--longest", "--step-time", "soon")
+    assert "--price free: expected prices" in fails(capsys, *small, "--cheapest", "--price", "a=free")
+    assert "several clusters are for" in fails(capsys, *small, "--price", "a=1,b=2")

@@ -11,8 +11,8 @@ import longstep
 from longstep import InputError, Setup
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.bounds import least_room
+from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
 from sim.setup.room import room
-from sim.setup.search import SURE, Played, least_limits, least_of, played, step_of
 from sim.setup.space import OPTIONS, Branch, Family, families
 from sim.setup.workers import Workers
 
@@ -34,18 +34,23 @@ def random_setup(rng: random.Random) -> tuple[Setup, dict[str, list[str]]]:
     return setup, {key: list(OPTIONS[key]) for key in chosen}
 
 
-def by_trying(setup: Setup, options: dict[str, list[str]]) -> list[float]:
-    """Return the seconds a batch of every configuration that fits, by simulating all of them, the fastest first."""
+def that_fit(setup: Setup, options: dict[str, list[str]]) -> list[tuple[float, int]]:
+    """Return the seconds of a step, and the replicas, of every configuration that fits, by simulating all of them."""
     found = []
     for leaf in (leaf for family in families(setup, options) for leaf in Branch(family).leaves):
         try:
             predicted = leaf.setup.predicted()
             assert predicted.room is not None
             if predicted.room.free_bytes >= 0:
-                found.append(predicted.step_time_s / leaf.family.setup.dp_degree)
+                found.append((predicted.step_time_s, leaf.family.setup.dp_degree))
         except InputError:
             continue
-    return sorted(found)
+    return found
+
+
+def by_trying(setup: Setup, options: dict[str, list[str]]) -> list[float]:
+    """Return the seconds a batch of every configuration that fits, the fastest first."""
+    return sorted(step_s / replicas for step_s, replicas in that_fit(setup, options))
 
 
 def require_same_as_by_trying(seed: int) -> None:

@@ -1,0 +1,202 @@
+"""What is found of a branch of configurations: that it does not fit, its bounds, or what its step takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from sim.engine.interval import Interval, interval
+from sim.engine.room import Limit, Room, room_of
+from sim.engine.sensitivity import bound
+from sim.engine.simulate import Simulation, simulate
+from sim.errors import InputError
+from sim.garbage import garbage_collection_off
+from sim.memory import walks
+from sim.schedule.derive.replicas import folds
+from sim.schedule.proof.check import Checked
+from sim.setup.bounds import Least, least_room, least_seconds
+from sim.setup.room import room
+from sim.setup.setup import Setup
+from sim.setup.space import Branch
+
+PLAYED = (3, 4)
+"""Layers that are played of a step that has more: every further one takes what the last of these adds. A step of 16
+layers, played in full, takes the same within 1e-5 (``tests/sim/test_plan.py``)."""
+
+WALKED = (5, 6)
+"""Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
+offloading has under way no longer grows by then; where another op than in few layers holds most, it is a little more.
+"""
+SURE = 0.9
+"""Which share of what ``Branch.leanest`` holds every configuration of a branch holds: recomputing and tiles save much
+and take a little for themselves, up to 5 % where there is little to save. ``tests/sim/test_plan.py`` holds them to it.
+"""
+
+
+class Open(NamedTuple):
+    """A branch that may have one of the best. Seconds are over what a step of its family is worth."""
+
+    branch: Branch
+    least_s: float = 0.0
+    """What none of its configurations is below."""
+    exposed_s: float = 0.0
+    """What links add where nothing hides them."""
+    fastest: Least | None = None
+    """Of ``branch.fastest``, where that is known and can be built."""
+    leanest: Limit | None = None
+    """Of the GPU's memory in ``branch.leanest``, likewise."""
+
+
+class Lost(NamedTuple):
+    """A branch that does not fit, that builders refuse, or that is too slow for what is to be reached."""
+
+    branch: Branch
+    missing_bytes: int = 0
+    memory: str = ""
+    refused: str = ""
+    least_s: float | None = None
+    """Where it is too slow: what none of its steps is below, in seconds over worth."""
+
+
+class Played(NamedTuple):
+    """A configuration with what its step takes."""
+
+    branch: Branch
+    step_s: float
+    within: Interval | None
+    bound_by: str
+    room: Room | None
+    """None where it was too slow to ask."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds over what a step of its family is worth: least is best."""
+        return self.step_s / self.branch.family.worth
+
+    @property
+    def reaches(self) -> bool:
+        """Whether its step takes no longer than it may."""
+        return self.step_s <= self.branch.family.within_s
+
+
+def step_of(setup: Setup) -> tuple[float, Simulation]:
+    """Return the seconds of a training step without noise, and its simulation: of more than ``PLAYED`` layers only so
+    many are played, and the others taken to add as much as the last of these. The schedule is not proved.
+    """
+    layers = setup.resolved().workload.layers
+    few, more = PLAYED
+    if layers <= more:
+        played = _simulation(setup)
+        return played.trace.step_time_s, played
+    before, played = _simulation(setup.replace(layers=few)), _simulation(setup.replace(layers=more))
+    each_s = (played.trace.step_time_s - before.trace.step_time_s) / (more - few)
+    return played.trace.step_time_s + each_s * (layers - more), played
+
+
+@garbage_collection_off()
+def _simulation(setup: Setup) -> Simulation:
+    found = setup.resolved()
+    schedule = found.built()
+    return simulate(Checked(schedule, folds=folds(schedule)), found.cluster, found.profile, engine=found.engine)
+
+
+def least_of(setup: Setup) -> Least:
+    """Return the least seconds of a training step: of many layers as of ``PLAYED``."""
+    layers = setup.resolved().workload.layers
+    if layers <= PLAYED[-1]:
+        return least_seconds(setup.resolved())
+    first, last = (least_seconds(setup.replace(layers=number).resolved()) for number in PLAYED)
+    return first.with_layers(last, layers - PLAYED[-1])
+
+
+def least_limits(setup: Setup) -> list[Limit]:
+    """Return what a training step takes of each memory: of many layers as of ``WALKED``."""
+    layers = setup.resolved().workload.layers
+    few, more = WALKED
+    if layers <= more:
+        return [*least_room(setup.resolved()).limits]
+    before, last = (least_room(setup.replace(layers=number).resolved()).limits for number in WALKED)
+    found = []
+    for first, second in zip(before, last, strict=True):
+        more_bytes = (second.held_bytes - first.held_bytes) * (layers - more) // (more - few)
+        held, free = second.held_bytes + more_bytes, second.free_bytes - more_bytes
+        found.append(msgspec.structs.replace(second, held_bytes=held, free_bytes=free))
+    return found
+
+
+def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
+    """Return a branch with its bounds, of which some may be those of the branch that it is a part of. A configuration
+    that is refused says nothing of the others of its branch.
+    """
+    leanest, fastest, refused = None, None, ""
+    if above and branch.leanest.chosen == above.branch.leanest.chosen:
+        leanest = above.leanest
+    if above and branch.fastest.chosen == above.branch.fastest.chosen:
+        fastest = above.fastest
+    try:
+        if branch.is_leaf:
+            limits = [*least_room(branch.setup.resolved()).limits]
+            leanest = limits[0]
+        else:
+            leanest = leanest or least_limits(branch.leanest.setup)[0]
+            sure = int((1 - SURE) * leanest.held_bytes)
+            limits = [msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + sure)]
+            limits += least_limits(branch.fastest.setup)[1:] if "host" in branch.chosen else []
+        for limit in limits:
+            if limit.free_bytes < 0:
+                return Lost(branch, -limit.free_bytes, limit.memory)
+    except InputError as error:
+        refused = str(error)
+    try:
+        fastest = fastest or least_of(branch.fastest.setup)
+    except InputError as error:
+        refused = str(error)
+    if branch.is_leaf and refused:
+        return Lost(branch, refused=refused)
+    worth, least_s = branch.family.worth, above.least_s if above else 0.0
+    if fastest is None:
+        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest)
+    own_s = fastest.step_s if branch.is_leaf else fastest.branch_s
+    least_s = max(least_s, own_s / worth)
+    if own_s > branch.family.within_s:
+        return Lost(branch, least_s=least_s)
+    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest)
+
+
+def parts(found: Open) -> list[Open | Lost]:
+    """Return what a branch consists of."""
+    return [opened(part, found) for part in found.branch.parts]
+
+
+def played(branch: Branch, beaten_at: float) -> Played | Lost:
+    """Return what the step of a configuration takes; its memory is asked for only where it is faster than
+    ``beaten_at``, in seconds over worth, and as fast as it has to be.
+    """
+    try:
+        step_s, last = step_of(branch.setup)
+        found = interval(last)
+        longer = step_s / last.trace.step_time_s
+        within = found and Interval(found.low_s * longer, found.high_s * longer)
+        result = Played(branch, step_s, within, bound(last).by, None)
+        if result.batch_s >= beaten_at or not result.reaches:
+            return result
+        held = _room(branch.setup, last)
+    except InputError as error:
+        return Lost(branch, refused=str(error))
+    if held.free_bytes < 0:
+        return Lost(branch, -held.free_bytes, held.tightest.memory)
+    return result._replace(room=held)
+
+
+def _room(setup: Setup, last: Simulation) -> Room:
+    """Return the memory of a configuration, of which so many layers were played. Where no rank then holds more than the
+    one that ``least_room`` builds, that one is all that has to be built of the whole.
+    """
+    few = room_of(last.checked.schedule.header, walks(last.fold.checked), last.fold.cluster)
+    workload = last.checked.schedule.header.workload
+    if workload.layers == setup.resolved().workload.layers:
+        return few
+    if few.limits == least_room(setup.replace(layers=workload.layers).resolved()).limits:
+        return least_room(setup.resolved())
+    return room(setup.resolved())

@@ -1,0 +1,300 @@
+"""Plans asked the other way round: the longest context, the fewest GPUs for a target, the cheapest tokens.
+
+Each is a search over configurations (``search``) at several lengths or numbers of GPUs. Whether any configuration fits
+and reaches the target ends at the first that does; that none does, bounds prove.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from sim.errors import InputError
+from sim.setup import names
+from sim.setup.branches import Played, played
+from sim.setup.fit import as_ring
+from sim.setup.plan import Plan, num_jobs, require_any_built, require_price, require_searchable, shortage, told
+from sim.setup.search import Progress, Search
+from sim.setup.setup import Configuration, Setup
+from sim.setup.space import ANYTHING, OPTIONS, Branch, Family, Target, families
+from sim.setup.table import Table
+
+PER_OCTAVE = 128
+"""Lengths from one power of two to the next where the longest is looked for: they are 0.8 % apart at most."""
+LAST = 0.3
+"""Which share of its time a question keeps for the plan of what it found."""
+
+
+class Answer(NamedTuple):
+    """What a question found, and what it tried."""
+
+    value: int | None
+    """Tokens or GPUs; None where nothing that was tried is enough."""
+    plan: Plan | None
+    """The fastest configurations there; None where there is none."""
+    tried: Table
+    """A row for each length or number of GPUs, in rising order: whether something ``reaches`` what it has to, None
+    where time was over before it was known; and ``why``."""
+
+    @property
+    def sure(self) -> bool:
+        """Whether all that was tried came to its end."""
+        return all(row["reaches"] is not None for row in self.tried)
+
+
+class _Asked(NamedTuple):
+    """How a question is asked."""
+
+    options: Mapping[str, Sequence[str]]
+    target: Target
+    most: int
+    ends: float | None
+    limit_s: float | None
+    jobs: int
+    progress: Progress | None
+
+    def left_s(self, kept: float = 0.0) -> float | None:
+        """Return the seconds that are left, without a share that is kept."""
+        if self.ends is None or self.limit_s is None:
+            return None
+        return max(1e-3, self.ends - time.monotonic() - kept * self.limit_s)
+
+    def families(self, setup: Setup) -> list[Family]:
+        """Return the configurations of a setup."""
+        return families(setup, self.options, self.target)
+
+    def any(self, found: list[Family]) -> Search:
+        """Return a search that ended where something fits and reaches the target, or nothing does."""
+        lean = self.target == ANYTHING
+        search = Search(found, 1, self.left_s(LAST), self.progress, leanest_first=lean)
+        search.run(self.jobs, until_one=True)
+        return search
+
+    def reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
+        """Return whether a configuration fits at one of some lengths, and reaches the target there."""
+        there = (one for one in self.families(setup.replace(seq=lengths[number])) if one.named == winner.family.named)
+        found = played(winner._replace(family=next(there)), math.inf)
+        return isinstance(found, Played) and found.reaches
+
+    def plan(self, setup: Setup) -> Plan:
+        """Return the fastest of a setup that reach the target."""
+        search = Search(self.families(setup), self.most, self.left_s(), self.progress)
+        search.run(self.jobs)
+        return told(search, self.most, {})
+
+
+def longest_context(
+    setup: Setup,
+    *,
+    step_time_s: float | None = None,
+    tokens_per_s: float | None = None,
+    until: int | str = "16M",
+    options: Mapping[str, Sequence[str]] = OPTIONS,
+    most: int = 3,
+    limit_s: float | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the longest context in tokens, up to ``until``, of which a training step fits on the GPUs of a setup,
+    takes no longer than ``step_time_s`` and trains ``tokens_per_s`` on all of them, with the plan for it; what else is
+    varied, and how, is as in ``plan``.
+
+    Lengths are multiples of two for each GPU (as zigzag needs), and from 128 of these on 0.8 % apart at most; where a
+    schedule needs another multiple, they are padded. A configuration that is enough is followed to its own longest
+    length, by bisection; then any other is looked for that is enough for the next one, until there is none. That a
+    configuration takes no less memory and no less time where the length grows is taken for granted, not proved.
+    Raises InputError as ``plan`` does.
+
+    >>> tiny = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, ulysses_degree=2, layers=2)
+    >>> longest_context(tiny, options={"checkpoint": ["full"]}, until="8K").value
+    8192
+    """
+    asked = _asked(Target(step_time_s, tokens_per_s), options, most, limit_s, jobs, progress)
+    if setup.documents is not None:
+        raise InputError("`documents` say how long a sequence is: leave them out where the longest is asked for")
+    gpus, limit = _whole(setup).mesh.size, names.tokens("until", until)
+    lengths = list(_lengths(2 * gpus, limit))
+    if not lengths:
+        raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
+    rows, dropped, at = [], set[str](), 0
+    search = asked.any(asked.families(setup.replace(seq=lengths[at])))
+    require_any_built(search)
+    while search.best:
+        rows.append(_verdict("seq", lengths[at], search))
+        dropped |= {lost.branch.family.named for lost in search.lost if not lost.branch.chosen}
+        winner = search.best[0].branch
+        last = _last(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
+        if last > at:
+            rows.append({"seq": lengths[last], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
+        if (at := last + 1) == len(lengths):
+            break
+        there = asked.families(setup.replace(seq=lengths[at]))
+        search = asked.any([one for one in there if one.named not in dropped])
+    if at < len(lengths):
+        rows.append(_verdict("seq", lengths[at], search))
+    if not at:
+        return Answer(None, None, Table(rows))
+    return Answer(lengths[at - 1], asked.plan(setup.replace(seq=lengths[at - 1])), Table(rows))
+
+
+def _last(count: int, known: int, reaches: Callable[[int], bool]) -> int:
+    """Return the last number below ``count`` that reaches what it has to, as a known one does and none does beyond one
+    that does not: in steps that double, then by halves.
+    """
+    step, short = 1, count
+    while known + step < short and step < count:
+        if reaches(known + step):
+            known, step = known + step, 2 * step
+        else:
+            short = known + step
+    while short - known > 1:
+        middle = (known + short) // 2
+        known, short = (middle, short) if reaches(middle) else (known, middle)
+    return known
+
+
+def _lengths(unit: int, until: int) -> Iterator[int]:
+    """Yield lengths in rising order, as many from one power of two of the unit to the next."""
+    while True:
+        for step in range(PER_OCTAVE):
+            if (tokens := unit * (PER_OCTAVE + step)) > until:
+                return
+            yield tokens
+        unit *= 2
+
+
+def fewest_gpus(
+    setup: Setup,
+    *,
+    step_time_s: float | None = None,
+    tokens_per_s: float | None = None,
+    counts: Sequence[int] | None = None,
+    options: Mapping[str, Sequence[str]] = OPTIONS,
+    most: int = 3,
+    limit_s: float | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Return the fewest GPUs on which a training step of the setup's length fits, takes no longer than ``step_time_s``
+    and trains ``tokens_per_s``, with the plan for them; what else is varied, and how, is as in ``plan``.
+
+    ``counts`` are tried from the fewest on, since more GPUs need not be faster; by default those that divide a node,
+    and whole nodes, up to what the setup has. Raises InputError as ``plan`` does, and for counts that are none.
+
+    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=4, layers=2, seq="4K")
+    >>> fewest_gpus(tiny, step_time_s=1.0, options={"checkpoint": ["full"]}).value
+    1
+    """
+    asked = _asked(Target(step_time_s, tokens_per_s), options, most, limit_s, jobs, progress)
+    rows, refused = [], 0
+    for gpus in _counts(setup, counts):
+        there = _on(setup, gpus)
+        search = asked.any(asked.families(there))
+        rows.append(_verdict("gpus", gpus, search))
+        if search.best:
+            return Answer(gpus, asked.plan(there), Table(rows))
+        try:
+            require_any_built(search)
+        except InputError as error:
+            refused += 1
+            rows[-1] |= {"why": str(error)}
+            if refused == len(_counts(setup, counts)):
+                raise
+    return Answer(None, None, Table(rows))
+
+
+def cheapest(
+    setup: Setup,
+    price: float | Mapping[str, float],
+    *,
+    step_time_s: float | None = None,
+    tokens_per_s: float | None = None,
+    counts: Sequence[int] | None = None,
+    options: Mapping[str, Sequence[str]] = OPTIONS,
+    most: int = 3,
+    limit_s: float | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Return the configurations whose tokens cost least, of those that fit, take no longer than ``step_time_s`` and
+    train ``tokens_per_s``, on any number of GPUs up to what the setup has: ``counts``, by default those that divide a
+    node, and whole nodes.
+
+    ``price`` is that of a GPU-hour, of the setup's cluster or of each of several. All of it is one search: what bounds
+    prove dearer is not looked into. Raises InputError as ``plan`` does, and for a price that is none.
+
+    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="4K")
+    >>> cheapest(tiny, 2.5, options={"checkpoint": ["none"]}).best[0]["gpus"]
+    1
+    """
+    require_searchable(most, limit_s)
+    target = Target(step_time_s, tokens_per_s)
+    target.require()
+    prices: Mapping[Any, float] = price if isinstance(price, Mapping) else {setup.cluster: price}
+    found = []
+    for cluster, hourly in prices.items():
+        require_price(hourly)
+        of_cluster = setup.replace(cluster=cluster)
+        for gpus in _counts(of_cluster, counts):
+            beside = [f"{gpus} x {names.cluster_spec(cluster).name}"]
+            found += families(_on(of_cluster, gpus), options, target, hourly, beside)
+    if not found:
+        raise InputError("no schedule takes any of these numbers of GPUs: set `gpus`, or its degrees")
+    search = Search(found, most, limit_s, progress)
+    search.run(num_jobs(jobs))
+    return told(search, most, prices, by_cost=True)
+
+
+def _asked(
+    target: Target,
+    options: Mapping[str, Sequence[str]],
+    most: int,
+    limit_s: float | None,
+    jobs: int | None,
+    progress: Progress | None,
+) -> _Asked:
+    require_searchable(most, limit_s)
+    target.require()
+    ends = None if limit_s is None else time.monotonic() + limit_s
+    return _Asked(options, target, most, ends, limit_s, num_jobs(jobs), progress)
+
+
+def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:
+    """Return the numbers of GPUs to try, in rising order."""
+    if counts is not None:
+        if not counts:
+            raise InputError("`counts` []: expected numbers of GPUs such as [8, 16]")
+        return sorted({names.at_least_one("counts", count) for count in counts})
+    found = _whole(setup)
+    most, per_node = found.mesh.size, found.spec.gpus_per_node
+    inside = [count for count in range(1, per_node) if per_node % count == 0]
+    return sorted({count for count in (*inside, *range(per_node, most, per_node)) if count < most} | {most})
+
+
+def _whole(setup: Setup) -> Configuration:
+    """Return all GPUs of a setup in one ring."""
+    return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1))
+
+
+def _on(setup: Setup, gpus: int) -> Setup:
+    """Return a setup on so many GPUs, with as many nodes as these need."""
+    return setup.replace(gpus=gpus, nodes=None, dp_degree=1)
+
+
+def _verdict(what: str, value: int, search: Search) -> dict[str, Any]:
+    """Return whether anything reaches what it has to, and what does, or what is missing least."""
+    row: dict[str, Any] = {what: value, "reaches": None, "why": "not known in this time: `limit_s` gives it longer"}
+    if search.best:
+        first = search.best[0]
+        why = f"{first.branch.family.named}, {first.branch.named}: {first.step_s:.4g} s"
+        return row | {"reaches": True, "why": why}
+    if search.open:
+        return row
+    late = [found.least_s * found.branch.family.worth for found in search.lost if found.least_s is not None]
+    late += [one.step_s for one in search.played if not one.reaches]
+    said = [f"what may fit takes {min(late):.4g} s or more"] if late else []
+    said += [shortage(search)] if any(found.memory for found in search.lost) else []
+    return row | {"reaches": False, "why": "; ".join(said) or "builders refuse all"}
