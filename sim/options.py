@@ -26,6 +26,8 @@ class LayerOptions:
     activations: SavingName = "hbm"
     """Where layers keep saved activations: on the GPU; all but the last offloaded to host memory (pinned or pageable)
     and prefetched one layer ahead; or all of them in pinned memory, in the way of kernels, as torch's save_on_cpu."""
+    offloaded: str = "all"
+    """What of that goes to host memory: all, or a list of tensors, as x+out; the rest stays on the GPU."""
     checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
@@ -61,6 +63,8 @@ class LayerOptions:
         set at another scope.
         """
         found = dataclasses.asdict(self)
+        if self.offloaded == LayerOptions.offloaded:
+            del found["offloaded"]  # so that schedules without it keep their hash
         for name in () if scope == "step" else OF_STEPS:
             if found.pop(name) != getattr(LayerOptions, name):
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")

@@ -29,7 +29,13 @@ LAST = 0.3
 
 
 class Answer(NamedTuple):
-    """What a question found, and what it tried."""
+    """What a question found, and what it tried.
+
+    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="4K")
+    >>> answer = fewest_gpus(tiny, options={"checkpoint": ["full"]})
+    >>> answer.value, answer.sure, answer.tried.to_dict()["reaches"]
+    (1, True, [True])
+    """
 
     value: int | None
     """Tokens or GPUs; None where nothing that was tried is enough."""

@@ -7,13 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import longstep
+from runtime.execution.verify import output_errors
+from runtime.execution.virtual import execute_virtual
 from sim.errors import InputError
 from sim.memory import walk
+from sim.mesh import Mesh
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Gemm, HostCopy, HostSync, Op
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.workload import Workload
@@ -76,6 +81,50 @@ def test_bytes_by_hand() -> None:
         for layer in ("0", "1", "2")
     }
     assert sizes == {"0": first, "1": first + 32 * 4 * 128, "2": 0}
+
+
+LISTED = {
+    "gate+up+act": 3 * 64,
+    "q+k": 128 + 64,
+    "h1": 128 + 1,
+    "out": 128 + 8,
+}
+"""Numbers per token of the block above, with what the same kernel makes: the norm's rstd, the log-sum-exp."""
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_bytes_of_a_list_by_hand(name: str) -> None:
+    """The rest stays on the GPU; the results are those of one process."""
+    schedule = zigzag_offloading(name)
+    program, checked = schedule.program(0), check(schedule)
+    copied = [program.nbytes(op.source) for op in copies(schedule, OFFLOAD) if op.label.endswith("0")]
+    assert sum(copied) == 32 // 2 * 8 * LISTED[name], "in fp64, of half the tokens"
+    assert sum(copied) == sum(
+        program.nbytes(op.source) for op in copies(schedule, FETCH) if op.label.endswith("0")
+    )  # fmt: skip
+    assert max(output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1)).values()) <= 1e-12
+
+
+def test_a_list_of_everything_is_all_of_it() -> None:
+    everything = zigzag_offloading("x+h1+q+k+v+out+middle+h2+gate+up+act")
+    assert [program.ops for program in everything.programs] == [
+        program.ops for program in zigzag_offloading("all").programs
+    ]
+
+
+def zigzag_offloading(name: str) -> Schedule:
+    options = longstep.Setup("zigzag", set={"schedule.activations": "host", "schedule.offloaded": name})
+    return SCHEDULES["zigzag"].schedule(layers(dtype="fp64"), Mesh(ring=2), options.resolved().options)
+
+
+def test_lists_of_what_is_not_kept_are_refused() -> None:
+    with pytest.raises(InputError, match="'kv' is none of the tensors"):
+        zigzag_offloading("kv")
+    with pytest.raises(InputError, match="schedule.offloaded=x, but activations stay on the GPU"):
+        longstep.predict("ring", gpus=2, cluster="hgx-h100", layers=2, set={"schedule.offloaded": "x"})
+    step = {"schedule.activations": "host", "schedule.checkpoint": "full", "schedule.offloaded": "x+act"}
+    with pytest.raises(InputError, match="act is not kept, but computed again"):
+        longstep.predict("ring", gpus=2, cluster="hgx-h100", layers=2, set=step)
 
 
 def test_what_would_copy_nothing_is_refused() -> None:

@@ -7,6 +7,7 @@ with its result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from sim.errors import InputError
@@ -40,20 +41,10 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
 
     Raises InputError for what is no tensor that backward needs, and for lists from which some cannot be made.
     """
-    at = block.saved.index(block.out)
-    inputs = set() if block.projections else {block.q, block.k, block.v}
-    needed = (*block.saved[:at], *(one for one in (block.q, block.k, block.v) if one in inputs), *block.saved[at:])
-    made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
-    names = {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
-    spelled = {"none": "+".join(names), "full": block.x.name, "attention": f"{block.x.name}+{block.out.name}"}
-    chosen = spelled.get(name, name).split("+")
-    for one in chosen:
-        if one not in names:
-            raise InputError(
-                f"`set` schedule.checkpoint={name}: {one!r} is none of the tensors that a layer can keep for its "
-                f"backward pass; allowed are {', '.join(spelled)}, or a list such as x+out of {', '.join(names)}"
-            )
-    kept = {tensor for one in chosen for tensor in made.get(names[one], (names[one],))}
+    inputs, needed = _needed(block)
+    kept = _listed(
+        block, "checkpoint", {"none": None, "full": block.x.name, "attention": f"{block.x.name}+{block.out.name}"}, name
+    )
     missing = set(needed) - kept
     after = _makers(block.forward.after, missing, kept)
     attends = block.out in missing
@@ -67,6 +58,55 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
     lays_out = not attends and not inputs <= kept
     apart = kept if attends or lays_out else kept - inputs
     return Checkpoint(tuple([tensor for tensor in needed if tensor in apart]), Around(before, after), attends, lays_out)
+
+
+def offloaded(block: Block, name: str, point: Checkpoint) -> frozenset[Tensor] | None:
+    """Return which tensors of a layer go to host memory, of a list of those that are kept; None for all.
+
+    Raises InputError for a tensor that is not kept.
+    """
+    if name == "all":
+        return None
+    found = _listed(block, "offloaded", {"all": None}, name)
+    _, needed = _needed(block)
+    stays = {block.q, block.k, block.v} if point.lays_out else set()
+    stays |= {block.out} if point.attends else set()
+    held = set(point.held) | ({block.q, block.k, block.v, block.out} - stays)
+    for tensor in needed:
+        if tensor in found and tensor not in held and tensor.name in name.split("+"):
+            raise InputError(
+                f"`set` schedule.offloaded={name}: {tensor.name} is not kept, but computed again; leave it out, or add "
+                f"it to `set` schedule.checkpoint"
+            )
+    return frozenset(found)
+
+
+def _needed(block: Block) -> tuple[set[Tensor], tuple[Tensor, ...]]:
+    """Return attention's inputs that can be kept, and all that backward needs, in the order in which it is made."""
+    at = block.saved.index(block.out)
+    inputs = set() if block.projections else {block.q, block.k, block.v}
+    return inputs, (
+        *block.saved[:at],
+        *(one for one in (block.q, block.k, block.v) if one in inputs),
+        *block.saved[at:],
+    )
+
+
+def _listed(block: Block, option: str, spelled: Mapping[str, str | None], name: str) -> set[Tensor]:
+    """Return the tensors of a list, each with what the same kernel makes beside it. Some lists have names; None stands
+    for everything.
+    """
+    _, needed = _needed(block)
+    made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
+    names = {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
+    chosen = (spelled.get(name, name) or "+".join(names)).split("+")
+    for one in chosen:
+        if one not in names:
+            raise InputError(
+                f"`set` schedule.{option}={name}: {one!r} is none of the tensors that a layer can keep for its "
+                f"backward pass; allowed are {', '.join(spelled)}, or a list such as x+out of {', '.join(names)}"
+            )
+    return {tensor for one in chosen for tensor in made.get(names[one], (names[one],))}
 
 
 def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Tensor]) -> tuple[Equation, ...]:

@@ -23,14 +23,14 @@ from sim.schedule.ir.program import Claims, Communicator, Header, Program, Sched
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import LLAMA
-from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint
+from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.projections import Projections, with_projections_apart
-from sim.schedule.model.saving import Saving, saving
+from sim.schedule.model.saving import Chosen, Saving, saving
 from sim.schedule.model.scope import Unit, layers_of
 from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
@@ -102,6 +102,13 @@ def build_around(
             f"a form of its own with these options: add q+k+v to the list, or leave out `set` schedule.recompute and "
             f"schedule.ring_backward"
         )
+    names = offloaded(block, options.offloaded, point)
+    if names is not None and options.activations == "hbm":
+        raise InputError(
+            f"`set` schedule.offloaded={options.offloaded}, but activations stay on the GPU: leave it out, or set "
+            f"schedule.activations=host"
+        )
+    chosen = None if names is None else Chosen(names, block)
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
@@ -123,7 +130,7 @@ def build_around(
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(role), plan.attention)
-        tokens, kept = plan.shard(role).tokens, saving(b, options.activations)
+        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (point, options.loss, options.micro_batches) if step else ()
         written = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques).program()

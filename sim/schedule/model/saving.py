@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sim.errors import InputError
 from sim.options import Place, SavingName
 from sim.schedule.ir.ops import OFFLOAD, HostSync
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
+from sim.schedule.model.equations import Block
 from sim.schedule.model.write import Kept, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.nests import flatten, mapped
@@ -41,20 +43,44 @@ class Keep:
         return self._kept[layer]
 
 
-class _Elsewhere(Keep):
-    """Keeps what layers save in a host's memory of a kind."""
+class Chosen(NamedTuple):
+    """Which tensors of a layer go to the host's memory."""
 
-    def __init__(self, b: ProgramBuilder, place: Place, *, waits: bool) -> None:
+    tensors: frozenset[Tensor]
+    block: Block
+
+    def of(self, kept: Kept) -> list[View]:
+        """Return where those lie, with attention's output what attention keeps beside its inputs."""
+        around = {**kept.before, **kept.after}
+        found: list[object] = [view for tensor, view in around.items() if tensor in self.tensors]
+        if kept.attention is not None:
+            own = kept.attention._asdict()
+            inputs = {name: own.pop(name) for name in ("q", "k", "v")}
+            asked = zip((self.block.q, self.block.k, self.block.v), inputs.values(), strict=True)
+            found += [view for tensor, view in asked if tensor in self.tensors]
+            found += [own] if self.block.out in self.tensors else []
+        views: list[View] = []
+        flatten(found, views, [])
+        return views
+
+
+class _Elsewhere(Keep):
+    """Keeps what layers save, or what is chosen of it, in a host's memory of a kind."""
+
+    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None, *, waits: bool) -> None:
         super().__init__()
-        self._b, self._place, self._waits = b, place, waits
+        self._b, self._place, self._chosen, self._waits = b, place, chosen, waits
         self._stays: set[int] = set()
         """Numbers of buffers."""
 
     def _leave(self, kept: Kept) -> None:
-        """Let what attention keeps in the host's memory itself stay there."""
+        """Let what attention keeps in the host's memory itself stay there, and on the GPU what is not chosen."""
         views: list[View] = []
         flatten(kept, views, [])
         self._stays.update([view.buffer for view in views if self._b.place(view) != "hbm"])
+        if self._chosen is not None:
+            goes = {view.buffer for view in self._chosen.of(kept)}
+            self._stays.update([view.buffer for view in views if view.buffer not in goes])
 
     def _copied(self, layer: int, place: Place, label: str, kept: Kept) -> Kept:
         """Append a copy of every buffer of what is kept but those that stay, as inputs do; return where all is."""
@@ -80,8 +106,8 @@ class SaveOnCpu(_Elsewhere):
     behind the kernels before it (torch/autograd/graph.py, save_on_cpu with pin_memory).
     """
 
-    def __init__(self, b: ProgramBuilder) -> None:
-        super().__init__(b, "host", waits=True)
+    def __init__(self, b: ProgramBuilder, chosen: Chosen | None) -> None:
+        super().__init__(b, "host", chosen, waits=True)
 
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
@@ -103,8 +129,8 @@ class Offload(_Elsewhere):
     is copied back for a layer is not written before the kernels issued until then have ended.
     """
 
-    def __init__(self, b: ProgramBuilder, place: Place) -> None:
-        super().__init__(b, place, waits=False)
+    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None) -> None:
+        super().__init__(b, place, chosen, waits=False)
         self._last = b.workload.layers - 1
 
     def save(self, layer: int, kept: Kept, /) -> None:
@@ -128,8 +154,10 @@ class Offload(_Elsewhere):
         return self._copied(layer, self._place, "offload layer", kept)
 
 
-def saving(b: ProgramBuilder, name: SavingName) -> Saving:
-    """Return what an option names, for the layers of a builder; raises InputError where it would copy nothing."""
+def saving(b: ProgramBuilder, name: SavingName, chosen: Chosen | None = None) -> Saving:
+    """Return what an option names, for the layers of a builder, of all that they save or of what is chosen; raises
+    InputError where it would copy nothing.
+    """
     workload = b.workload
     if name == "hbm":
         return Keep()
@@ -138,10 +166,10 @@ def saving(b: ProgramBuilder, name: SavingName) -> Saving:
             f"`set` schedule.activations={name}: a forward pass alone saves nothing; leave it out, or set `passes` both"
         )
     if name == "save-on-cpu":
-        return SaveOnCpu(b)
+        return SaveOnCpu(b, chosen)
     if workload.layers == 1:
         raise InputError(
             f"`set` schedule.activations={name} keeps the last layer on the GPU, and there is one: set `layers` 2 or "
             f"more, or `set` schedule.activations=save-on-cpu"
         )
-    return Offload(b, name)
+    return Offload(b, name, chosen)
