@@ -11,7 +11,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
-from experiments.verbs.quantities import read_prices, read_seconds
+from experiments.verbs.quantities import read_bytes, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from sim.errors import InputError
@@ -34,6 +34,12 @@ class Plan(StepSelection):
     vary: Texts = ()
     """OPTION=VALUE,VALUE of schedules to vary, as often as wanted, beside those that are varied anyway:
     zero_stage=1,3, loss=whole,chunked."""
+    memory_budget: OptionalText = None
+    """What a GPU may use in all, such as 60GiB: then each group of --tensors is kept, offloaded or computed again by
+    itself, as makes the step fastest."""
+    tensors: OptionalText = None
+    """Groups of a block's tensors that are decided together, with --memory-budget or within all memory:
+    x,gate+up+act,q+k+v,out,h1+middle+h2; those in none are computed again."""
     most: int = 3
     """How many configurations to show."""
     longest: bool = False
@@ -91,6 +97,8 @@ def _require_one_question(command: Plan, prices: dict[str, float] | None) -> Non
     asked = [name for name in ("longest", "fewest_gpus", "cheapest") if getattr(command, name)]
     if len(asked) > 1:
         raise InputError(f"`{asked[0]}` and `{asked[1]}` are two questions: ask one at a time")
+    if asked and (command.memory_budget is not None or command.tensors is not None):
+        raise InputError(f"`memory_budget` and `tensors` are of plans: leave them out, or leave out `{asked[0]}`")
     if not asked and (command.step_time is not None or command.tokens_per_s is not None):
         raise InputError(
             "`step_time` and `tokens_per_s` are for `longest`, `fewest_gpus` and `cheapest`: a plan is of the fastest"
@@ -125,7 +133,9 @@ def _found(
         answer = longstep.fewest_gpus(setup, **target, **how)
         return answer, answer.plan
     price = next(iter((prices or {}).values()), None)
-    return None, longstep.plan(setup, price=price, **how)
+    budget = None if command.memory_budget is None else read_bytes("memory_budget", command.memory_budget)
+    tensors = None if command.tensors is None else listed(command.tensors, "`tensors`", "x,gate+up+act,out")
+    return None, longstep.plan(setup, memory_budget=budget, tensors=tensors, price=price, **how)
 
 
 def _print_answer(command: Plan, answer: longstep.Answer, console: Console) -> None:

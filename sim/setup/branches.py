@@ -142,7 +142,7 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
             leanest = leanest or least_limits(branch.leanest.setup)[0]
             sure = int((1 - SURE) * leanest.held_bytes)
             limits = [msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + sure)]
-            limits += least_limits(branch.fastest.setup)[1:] if "host" in branch.chosen else []
+            limits += least_limits(branch.fastest.setup)[1:] if {"host", "offload"} & {*branch.chosen} else []
         for limit in limits:
             if limit.free_bytes < 0:
                 return Lost(branch, -limit.free_bytes, limit.memory)

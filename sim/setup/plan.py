@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from sim.errors import InputError
 from sim.setup.branches import Played
+from sim.setup.fit import as_ring
 from sim.setup.names import at_least_one
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Setup
 from sim.setup.space import OPTIONS, Family, families
 from sim.setup.table import Table
+from sim.setup.tensors import TENSORS, require_tensors
 from topology.host import num_cores
 
 
@@ -37,6 +39,8 @@ def plan(
     setup: Setup,
     *,
     options: Mapping[str, Sequence[str]] = OPTIONS,
+    memory_budget: float | None = None,
+    tensors: Sequence[str] | None = None,
     most: int = 3,
     price: float | None = None,
     limit_s: float | None = None,
@@ -51,6 +55,11 @@ def plan(
     it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as
     many as there are cores. Kernels take their median times (no jitter).
 
+    A ``memory_budget`` is what a GPU may use, in bytes, of its memory, contexts of libraries included. With it, or with
+    ``tensors``, what becomes of the tensors of a block is not one option for all: each group, as ``"gate+up"``, is
+    kept, offloaded or computed again by itself, in the way that makes the step fastest; those in no group are computed
+    again.
+
     Raises InputError for an option that no schedule has, and where no configuration can be built.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
@@ -61,9 +70,26 @@ def plan(
     require_searchable(most, limit_s)
     if price is not None:
         require_price(price)
-    search = Search(families(setup, options), most, limit_s, progress)
+    if memory_budget is not None:
+        setup = _within(setup, memory_budget)
+        tensors = TENSORS if tensors is None else tensors
+    if tensors is not None:
+        require_tensors(tensors)
+    found = families(setup, options, tensors=tensors or ())
+    search = Search(found, most, limit_s, progress)
     search.run(num_jobs(jobs))
     return told(search, most, {} if price is None else {setup.cluster: price})
+
+
+def _within(setup: Setup, memory_budget: float) -> Setup:
+    """Return a setup whose GPUs have no more memory than may be used."""
+    has = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1)).spec.hbm.capacity_bytes
+    if not 0 < memory_budget <= has:
+        raise InputError(
+            f"`memory_budget` {memory_budget:.12g} bytes: expected more than 0 and at most what a GPU has, {has}; to "
+            f"try larger ones `set` cluster.hbm.capacity_bytes"
+        )
+    return setup.replace(set={"cluster.hbm.capacity_bytes": int(memory_budget)})
 
 
 def require_searchable(most: int, limit_s: float | None) -> None:

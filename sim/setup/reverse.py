@@ -24,6 +24,8 @@ from sim.setup.table import Table
 
 PER_OCTAVE = 128
 """Lengths from one power of two to the next where the longest is looked for: they are 0.8 % apart at most."""
+ROUND = 16
+"""Every so many lengths is a round one, which divides better than those between."""
 LAST = 0.3
 """Which share of its time a question keeps for the plan of what it found."""
 
@@ -80,7 +82,11 @@ class _Asked(NamedTuple):
         return search
 
     def reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
-        """Return whether a configuration fits at one of some lengths, and reaches the target there."""
+        """Return whether a configuration fits at one of some lengths, and reaches the target there; no when it is too
+        late to ask.
+        """
+        if self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0):
+            return False
         there = (one for one in self.families(setup.replace(seq=lengths[number])) if one.named == winner.family.named)
         found = played(winner._replace(family=next(there)), math.inf)
         return isinstance(found, Played) and found.reaches
@@ -111,8 +117,9 @@ def longest_context(
     Lengths are multiples of two for each GPU (as zigzag needs), and from 128 of these on 0.8 % apart at most; where a
     schedule needs another multiple, they are padded. A configuration that is enough is followed to its own longest
     length, by bisection; then any other is looked for that is enough for the next one, until there is none. That a
-    configuration takes no less memory and no less time where the length grows is taken for granted, not proved.
-    Raises InputError as ``plan`` does.
+    configuration takes no less memory and no less time where the length grows is taken for granted, not proved: where
+    a time is asked for, the next round length is tried, too, since others divide into worse tiles and chunks. Raises
+    InputError as ``plan`` does.
 
     >>> tiny = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, ulysses_degree=2, layers=2)
     >>> longest_context(tiny, options={"checkpoint": ["full"]}, until="8K").value
@@ -125,25 +132,27 @@ def longest_context(
     lengths = list(_lengths(2 * gpus, limit))
     if not lengths:
         raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
-    rows, dropped, at = [], set[str](), 0
-    search = asked.any(asked.families(setup.replace(seq=lengths[at])))
-    require_any_built(search)
-    while search.best:
-        rows.append(_verdict("seq", lengths[at], search))
-        dropped |= {lost.branch.family.named for lost in search.lost if not lost.branch.chosen}
-        winner = search.best[0].branch
-        last = _last(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
-        if last > at:
-            rows.append({"seq": lengths[last], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
-        if (at := last + 1) == len(lengths):
-            break
+    rows: list[dict[str, Any]] = []
+    dropped, best, waiting = set[str](), None, [0]
+    while waiting:
+        at = waiting.pop(0)
         there = asked.families(setup.replace(seq=lengths[at]))
         search = asked.any([one for one in there if one.named not in dropped])
-    if at < len(lengths):
         rows.append(_verdict("seq", lengths[at], search))
-    if not at:
+        if not search.best:
+            if best is None:
+                require_any_built(search)
+            continue
+        dropped |= {lost.branch.family.named for lost in search.lost if lost.memory and not lost.branch.chosen}
+        winner = search.best[0].branch
+        best = _last(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
+        if best > at:
+            rows.append({"seq": lengths[best], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
+        ahead = {best + 1} if asked.target == ANYTHING else {best + 1, -(-(best + 2) // ROUND) * ROUND}
+        waiting = sorted(number for number in ahead if number < len(lengths))
+    if best is None:
         return Answer(None, None, Table(rows))
-    return Answer(lengths[at - 1], asked.plan(setup.replace(seq=lengths[at - 1])), Table(rows))
+    return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best])), Table(rows))
 
 
 def _last(count: int, known: int, reaches: Callable[[int], bool]) -> int:

@@ -15,6 +15,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
 from sim.setup.fit import num_gpus
 from sim.setup.setup import Setup
+from sim.setup.tensors import DECIDED, as_options, grid_of
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("none", "attention", "full"),
@@ -68,6 +69,8 @@ class Family(NamedTuple):
     cost counts, over what its GPUs cost an hour."""
     within_s: float = math.inf
     """What its step may take."""
+    tensors: Sequence[str] = ()
+    """Of ``grid`` the groups of tensors of which it is varied what becomes of them (``sim/setup/tensors.py``)."""
 
     @property
     def num_leaves(self) -> int:
@@ -115,8 +118,10 @@ class Branch(NamedTuple):
     @property
     def setup(self) -> Setup:
         """Of a leaf."""
-        pairs = zip(self.family.grid, self.chosen, strict=True)
-        return self.family.setup.replace(set={f"schedule.{key}": value for key, value in pairs})
+        options = dict(zip(self.family.grid, self.chosen, strict=True))
+        if self.family.tensors:
+            options |= as_options({group: options.pop(group) for group in self.family.tensors})
+        return self.family.setup.replace(set={f"schedule.{key}": value for key, value in options.items()})
 
     @property
     def named(self) -> str:
@@ -134,11 +139,13 @@ def families(
     target: Target = ANYTHING,
     price: float | None = None,
     beside: Sequence[str] = (),
+    tensors: Sequence[str] = (),
 ) -> list[Family]:
     """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
     degrees and options is not varied; replicas are, each with as many sequences as ``batch`` says. Values of an option
     that ``OPTIONS`` does not order make families of their own. With the ``price`` of a GPU-hour best is what costs
-    least; ``beside`` is said with the degrees.
+    least; ``beside`` is said with the degrees. Of groups of ``tensors`` it is varied what becomes of each, instead of
+    what becomes of all; then values of ``mlp``, with which blocks have other tensors, make families of their own, too.
 
     Whether a combination is valid is for builders to say: what they refuse is in it. Raises InputError for an option
     that no schedule has, or for one without values.
@@ -148,12 +155,15 @@ def families(
     gpus, per_node = num_gpus(whole), names.cluster_spec(setup.cluster).gpus_per_node
     tokens = _tokens(whole) if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
+    if tensors and (both := fixed & {*DECIDED}):
+        raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
     found = []
     for name in SCHEDULES if setup.schedule is None else [setup.schedule]:
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed
-        varied = {key: values for key, values in options.items() if key in has}
-        grid = {key: _ordered(key, values) for key, values in varied.items() if _is_ordered(key, values)}
+        varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
+        apart = {"mlp"} if tensors else set()
+        grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
         for dp, ulysses, ring in _degrees(title, entry.degrees, gpus):
@@ -168,7 +178,8 @@ def families(
                 placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()})
                 named = _named(title, dp, ulysses, ring, chosen, beside)
                 worth = dp if price is None else dp / (price * gpus)
-                found.append(Family(placed, named, grid, worth, target.within_s(dp * tokens)))
+                groups = grid_of(placed, tensors)
+                found.append(Family(placed, named, groups | grid, worth, target.within_s(dp * tokens), [*groups]))
     return found
 
 

@@ -224,3 +224,16 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     assert "--step-time soon: expected a time" in fails(capsys, *small, "--longest", "--step-time", "soon")
     assert "--price free: expected prices" in fails(capsys, *small, "--cheapest", "--price", "a=free")
     assert "several clusters are for" in fails(capsys, *small, "--price", "a=1,b=2")
+
+
+def test_plan_decides_every_tensor_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "64K", "--schedule", "ulysses", "--layers", "2")
+    for kept in ("mlp=whole", "optimiser=gpu"):
+        small = (*small, "--vary", kept)
+    found = json.loads(run(capsys, *small, "--memory-budget", "70GiB", "--tensors", "x,out", "--most", "1", "--json"))
+    assert found["best"][0]["options"].startswith("x keep, out keep")
+    assert found["configurations"] == 2 * 3
+    assert "--memory-budget lots: expected a size" in fails(capsys, *small, "--memory-budget", "lots")
+    assert "at most what a GPU has" in fails(capsys, *small, "--memory-budget", "100GiB")
+    assert "unknown tensor 'gates' (did you mean 'gate'?)" in fails(capsys, *small, "--tensors", "gates")
+    assert "leave out --longest" in fails(capsys, *small, "--longest", "--tensors", "x")
