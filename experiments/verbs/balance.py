@@ -25,8 +25,8 @@ from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.presets import preset_names
-from sim.setup.balance import PLANNERS
 from sim.setup.names import at_least_one, tokens
+from sim.setup.planners import PLANNERS
 
 DISTRIBUTIONS = "sim/batches/distributions"
 

@@ -160,7 +160,7 @@ def _print_plan(command: Plan, found: Found, console: Console, seq: int | None =
     """Print the best configurations, and why the others lose."""
     said = f"{found.configurations} configurations, {found.simulated} simulated"
     if len(found.best):
-        at = seq or longstep.workload(command.model, command.seq).seq
+        at = seq or longstep.workload(command.model, command.seq, documents=command.documents).seq
         title = f"training steps of {command.model}, S {length(at)}: {said}"
         console.print(_best_table(title, found.best.rows))
         for row in found.best.rows:

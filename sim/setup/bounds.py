@@ -24,6 +24,7 @@ from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.setup import Configuration
 
 
@@ -81,9 +82,18 @@ def least_seconds(found: Configuration) -> Least:
 
 @garbage_collection_off()
 def least_room(found: Configuration) -> Room:
-    """Return what a configuration takes of each memory at least. Raises InputError where it cannot be built."""
+    """Return what a configuration takes of each memory at least: of schedules that are not of the catalog, whose ranks
+    may have unequal parts, of all ranks. Raises InputError where it cannot be built.
+    """
     schedule, program = _built(found)
-    return room_of(schedule.header, [walk(program, derive(program))] * schedule.header.mesh.size, found.cluster)
+    mesh = schedule.header.mesh
+    if found.entry in SCHEDULES.values():
+        of_ranks = [walk(program, derive(program))] * mesh.size
+    else:
+        programs = {rank: schedule.program(rank) for rank in mesh.first_replica}
+        walked = {rank: walk(one, derive(one)) for rank, one in programs.items()}
+        of_ranks = [walked[mesh.role(rank)] for rank in range(mesh.size)]
+    return room_of(schedule.header, of_ranks, found.cluster)
 
 
 def _built(found: Configuration) -> tuple[Schedule, Program]:

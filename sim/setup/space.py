@@ -11,8 +11,9 @@ import msgspec
 
 from sim.errors import InputError
 from sim.options import LayerOptions
-from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.setup import names
+from sim.setup.documents import playing
 from sim.setup.fit import num_gpus
 from sim.setup.setup import Setup
 from sim.setup.tensors import DECIDED, as_options, grid_of
@@ -158,7 +159,7 @@ def families(
     if tensors and (both := fixed & {*DECIDED}):
         raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
     found = []
-    for name in SCHEDULES if setup.schedule is None else [setup.schedule]:
+    for name, ranks in _schedules(setup, gpus):
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
@@ -166,8 +167,10 @@ def families(
         grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
-        for dp, ulysses, ring in _degrees(title, entry.degrees, gpus):
+        for dp, ulysses, ring in _degrees(title, ("ring",) if ranks else entry.degrees, gpus):
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
+                continue
+            if ranks not in {None, ring}:
                 continue
             spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
@@ -181,6 +184,16 @@ def families(
                 groups = grid_of(placed, tensors)
                 found.append(Family(placed, named, groups | grid, worth, target.within_s(dp * tokens), [*groups]))
     return found
+
+
+def _schedules(setup: Setup, gpus: int) -> Iterator[tuple[str | Build | Entry, int | None]]:
+    """Yield the schedules that are tried; those of plans of documents with how many ranks each is for."""
+    if setup.schedule is not None:
+        yield setup.schedule, None
+        return
+    yield from ((name, None) for name in SCHEDULES)
+    for inside in _divisors(gpus)[1:]:
+        yield from ((build, inside) for build in playing(setup, inside))
 
 
 def _is_ordered(key: str, values: Sequence[str]) -> bool:

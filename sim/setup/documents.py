@@ -1,0 +1,60 @@
+"""Schedules that play what planners make of the documents of a setup, for plans to choose among."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from sim.batches.batch import batch
+from sim.errors import InputError
+from sim.mesh import Mesh
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import Build
+from sim.schedule.methods.planned import PlannedOptions, planned
+from sim.setup.names import lengths_of, texts
+from sim.setup.planners import MOST_TASKS, PLANNERS, asked_of
+from sim.setup.setup import Setup
+from sim.workload import Workload
+
+BY_BLOCKS = ("wlb-llm", "dcp", "fcp-style", "groups")
+"""Planners whose plans are no schedule of the catalog: blocks that tasks need travel."""
+
+
+def playing(setup: Setup, ranks: int) -> list[Build]:
+    """Return builders of schedules, one for each planner, of the documents of a setup on so many ranks; none where
+    there are no documents, or the mask is another one than planners know. What a planner refuses its builder does.
+    """
+    if setup.documents is None or setup.mask != "causal" or setup.window is not None:
+        return []
+    packed = batch(list(lengths_of(setup.documents)))
+    beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
+    alone = setup.replace(gpus=ranks, nodes=None, dp_degree=1, ulysses_degree=None, ring_degree=None, layers=None)
+    alone = dataclasses.replace(alone, set=beside)
+    asked = asked_of(alone, packed)
+    found: list[Build] = []
+    for name in BY_BLOCKS:
+        try:
+            plan = PLANNERS[name](packed, asked).plan
+            tasks = sum(map(len, plan.tasks))
+            if tasks > MOST_TASKS:
+                raise InputError(
+                    f"{name} has {tasks} tasks: at most {MOST_TASKS} are simulated; choose fewer `documents`"
+                )
+            found.append(planned(plan, name))
+        except InputError as refused:
+            found.append(_refusing(name, str(refused)))
+    return found
+
+
+def _refusing(name: str, why: str) -> Build:
+    builder = partial(_refuse, why)
+    builder.__qualname__ = name  # type: ignore[attr-defined]  # what setups call it
+    return builder
+
+
+_DEFAULT = PlannedOptions()
+
+
+def _refuse(why: str, workload: Workload, mesh: Mesh, options: PlannedOptions = _DEFAULT) -> Schedule:
+    del workload, mesh, options
+    raise InputError(why)

@@ -1,0 +1,80 @@
+"""Plans for documents: planners beside schedules, and the answer of trying everything."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+import longstep
+from longstep import Setup
+from sim.setup.bounds import least_room
+from sim.setup.branches import Lost, least_of, opened, step_of
+from sim.setup.documents import BY_BLOCKS
+from sim.setup.room import room
+from sim.setup.space import Branch, families
+from tests.sim.test_plan import SMALL, by_trying
+
+OPTIONS = {"checkpoint": ["full"], "activations": ["hbm"], "optimiser": ["gpu"], "mlp": ["whole"], "loss": ["chunked"]}
+PACKED = (1500, 250, 250, 48)
+
+
+def require_same_as_by_trying(setup: Setup) -> None:
+    """Assert that a plan for documents is that of trying all schedules and planners."""
+    expected = by_trying(setup, OPTIONS)
+    found = longstep.plan(setup, options=OPTIONS, most=2, jobs=1)
+    assert {row["schedule"] for row in found.lost} >= {*BY_BLOCKS}
+    tokens = setup.resolved().workload.seq
+    seconds = [tokens / row["tokens_per_s_per_gpu"] / (setup.gpus or 1) for row in found.best]
+    assert seconds == pytest.approx(expected[:2], rel=1e-12)
+    assert found.slack == 0
+
+
+@pytest.mark.slow
+def test_plans_for_documents_are_those_of_trying_every_planner() -> None:
+    """On two GPUs that share each sequence."""
+    require_same_as_by_trying(SMALL.replace(gpus=2, ring_degree=2, documents=PACKED, layers=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_more_plans_for_documents_are_those_of_trying_every_planner(seed: int) -> None:
+    """Of random lengths, on four GPUs, where the least memory leaves no replicas."""
+    rng = random.Random(seed)
+    documents = [rng.choice([64, 500, 2000, 30000]) for _ in range(rng.choice([2, 5, 9]))]
+    documents.append(-sum(documents) % 512 + 512)
+    require_same_as_by_trying(SMALL.replace(documents=tuple(documents), gpus=4))
+
+
+def test_bounds_of_unequal_ranks() -> None:
+    """Memory is that of all, also of the host's, of which every rank takes as much as its own tokens."""
+    host = {key: value[:1] for key, value in OPTIONS.items()} | {"activations": ["host"], "optimiser": ["host"]}
+    setup = SMALL.replace(gpus=2, ring_degree=2, documents=PACKED, layers=2)
+    for family in families(setup, host):
+        if family.named.partition(" ")[0] in {"fcp-style", "groups"}:
+            (leaf,) = Branch(family).leaves
+            found = leaf.setup.resolved()
+            assert step_of(leaf.setup)[0] >= least_of(leaf.setup).step_s > 0
+            assert least_room(found).limits == room(found).limits, family.named
+
+
+def test_what_a_planner_refuses_is_told() -> None:
+    """As why it loses: here every one of them has too many tasks."""
+    few = SMALL.replace(gpus=2, ring_degree=2, documents=PACKED, layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sim.setup.documents.MOST_TASKS", 1)
+        refusing = [family for family in families(few, OPTIONS) if family.named.partition(" ")[0] in BY_BLOCKS]
+    (groups,) = (family for family in refusing if family.named == "groups (R 2)")
+    found = opened(next(Branch(groups).leaves))
+    assert isinstance(found, Lost)
+    assert re.fullmatch(r"groups has \d+ tasks: at most 1 are simulated; choose fewer `documents`", found.refused)
+
+
+def test_planners_are_for_causal_documents_alone() -> None:
+    """And for no schedule that is named."""
+    for setup in (SMALL, SMALL.replace(documents=PACKED, mask="full"), SMALL.replace(documents=PACKED, window=64)):
+        assert not {one.named.partition(" ")[0] for one in families(setup)} & {*BY_BLOCKS}
+    assert {one.named.partition(" ")[0] for one in families(SMALL.replace(documents=PACKED, schedule="ring"))} == {
+        "ring"
+    }
