@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +16,13 @@ from sim.errors import InputError
 from sim.setup import names
 from sim.setup.branches import Played, played
 from sim.setup.fit import as_ring
+from sim.setup.lengths import PER_OCTAVE, ROUND, last_enough, lengths_of_units
 from sim.setup.plan import Plan, num_jobs, require_any_built, require_price, require_searchable, shortage, told
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Configuration, Setup
 from sim.setup.space import ANYTHING, OPTIONS, Branch, Family, Target, families
 from sim.setup.table import Table
 
-PER_OCTAVE = 128
-"""Lengths from one power of two to the next where the longest is looked for: they are 0.8 % apart at most."""
-ROUND = 16
-"""Every so many lengths is a round one, which divides better than those between."""
 LAST = 0.3
 """Which share of its time a question keeps for the plan of what it found."""
 
@@ -129,7 +126,7 @@ def longest_context(
     if setup.documents is not None:
         raise InputError("`documents` say how long a sequence is: leave them out where the longest is asked for")
     gpus, limit = _whole(setup).mesh.size, names.tokens("until", until)
-    lengths = list(_lengths(2 * gpus, limit))
+    lengths = list(lengths_of_units(2 * gpus, limit))
     if not lengths:
         raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
     rows: list[dict[str, Any]] = []
@@ -145,7 +142,7 @@ def longest_context(
             continue
         dropped |= {lost.branch.family.named for lost in search.lost if lost.memory and not lost.branch.chosen}
         winner = search.best[0].branch
-        best = _last(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
+        best = last_enough(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
         if best > at:
             rows.append({"seq": lengths[best], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
         ahead = {best + 1} if asked.target == ANYTHING else {best + 1, -(-(best + 2) // ROUND) * ROUND}
@@ -153,32 +150,6 @@ def longest_context(
     if best is None:
         return Answer(None, None, Table(rows))
     return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best])), Table(rows))
-
-
-def _last(count: int, known: int, reaches: Callable[[int], bool]) -> int:
-    """Return the last number below ``count`` that reaches what it has to, as a known one does and none does beyond one
-    that does not: in steps that double, then by halves.
-    """
-    step, short = 1, count
-    while known + step < short and step < count:
-        if reaches(known + step):
-            known, step = known + step, 2 * step
-        else:
-            short = known + step
-    while short - known > 1:
-        middle = (known + short) // 2
-        known, short = (middle, short) if reaches(middle) else (known, middle)
-    return known
-
-
-def _lengths(unit: int, until: int) -> Iterator[int]:
-    """Yield lengths in rising order, as many from one power of two of the unit to the next."""
-    while True:
-        for step in range(PER_OCTAVE):
-            if (tokens := unit * (PER_OCTAVE + step)) > until:
-                return
-            yield tokens
-        unit *= 2
 
 
 def fewest_gpus(

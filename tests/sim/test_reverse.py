@@ -10,7 +10,7 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.reverse import ROUND, _last, _lengths
+from sim.setup.lengths import ROUND, last_enough, lengths_of_units
 from sim.setup.room import room
 from tests.sim.test_plan import SMALL, random_setup, that_fit
 
@@ -57,7 +57,7 @@ def require_longest(value: int | None, setup: Setup, options: dict[str, list[str
     """Assert that something is enough for the length that was found, and nothing for the next one, nor for others
     beyond: round ones where time counts, which is less where a length divides well.
     """
-    lengths = list(_lengths(8, UNTIL))
+    lengths = list(lengths_of_units(8, UNTIL))
     at = -1 if value is None else lengths.index(value)
     others = {at + 2, at + 16} if limit_s == math.inf else {-(-(at + 2) // ROUND) * ROUND}
     for number in {at, at + 1, *others} & {*range(len(lengths))}:
@@ -82,7 +82,7 @@ def test_the_longest_context_is_the_last_length_that_fits() -> None:
     answer = longstep.longest_context(tight, until="1M", jobs=1)
     assert answer.value is not None
     assert answer.sure
-    lengths = list(_lengths(4, 2**20))
+    lengths = list(lengths_of_units(4, 2**20))
     after = lengths[lengths.index(answer.value) + 1]
     fits = [
         room(tight.replace(scope="step", pad=True, seq=seq).resolved()).free_bytes >= 0 for seq in (answer.value, after)
@@ -96,7 +96,7 @@ def test_the_longest_context_is_the_last_length_that_fits() -> None:
 
 def test_lengths_are_multiples_and_near_each_other() -> None:
     """At most 1 % apart, of two for each of 24 GPUs."""
-    lengths = list(_lengths(48, 10**6))
+    lengths = list(lengths_of_units(48, 10**6))
     assert lengths[0] == 48 * 128
     assert all(length % 48 == 0 for length in lengths)
     assert all(1 < after / before <= 1.01 for before, after in pairwise(lengths))
@@ -112,7 +112,7 @@ def test_the_last_that_is_enough_is_found_in_few_steps(last: int) -> None:
             asked.append(number)
             return number <= last
 
-        assert _last(100, known, reaches) == last
+        assert last_enough(100, known, reaches) == last
         assert len(asked) == len({*asked}) <= 14
 
 
