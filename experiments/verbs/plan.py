@@ -11,7 +11,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
-from experiments.verbs.quantities import read_bytes, read_prices, read_seconds
+from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from sim.errors import InputError
@@ -51,6 +51,9 @@ class Plan(StepSelection):
     --tokens-per-s."""
     cheapest: bool = False
     """Find what trains a billion tokens at the least --price, on any number of GPUs up to --gpus or --nodes."""
+    counts: OptionalText = None
+    """Numbers of GPUs that --fewest-gpus and --cheapest try, as 8,16,32; by default those that divide a node, and whole
+    nodes."""
     step_time: OptionalText = None
     """What a step may take, such as 60s or 2min."""
     tokens_per_s: OptionalFloat = None
@@ -107,6 +110,8 @@ def _require_one_question(command: Plan, prices: dict[str, float] | None) -> Non
         raise InputError("`cheapest` needs the price of a GPU-hour: set `price` 2.5, or CLUSTER=2.5,CLUSTER=1.3")
     if prices is not None and (command.longest or command.fewest_gpus):
         raise InputError(f"`price` {command.price}: leave it out, or set `cheapest`")
+    if command.counts is not None and not (command.fewest_gpus or command.cheapest):
+        raise InputError(f"`counts` {command.counts}: for `fewest_gpus` and `cheapest`; set `gpus` for one plan")
     if not command.cheapest and len(prices or {}) > 1:
         raise InputError(f"`price` {command.price}: several clusters are for `cheapest`; expected one price")
 
@@ -124,13 +129,14 @@ def _found(
         "step_time_s": None if command.step_time is None else read_seconds("step_time", command.step_time),
         "tokens_per_s": command.tokens_per_s,
     }
+    counts = None if command.counts is None else [read_count("counts", one) for one in command.counts.split(",")]
     if command.cheapest:
-        return None, longstep.cheapest(setup, prices or {}, **target, **how)
+        return None, longstep.cheapest(setup, prices or {}, counts=counts, **target, **how)
     if command.longest:
         answer = longstep.longest_context(setup, until=command.until, **target, **how)
         return answer, answer.plan
     if command.fewest_gpus:
-        answer = longstep.fewest_gpus(setup, **target, **how)
+        answer = longstep.fewest_gpus(setup, counts=counts, **target, **how)
         return answer, answer.plan
     price = next(iter((prices or {}).values()), None)
     budget = None if command.memory_budget is None else read_bytes("memory_budget", command.memory_budget)
@@ -189,7 +195,7 @@ def _distance(row: dict[str, Any]) -> tuple[int, float]:
     for number, key in enumerate(("slower", "slower_at_least")):
         if row[key] is not None:
             return number, row[key]
-    return 2, row["too_large"] / row["configurations"]
+    return 2, (row["too_large"] + row["too_slow"]) / row["configurations"]
 
 
 def _varied(texts: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

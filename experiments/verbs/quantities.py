@@ -33,6 +33,13 @@ def read_share(field: str, text: str) -> float:
     return _read(field, text, {"": 1.0, "%": 0.01}, "a share above 0 such as 0.41 or 41%")
 
 
+def read_count(field: str, text: str) -> int:
+    """Return a whole number: 8."""
+    if not re.fullmatch(r"\s*[1-9][0-9]{0,8}\s*", text):
+        raise InputError(f"`{field}` {text}: expected whole numbers of 1 or more, such as 8,16,32")
+    return int(text)
+
+
 def read_prices(text: str, cluster: str) -> dict[str, float]:
     """Return what a GPU-hour costs by cluster: 2.5 of one, or hgx-h100=2.5,dgx-a100=1.3 of several.
 

@@ -168,9 +168,8 @@ def _lost(search: Search, family: Family, first_s: float | None, words: tuple[st
     if short:
         said.append(f"{too_large} need {min(found.missing_bytes for found in short) / 2**30:.2g} GiB more, or beyond")
     if late:
-        said.append(
-            f"a step of the others takes {min(late) * family.worth:.3g} s or more, and may {family.within_s:.3g}"
-        )
+        least_s = min(late) * family.worth
+        said.append(f"too slow: a step takes {least_s:.3g} s or more, and may take {family.within_s:.3g} s")
     if refused:
         said.append(f"{len(refused)} refused: {refused[0].refused}")
     return {
@@ -181,6 +180,7 @@ def _lost(search: Search, family: Family, first_s: float | None, words: tuple[st
         "configurations": family.num_leaves,
         "simulated": len(tried),
         "too_large": too_large,
+        "too_slow": sum(found.branch.num_leaves for found in lost if found.least_s is not None),
         "refused": len(refused),
         "why": "; ".join(said),
     }

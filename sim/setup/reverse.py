@@ -74,7 +74,10 @@ class _Asked(NamedTuple):
     def any(self, found: list[Family]) -> Search:
         """Return a search that ended where something fits and reaches the target, or nothing does."""
         lean = self.target == ANYTHING
-        search = Search(found, 1, self.left_s(LAST), self.progress, leanest_first=lean)
+        if not lean:  # first what takes least of what it may, not what trains most
+            found = [one._replace(worth=one.within_s) for one in found]
+        enough_s = 0.0 if lean else 1.0
+        search = Search(found, 1, self.left_s(LAST), self.progress, leanest_first=lean, enough_s=enough_s)
         search.run(self.jobs, until_one=True)
         return search
 

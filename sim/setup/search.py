@@ -38,9 +38,10 @@ class Search:
         progress: Progress | None,
         *,
         leanest_first: bool = False,
+        enough_s: float = 0.0,
     ) -> None:
         self.families, self._most, self._progress = families, most, progress
-        self._leanest_first = leanest_first
+        self._leanest_first, self._enough_s = leanest_first, enough_s
         self._ends = None if limit_s is None else time.monotonic() + limit_s
         self.count = sum(family.num_leaves for family in families)
         self.open: list[Open] = [Open(Branch(family)) for family in families]
@@ -113,7 +114,7 @@ class Search:
         """Return what to look at next: all branches without bounds; then what may be the fastest, of those within
         ``NEAR`` of each other the smallest, so that something is known soon that fits, and last those whose memory may
         just not do; then in turn a configuration and a branch. Where it is only asked whether anything fits, what holds
-        least.
+        least; where ``enough_s`` will do, that of all that may take so little.
         """
         taken = {id(found) for found in running.values()}
         waiting = [found for found in self.open if id(found) not in taken and found.least_s < self.beaten_at]
@@ -126,8 +127,10 @@ class Search:
             kind = [found for found in waiting if found.branch.is_leaf == bool(self._turn % 2)]
             return min(kind or waiting, key=self._guessed_s, default=None)
         waiting = [found for found in waiting if not found.leanest or found.leanest.free_bytes >= 0] or waiting
-        nearest_s = NEAR * min(map(self._guessed_s, waiting), default=0.0)
+        nearest_s = max(self._enough_s, NEAR * min(map(self._guessed_s, waiting), default=0.0))
         near = [found for found in waiting if self._guessed_s(found) <= nearest_s]
+        if self._enough_s:
+            near.sort(key=self._ease, reverse=True)
         return max(near, key=lambda found: len(found.branch.chosen), default=None)
 
     def _guessed_s(self, found: Open) -> float:

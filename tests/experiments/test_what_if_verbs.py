@@ -218,6 +218,8 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     lost = {row["degrees"]: row["why"] for row in json.loads(run(capsys, *small, *prices, "--json"))["lost"]}
     assert lost["U 2, 2 x dgx-a100"] == "the cheapest"
     assert "dearer" in lost["U 2, 2 x hgx-h100"]
+    assert "--counts x: expected whole numbers" in fails(capsys, *small, "--fewest-gpus", "--counts", "2,x")
+    assert "--counts 2: for --fewest-gpus" in fails(capsys, *small, "--counts", "2")
     assert "--cheapest needs the price" in fails(capsys, *small, "--cheapest")
     assert "ask one at a time" in fails(capsys, *small, "--cheapest", "--longest")
     assert "are for --longest" in fails(capsys, *small, "--step-time", "60s")

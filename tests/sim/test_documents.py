@@ -38,11 +38,11 @@ def test_plans_for_documents_are_those_of_trying_every_planner() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_more_plans_for_documents_are_those_of_trying_every_planner(seed: int) -> None:
     """Of random lengths, on four GPUs, where the least memory leaves no replicas."""
     rng = random.Random(seed)
-    documents = [rng.choice([64, 500, 2000, 30000]) for _ in range(rng.choice([2, 5, 9]))]
+    documents = [rng.choice([64, 500, 2000, 8000]) for _ in range(rng.choice([2, 5, 9]))]
     documents.append(-sum(documents) % 512 + 512)
     require_same_as_by_trying(SMALL.replace(documents=tuple(documents), gpus=4))
 
