@@ -52,11 +52,11 @@ def test_plans_within_budgets_are_those_of_trying_every_way() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zigzag", "ring", "ulysses", "upipe", "fpdt", "allgather", "striped"])
+@pytest.mark.parametrize("schedule", ["ring", "ulysses", "upipe", "fpdt"])
 def test_more_plans_within_budgets_are_those_of_trying_every_way(schedule: str) -> None:
     """Of more tensors, and of schedules that keep others."""
     setup = SMALL.replace(schedule=schedule, gpus=2, layers=3, seq="32K")
-    require_same_as_by_trying(setup, ["x", "gate+up+act", "q+k+v", "out+h2"], [0.0, 0.2, 0.5, 0.8, 1.0])
+    require_same_as_by_trying(setup, ["x", "gate+up+act", "out+h2"], [0.0, 0.2, 0.6])
 
 
 def test_tensors_that_a_schedule_does_not_keep_are_left_out() -> None:
