@@ -33,7 +33,7 @@ def neighbours(setup: Setup) -> Table:
     the share of kernel seconds whose costs lie beyond the measured range. What cannot be built has its reason in
     ``error``, and is last. Raises InputError where the setup itself cannot be played.
 
-    >>> found = neighbours(Setup("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", scope="layer", layers=1))
+    >>> found = neighbours(Setup("zigzag", model="tiny", seq="64K", cluster="hgx-h100", scope="attention", gpus=2))
     >>> ratios = {row["change"]: row["ratio"] for row in found}
     >>> ratios["layout contiguous"] > 1, ratios[""]
     (True, 1.0)
