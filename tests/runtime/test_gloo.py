@@ -99,7 +99,7 @@ def test_all_data_types_and_numbers_of_ranks(session: Session, name: str) -> Non
         attention_equals_the_reference(session, name, dtype, heads)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", slow_but({"zigzag", "ulysses", "usp", "upipe", "fpdt"}, SCHEDULES))
 def test_two_layers_equal_the_reference(ranks: Callable[[int], Session], name: str) -> None:
     layers_equal_the_reference(ranks(most_ranks(name)), name, "fp64")
 

@@ -14,9 +14,10 @@ from sim.schedule.derive.dependencies import Dependencies, derive, derive_compil
 from sim.schedule.ir.ops import Exchange, HostSync, Message, Op
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, make_model, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 from tests.schedule.test_fragments import layered
 
 
@@ -132,7 +133,7 @@ def test_compiled_and_plain_dependencies_are_the_same(program: Program) -> None:
     assert_equal(compiled(program), derive_plainly(program))
 
 
-@pytest.mark.parametrize("name", sweep_but({"usp of 2", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize("name", by_tier({"usp of 2", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
 def test_compiled_and_plain_dependencies_of_layers_are_the_same(name: str) -> None:
     for program in layered(name).programs:
         assert_equal(compiled(program), derive_plainly(program.replace()))

@@ -16,10 +16,11 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Accumulate, Copy
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, make_model, sweep_but
+from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 
 
 def layered(name: str, ranks: int = 4, layers: int = 3) -> Schedule:
@@ -29,7 +30,7 @@ def layered(name: str, ranks: int = 4, layers: int = 3) -> Schedule:
     return variant.build(workload, variant.mesh(1 if variant.schedule == "single" else ranks, workload.model))
 
 
-@pytest.mark.parametrize("name", sweep_but({"ring", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
+@pytest.mark.parametrize("name", by_tier({"ring", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
 def test_calls_say_what_their_functions_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, labels and ports of every layer as well: the whole schedule as JSON."""
     try:

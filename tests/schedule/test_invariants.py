@@ -19,7 +19,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.setup.setup import Setup
 from sim.workload import Workload
-from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but, sweep_but
+from tests.helpers import VARIANTS, by_tier, checked_or_refused, make_checked, make_model, slow_but
 
 PARALLEL = [name for name in VARIANTS if VARIANTS[name].schedule != "single"]
 RANKS = (1, 2, 3, 4, 8)
@@ -303,7 +303,7 @@ def test_upipe_needs_room_for_few_heads() -> None:
     assert peaks["upipe, kept"] - peaks["upipe"] > heads / 2
 
 
-@pytest.mark.parametrize("name", sweep_but({"zigzag", "ulysses", "upipe"}, PARALLEL))
+@pytest.mark.parametrize("name", by_tier({"zigzag", "ulysses", "upipe"}, {*SCHEDULES} - {"single"}, PARALLEL))
 def test_what_communication_holds_does_not_grow_with_layers(name: str) -> None:
     """Also on ranks that pass keys on without attending to them."""
     peaks = []

@@ -16,7 +16,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import LLAMA, act, gate, up, with_tiles
 from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import make_checked, make_model, sweep_but
+from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 from tests.schedule.test_step import make_step
 
@@ -27,7 +27,7 @@ def layers(**fields: Any) -> Workload:
 
 
 @pytest.mark.parametrize("name", sweep_but({"single", "zigzag", "burst", "ulysses"}, SCHEDULES))
-@pytest.mark.parametrize("passes", sweep_but({"both"}, ["forward", "both"]))
+@pytest.mark.parametrize("passes", slow_but({"both"}, ["forward", "both"]))
 def test_every_schedule_is_proved_around_layers(name: str, passes: str) -> None:
     """In a data type narrower than the one that sums are kept in, which test_two_layers does not execute for all."""
     ranks = 1 if name == "single" else 4

@@ -13,7 +13,7 @@ from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import HEADED, ROOT, units
 from sim.workload import Workload
-from tests.helpers import by_tier, sweep_but
+from tests.helpers import by_tier, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, step
 
@@ -36,7 +36,7 @@ def test_every_schedule_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize(
     "stack",
-    sweep_but({"chunked loss", "micro-batches, one sum", "optimiser on the host", "nothing"}, STACKS),
+    slow_but({"chunked loss", "micro-batches, one sum", "optimiser on the host", "nothing"}, STACKS),
 )
 def test_every_technique(stack: str) -> None:
     batch = STACKS[stack].get("micro_batches", 1)
