@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 
 import longstep
-from experiments.evidence.execution import measured_steps, median_step, open_session
+from experiments.evidence.execution import measured_steps, open_session
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
@@ -34,7 +34,7 @@ from sim.profile import Machine
 from sim.schedule.proof.check import Checked
 from sim.setup.names import at_least_one
 from sim.setup.prediction import write_trace
-from sim.setup.profiled import read_traces
+from sim.setup.profiled import one_after_the_other, read_traces
 from sim.trace import CHROME_TRACE, Trace
 from sim.workload import Scope
 
@@ -190,13 +190,15 @@ def said_of(schedule: str, seq: str, profile: str | None, scope: Scope = "attent
     )
 
 
-def diagnosed(said: Setup, trace: Trace, checked: Checked, memory_bytes: int) -> Diagnosis:
-    """Return what the doctor says of a run, by its trace as a file and its memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = CHROME_TRACE.at(Path(folder) / "trace.json")
-        write_trace(output, checked, [trace])
-        traces = read_traces([output.path])
-    return longstep.doctor(said, Measured(memory_bytes=memory_bytes), traces=traces)
+def diagnosed(said: Setup, steps: Sequence[Trace], checked: Checked, memory_bytes: int) -> Diagnosis:
+    """Return what the doctor says of a run, by the traces of its steps as files and its memory."""
+    read = []
+    for step in steps:
+        with tempfile.TemporaryDirectory() as folder:
+            output = CHROME_TRACE.at(Path(folder) / "trace.json")
+            write_trace(output, checked, [step])
+            read.append(read_traces([output.path]))
+    return longstep.doctor(said, Measured(memory_bytes=memory_bytes), traces=one_after_the_other(read))
 
 
 def executed(said: Setup, planted: Planted | None, steps: int, draw: random.Random) -> DoctorRun:
@@ -211,9 +213,8 @@ def executed(said: Setup, planted: Planted | None, steps: int, draw: random.Rand
         pids = [process.pid for process in session.processes if isinstance(process, LocalRank)]
         with planted.meanwhile(pids, draw) if planted else contextlib.nullcontext():
             taken = measured_steps(run.step, steps)
-    median = median_step(taken)
-    memory_bytes = max(median.peak_bytes)
-    diagnosis = diagnosed(said, median.trace, checked, memory_bytes)
+    memory_bytes = max(size for step in taken for size in step.peak_bytes)
+    diagnosis = diagnosed(said, [step.trace for step in taken], checked, memory_bytes)
     names = [cause.name for cause in diagnosis.consistent]
     return DoctorRun(
         fault=planted.name if planted else "",

@@ -63,7 +63,7 @@ class Diagnosis:
     measured_s: float | None
     simulated_s: float
     low_s: float
-    """Of the 90 % interval; at the rates of datasheets of what these allow."""
+    """What one healthy run in a hundred is outside of; at the rates of datasheets of what these allow."""
     high_s: float
     floor_s: float
     """FLOPs at the peak, or bytes on the links: no run is faster."""

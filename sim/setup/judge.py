@@ -20,13 +20,19 @@ from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
 from sim.setup.traced import kinds_s
 
+_ALARM = 2.576 / 1.645
+"""By how much an interval of 90 % is widened to one of 99 %, as of a normal distribution: what is called ill is what
+one healthy run in a hundred is like."""
+_CHANCE = 3.0
+"""Standard errors that the median of a few scattered steps may be off by."""
 _DATASHEET = (1.0, 2.0)
 """Where no interval is known: of what datasheets allow, real kernels take 1.4 to 2 times (``sim.engine.report``)."""
 RANKS_WITHIN = 0.1
 """How far kernel seconds of ranks may be from those simulated, all scaled to their median: assumed, above the jitter
 of kernels and below what any layout or slow rank that matters does."""
 _KINDS_WITHIN = 0.25
-"""How far seconds of a kind of kernels may be from those simulated: assumed, where no interval of one is known."""
+"""How far seconds of a kind of kernels may be from those simulated, and no less than all of a step: assumed, since no
+interval of one kind is known."""
 _KIND_SHARE = 0.1
 """Of all kernels: kinds that take less are not compared, since names of small kernels are matched less surely."""
 _NEAREST = 0.005
@@ -82,8 +88,12 @@ class Judge:
         tokens = self.found.mesh.dp * workload.batch * workload.real_seq
         self.step_s = measured.step_s(tokens, self.found.mesh.size)
         step_s, reach = base.step_time_s, base.interval
-        low, high = (reach.low_s / step_s, reach.high_s / step_s) if reach else _DATASHEET
-        self.low, self.high = low, high
+        low, high = ((reach.low_s / step_s) ** _ALARM, (reach.high_s / step_s) ** _ALARM) if reach else _DATASHEET
+        chance = _CHANCE * measured.step_error
+        self.low = math.exp(-math.hypot(math.log(low), chance))
+        self.high = math.exp(math.hypot(math.log(high), chance))
+        self.ranks_within = math.hypot(RANKS_WITHIN, _CHANCE * measured.rank_error)
+        self.kinds_within = max(_KINDS_WITHIN, -math.log(self.low), math.log(self.high) if reach else 0.0)
         reserved, within = self.found.spec.reserved
         self.reserved_bytes, self.within_bytes = reserved, within
         self.peak_bytes = Case(base.checked, base.simulation).peak_bytes()
@@ -116,7 +126,7 @@ class Judge:
             return 0.0
         own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
         other = np.log(np.array(ranks_s) / np.median(ranks_s))
-        return float(np.abs(own - other).max()) / RANKS_WITHIN
+        return float(np.abs(own - other).max()) / self.ranks_within
 
     def _beyond(self, seconds: float, simulated_s: float) -> float:
         """Return how far seconds are off, in units of the interval."""
@@ -148,7 +158,7 @@ class Judge:
         for kind in KERNELS:
             pair = (own.get(kind, 0.0), other[kind])
             if max(pair) > least_s:
-                off.append(abs(math.log(max(pair[0], least_s / 10) / max(pair[1], least_s / 10))) / _KINDS_WITHIN)
+                off.append(abs(math.log(max(pair[0], least_s / 10) / max(pair[1], least_s / 10))) / self.kinds_within)
         return off
 
     def slowest_rank(self) -> int:

@@ -39,12 +39,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of kernels in a step, rank by rank."""
     kind_s: dict[WorkKind, float] = {}
     """Seconds of a step by kind of work, mean over ranks: of traces (``sim.setup.traced``)."""
+    step_error: float = 0.0
+    """Standard error of the step time, in logarithm, by how steps of a trace scatter."""
+    rank_error: float = 0.0
+    """That of how far a rank is from the others."""
 
     def require(self) -> None:
         """Raise InputError where nothing was measured, or what can be no measurement."""
         fields: dict[str, Any] = msgspec.structs.asdict(self)
         ranks = fields.pop("rank_s")
-        fields.pop("kind_s")
+        for of_traces in ("kind_s", "step_error", "rank_error"):
+            fields.pop(of_traces)
         if not ranks and all(value is None for name, value in fields.items() if name != "mfu"):
             raise InputError("nothing was measured: give `step_time`, `tokens_per_s`, `memory` or `trace`")
         for name, value in fields.items():

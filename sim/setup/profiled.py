@@ -8,9 +8,11 @@ complete events ("ph": "X") with times in microseconds; categories ``kernel``, `
 from __future__ import annotations
 
 import re
+import statistics
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,19 +50,34 @@ class TracedRank(NamedTuple):
 
     rank: int
     source: Source
-    steps: int
-    begin_s: float
-    """Of the first step."""
-    end_s: float
+    bounds_s: tuple[float, ...]
+    """Begin of each step, and end of the last."""
     work: list[Span]
     """Kernels, transfers and copies of these steps, in the order of their begin."""
     host: Sequence[Span] = ()
     """What the host's threads did; of GPU kernels only."""
 
     @property
+    def steps(self) -> int:
+        """How many."""
+        return len(self.bounds_s) - 1
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Seconds of every step."""
+        return [end - begin for begin, end in pairwise(self.bounds_s)]
+
+    @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return (self.end_s - self.begin_s) / self.steps
+        """Median seconds of a step."""
+        return statistics.median(self.steps_s)
+
+    def of_steps(self) -> list[list[Span]]:
+        """Return the work of each step: what begins in it."""
+        found: list[list[Span]] = [[] for _ in self.steps_s]
+        for span in self.work:
+            found[bisect_right(self.bounds_s, span.begin_s, hi=self.steps) - 1].append(span)
+        return found
 
 
 class _Event(msgspec.Struct):
@@ -175,7 +192,7 @@ def ranks_of_rows(rows: Iterable[dict[str, Any]]) -> list[TracedRank]:
             )
     end_s = max((span.end_s for spans in of_rank.values() for span in spans), default=0.0)
     return [
-        TracedRank(rank, "Longstep", 1, 0.0, end_s, sorted(spans, key=lambda span: span.begin_s))
+        TracedRank(rank, "Longstep", (0.0, end_s), sorted(spans, key=lambda span: span.begin_s))
         for rank, spans in sorted(of_rank.items())
         if end_s > 0
     ]
@@ -205,6 +222,19 @@ def _of_torch(file: _File, events: list[_Event], path: str, number: int) -> list
     return [found_one] if found_one else []
 
 
+def one_after_the_other(runs: Sequence[Sequence[TracedRank]]) -> list[TracedRank]:
+    """Return the steps of several traces of the same ranks as those of one."""
+    found = []
+    for of_rank in zip(*runs, strict=True):
+        bounds, work = [0.0], list[Span]()
+        for one in of_rank:
+            later = bounds[-1] - one.bounds_s[0]
+            bounds += [bound + later for bound in one.bounds_s[1:]]
+            work += [span._replace(begin_s=span.begin_s + later, end_s=span.end_s + later) for span in one.work]
+        found.append(of_rank[0]._replace(bounds_s=tuple(bounds), work=work, host=()))
+    return found
+
+
 def _device(event: _Event) -> str:
     device = event.args.get("device", event.pid) if isinstance(event.args, dict) else event.pid
     return f"{device:0>9}"  # as text that sorts as numbers do
@@ -224,7 +254,8 @@ def _within(rank: int, source: Source, steps: list[Span], work: list[Span], host
     inside = sorted((span for span in work if begin_s <= span.begin_s < end_s), key=lambda span: span.begin_s)
     if not inside or end_s <= begin_s:
         return None
-    return TracedRank(rank, source, max(1, len(steps)), begin_s, end_s, inside, host)
+    begins = [span.begin_s for span in steps] or [begin_s]
+    return TracedRank(rank, source, (*begins, end_s), inside, host)
 
 
 def _outermost(operators: Iterable[_Event]) -> list[Span]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from sim.engine.simulate import Simulation
 from sim.setup.kernel_names import KERNELS, KINDS_OF_WORK, TRANSFERS, WorkKind
@@ -58,15 +60,31 @@ def with_traces(measured: Measured, ranks: Sequence[TracedRank], num_ranks: int)
     """Return what was measured, and what traces measure beside it: the step, the kernels of all ranks and kinds."""
     if not ranks:
         return measured
-    kernels = tuple(_busy_s(one, KERNELS) / one.steps for one in ranks)
-    whole = [one.rank for one in ranks] == [*range(num_ranks)] and min(kernels) > 0
+    of_steps = [_busy_s(one, KERNELS) for one in ranks]
+    kernels = tuple(map(statistics.median, of_steps))
+    whole = [one.rank for one in ranks] == [*range(num_ranks)] and min(map(min, of_steps)) > 0
     rated = measured.step_s(1, 1) is not None
     return msgspec.structs.replace(
         measured,
         step_time_s=measured.step_time_s if rated else max(one.step_s for one in ranks),
         rank_s=measured.rank_s or (kernels if whole else ()),
         kind_s=_mean_kinds(ranks),
+        step_error=0.0 if rated else max(_error_of_median(np.log(one.steps_s).tolist()) for one in ranks),
+        rank_error=0.0 if measured.rank_s or not whole else _error_between(of_steps),
     )
+
+
+def _error_of_median(values: Sequence[float]) -> float:
+    """Return the standard error of a median, as of a normal distribution; 0 of one value, which does not tell."""
+    return math.sqrt(math.pi / 2 / len(values)) * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _error_between(of_steps: list[list[float]]) -> float:
+    """Return the largest standard error of how far a rank is from the median of ranks, in logarithms."""
+    if len({len(steps) for steps in of_steps}) > 1:
+        return 0.0
+    logs = np.log(of_steps)
+    return max(map(_error_of_median, (logs - np.median(logs, axis=0)).tolist()))
 
 
 def kinds_s(simulation: Simulation) -> dict[WorkKind, float]:
@@ -89,11 +107,11 @@ def traced(ranks: Sequence[TracedRank], simulation: Simulation) -> Traced:
     rows = []
     for one in ranks:
         sums = _sums(one)
-        busy_s = _busy_s(one, KINDS_OF_WORK) / one.steps
+        busy_s = statistics.median(_busy_s(one, KINDS_OF_WORK))
         rows.append(
             RankRow(
                 one.rank,
-                _busy_s(one, KERNELS) / one.steps,
+                statistics.median(_busy_s(one, KERNELS)),
                 sum(sums.get(kind, 0.0) for kind in TRANSFERS),
                 waiting[one.rank],
                 max(0.0, one.step_s - busy_s),
@@ -111,11 +129,12 @@ def traced(ranks: Sequence[TracedRank], simulation: Simulation) -> Traced:
 
 
 def _sums(one: TracedRank) -> dict[WorkKind, float]:
-    """Return the seconds of a step by kind."""
-    sums: dict[WorkKind, float] = {}
-    for span in one.work:
-        sums[span.kind] = sums.get(span.kind, 0.0) + span.seconds / one.steps
-    return sums
+    """Return the seconds of a step by kind, the median of steps."""
+    of_kind: dict[WorkKind, list[float]] = {}
+    for number, spans in enumerate(one.of_steps()):
+        for span in spans:
+            of_kind.setdefault(span.kind, [0.0] * one.steps)[number] += span.seconds
+    return {kind: statistics.median(sums) for kind, sums in of_kind.items()}
 
 
 def _mean_kinds(ranks: Sequence[TracedRank]) -> dict[WorkKind, float]:
@@ -134,9 +153,13 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return found
 
 
-def _busy_s(one: TracedRank, kinds: Sequence[WorkKind]) -> float:
-    """Return the seconds of all steps in which work of some kinds goes on."""
-    return sum(min(end, one.end_s) - begin for begin, end in _union(span for span in one.work if span.kind in kinds))
+def _busy_s(one: TracedRank, kinds: Sequence[WorkKind]) -> list[float]:
+    """Return the seconds of every step in which work of some kinds goes on."""
+    last_s = one.bounds_s[-1]
+    return [
+        sum(min(end, last_s) - begin for begin, end in _union(span for span in spans if span.kind in kinds))
+        for spans in one.of_steps()
+    ]
 
 
 def _waiting_s(ranks: Sequence[TracedRank]) -> dict[int, float]:
@@ -200,7 +223,7 @@ def _host_bound(ranks: Sequence[TracedRank], rows: list[RankRow], simulation: Si
         return []
     row, one = max(zip(rows, ranks, strict=True), key=lambda pair: pair[0].idle_s / pair[1].step_s)
     simulated = ranks_of_rows(each._asdict() for each in simulation.trace.rows)
-    expected = max((1 - _busy_s(each, KINDS_OF_WORK) / each.step_s for each in simulated), default=0.0)
+    expected = max((1 - sum(_busy_s(each, KINDS_OF_WORK)) / each.step_s for each in simulated), default=0.0)
     share = row.idle_s / one.step_s
     if share - expected < _SHARE:
         return []
@@ -218,7 +241,8 @@ def _host_bound(ranks: Sequence[TracedRank], rows: list[RankRow], simulation: Si
 
 def _gaps(one: TracedRank) -> list[tuple[float, float]]:
     """Return when a GPU is idle."""
-    busy = [(one.begin_s, one.begin_s), *_union(one.work), (one.end_s, one.end_s)]
+    first_s, last_s = one.bounds_s[0], one.bounds_s[-1]
+    busy = [(first_s, first_s), *_union(one.work), (last_s, last_s)]
     return [(end, begin) for (_, end), (begin, _) in pairwise(busy) if begin > end]
 
 

@@ -31,10 +31,10 @@ def test_another_program_is_named_by_its_trace_and_memory(planted: Planted) -> N
     said = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", gpus=2, seq="64K", scope=planted.scope, jitter=0,
                  layers=1, set={"schedule.checkpoint": "none"} if planted.scope == "step" else {})  # fmt: skip
     ran = planted.program(said).predicted()
-    found = diagnosed(said, ran.trace, ran.checked, max(walk.peak_bytes for walk in walks(ran.checked)))
+    found = diagnosed(said, [ran.trace], ran.checked, max(walk.peak_bytes for walk in walks(ran.checked)))
     assert planted.named & {cause.name for cause in found.consistent}, [(one.name, one.off) for one in found.causes]
     clean = said.predicted()
-    assert diagnosed(said, clean.trace, clean.checked, clean.peak_hbm_bytes).verdict == "healthy"
+    assert diagnosed(said, [clean.trace], clean.checked, clean.peak_hbm_bytes).verdict == "healthy"
 
 
 def test_what_is_planted_is_something_that_the_doctor_knows() -> None:

@@ -58,7 +58,11 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            STEP, {"set": {"schedule.checkpoint": "none"}}, "not-checkpointed", "too fast", marks=pytest.mark.slow
+            STEP.replace(seq="256K"),
+            {"set": {"schedule.checkpoint": "none"}},
+            "not-checkpointed",
+            "too fast",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ATTENTION.replace(gpus=16),

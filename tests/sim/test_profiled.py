@@ -17,7 +17,7 @@ from sim.memory import walks
 from sim.schedule.ir.ops import KINDS
 from sim.setup.kernel_names import KERNELS, kind_of_name, kind_of_op
 from sim.setup.prediction import write_trace
-from sim.setup.profiled import read_traces
+from sim.setup.profiled import one_after_the_other, ranks_of_rows, read_traces
 from sim.setup.traced import kinds_s, traced
 from sim.trace import CHROME_TRACE
 
@@ -224,3 +224,17 @@ def test_ranks_that_are_none_of_the_run_are_refused(tmp_path: Path) -> None:
         longstep.doctor(SETUP, Measured(), traces=many)
     with pytest.raises(InputError, match="cannot be read"):
         read_traces([tmp_path / "none.json"])
+
+
+@pytest.mark.parametrize(("factors", "verdict"), [((0.8,) * 5, "ranks differ"), ((0.8, 1.0, 0.8, 0.6, 0.8), "healthy")])
+def test_ranks_differ_only_by_more_than_their_steps_scatter(factors: tuple[float, ...], verdict: str) -> None:
+    """Rank 0 takes 0.8 times as long in the median of five steps: in all of them, or by chance."""
+    said = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", gpus=4, seq="64K", scope="attention", jitter=0)
+    simulated = ranks_of_rows(row._asdict() for row in said.predicted().trace.rows)
+    steps = []
+    for factor in factors:
+        work = [span._replace(end_s=span.begin_s + factor * span.seconds) for span in simulated[0].work]
+        steps.append([simulated[0]._replace(work=work), *simulated[1:]])
+    found = longstep.doctor(said, Measured(), traces=one_after_the_other(steps))
+    assert found.verdict == verdict
+    assert found.measured_s == pytest.approx(simulated[0].step_s)
