@@ -9,6 +9,9 @@ from pathlib import Path
 
 from sim.engine.report import Evidence
 
+SWEEP_MARK = "longstep sweep"
+"""Begins what a table of a sweep says of itself: the command that made it."""
+
 
 def evidence_lines(evidence: Evidence) -> list[str]:
     """Return what a prediction rests on."""

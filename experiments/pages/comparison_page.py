@@ -12,28 +12,15 @@ import msgspec
 
 from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
 from experiments.evidence.units import percent
-from experiments.pages.plots import CIRCLE, HUES, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
+from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
 from experiments.pages.render import render
+from experiments.pages.timeline import DIGITS, family_colours
 from sim.breakdown import PARTS, PartName, breakdown
-from sim.schedule.ir.ops import KINDS, Family
+from sim.schedule.ir.ops import KINDS
 from sim.trace import Row, Trace
 
-_HUES: dict[Family, str] = {
-    "attention": "blue",
-    "matrix product": "green",
-    "norm, rope, SwiGLU": "sky",
-    "merge, accumulate": "purple",
-    "copy": "orange",
-    "transfer": "vermilion",
-    "synchronisation": "grey",
-    "other": "yellow",
-}
-"""More hues than these cannot be told apart by everyone."""
 _BAND = 0.10
 """Share of the measured time that the parity plot shades."""
-
-_DIGITS = 10
-"""Decimals of a second in the timeline: finer than any clock, and half the size of all digits."""
 
 
 class Span(NamedTuple):
@@ -107,7 +94,7 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> st
         parts=PARTS,
         inside=inside,
         data=msgspec.to_builtins(inside),
-        family_hues={family: tuple(bytes.fromhex(HUES[hue][0][1:])) for family, hue in _HUES.items()},
+        family_hues=family_colours(),
     )
 
 
@@ -185,4 +172,4 @@ def _lanes(simulated: Trace, executed: Trace, labels: list[str], kinds: list[tup
 
 
 def _span(row: Row) -> Span:
-    return Span(round(row.posted_s, _DIGITS), round(row.begin_s, _DIGITS), round(row.end_s, _DIGITS))
+    return Span(round(row.posted_s, DIGITS), round(row.begin_s, DIGITS), round(row.end_s, DIGITS))

@@ -67,6 +67,7 @@ _VERBS = {
     "compare": _Verb("compare", "Compare", "compare"),
     "validate": _Verb("validate", "Validate", "validate"),
     "lab": _Verb("lab", "Lab", "lab"),
+    "report": _Verb("report", "Report", "report"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
 }
 _ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 import longstep
+from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection, listed
@@ -24,7 +25,6 @@ from sim.files import Kind, require_outputs
 from sim.setup.axes import axes_of
 from sim.setup.portions import COLUMNS
 
-_MARK = b"longstep sweep"
 _SHOWN = 40
 """Rows of the table; the file has all."""
 _NEEDS_PYARROW = "`out` FILE.parquet needs the package pyarrow: pip install 'longstep[parquet]', or name a .csv"
@@ -74,7 +74,7 @@ def sweep(command: Sweep, console: Console) -> None:
                 sys.stderr.write(f"what is finished is in {str(journal)!r}: the same command goes on\n")
             raise
     if out and journal:
-        about = {"longstep sweep": " ".join(sys.argv[1:]) or "called from Python"}
+        about = {SWEEP_MARK: " ".join(sys.argv[1:]) or "called from Python"}
         out.write(_parquet(found, about) if out.path.endswith(".parquet") else _csv(found, about))
         journal.unlink(missing_ok=True)
     if command.json:
@@ -106,7 +106,7 @@ def _kind(path: str | None) -> Kind:
 
 
 def _is_csv(file: BinaryIO) -> bool:
-    return file.readline().startswith(b"# " + _MARK)
+    return file.readline().startswith(f"# {SWEEP_MARK}".encode())
 
 
 def _is_parquet(file: BinaryIO) -> bool:
@@ -114,7 +114,7 @@ def _is_parquet(file: BinaryIO) -> bool:
     import pyarrow.parquet as pq
 
     try:
-        return _MARK in (pq.read_schema(file).metadata or {})
+        return SWEEP_MARK.encode() in (pq.read_schema(file).metadata or {})
     except pa.ArrowInvalid:
         return False
 
