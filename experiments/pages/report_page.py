@@ -1,22 +1,65 @@
 """Results of any verbs as one HTML page: a chapter each, with charts that plotly.js draws from within the page.
 
-plotly.js lies in the page as a whole, 4.8 MB, so that it works without a network. Chapters are in ``chapters.py``.
+plotly.js lies in the page as a whole, 4.8 MB, so that it works without a network. Chapters are in
+``step_chapters.py`` and ``search_chapters.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
 from experiments.evidence.results import Result
-from experiments.pages.chapters import Chapter, chapter
+from experiments.pages.chapters import Chapter
 from experiments.pages.plots import HUES
 from experiments.pages.render import render
+from experiments.pages.search_chapters import (
+    answer_chapter,
+    balance_chapter,
+    fit_chapter,
+    ladder_chapter,
+    plan_chapter,
+    roofline_chapter,
+    rows_chapter,
+    study_chapter,
+    table_chapter,
+)
+from experiments.pages.step_chapters import (
+    compare_chapter,
+    doctor_chapter,
+    elasticities_chapter,
+    lab_chapter,
+    record_chapter,
+    run_chapter,
+    simulate_chapter,
+    trace_chapter,
+)
 from experiments.pages.timeline import family_colours
 from sim.errors import InputError
 
 NEEDS_PLOTLY = "report needs the package plotly: pip install 'longstep[report]'"
+_CHAPTERS: dict[str, Callable[[Result], Chapter]] = {
+    "answer": answer_chapter,
+    "balance": balance_chapter,
+    "compare": compare_chapter,
+    "crossover": table_chapter("Crossover"),
+    "doctor": doctor_chapter,
+    "elasticities": elasticities_chapter,
+    "fit": fit_chapter,
+    "lab": lab_chapter,
+    "ladder": ladder_chapter,
+    "plan": plan_chapter,
+    "record": record_chapter,
+    "roofline": roofline_chapter,
+    "rows": rows_chapter,
+    "run": run_chapter,
+    "simulate": simulate_chapter,
+    "study": study_chapter,
+    "trace": trace_chapter,
+    "winners": table_chapter("Winners"),
+}
+"""By kinds of results."""
 
 
 def page(title: str, results: Sequence[Result]) -> str:
@@ -39,6 +82,19 @@ def page(title: str, results: Sequence[Result]) -> str:
         palette={tone: [hue[number] for hue in HUES.values()] for number, tone in enumerate(("light", "dark"))},
         family_hues=family_colours(),
     )
+
+
+def chapter(result: Result) -> Chapter:
+    """Return the chapter of a result; raises InputError for one that lacks what its kind has."""
+    try:
+        return _CHAPTERS[result.kind](result)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{result.name!r} looks like what longstep {result.kind} wrote, but cannot be shown ({error!r}): it is of "
+            f"another version, or was edited; write it again"
+        ) from error
 
 
 def plotly_js() -> str:

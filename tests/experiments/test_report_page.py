@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.evidence.results import Result, read_result
-from experiments.pages.chapters import chapter
-from experiments.pages.report_page import page, plotly_js
+from experiments.pages.report_page import chapter, page, plotly_js
 from experiments.pages.timeline import busy, memory_charts, of_chrome
 from sim.errors import InputError
 from tests.experiments.reading import HOSTILE, Read

@@ -1,0 +1,160 @@
+"""What a report says of many steps: sweeps, plans, studies, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from experiments.evidence.results import Result
+from experiments.evidence.units import length, size
+from experiments.pages.chapters import Chapter
+from experiments.pages.charts import BYTES, NUMBER, SECONDS, Point, bars, lines
+from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
+from experiments.pages.tables import table
+from sim.memory import TERMS
+
+
+def rows_chapter(result: Result) -> Chapter:
+    """Return a chapter of the rows of a sweep."""
+    rows: list[dict[str, Any]] = result.data
+    return Chapter(
+        title=f"Sweep: {result.name}",
+        says=sweep_lines(rows),
+        charts=sweep_charts(rows),
+        tables=[table("all rows", rows)],
+        evidence=[f"by: {result.command}"] if result.command else [],
+    )
+
+
+def plan_chapter(result: Result) -> Chapter:
+    """Return a chapter of the best configurations."""
+    best, lost = result.data["best"], result.data["lost"]
+    tried = result.data.get("tried") or []
+    says = [f"{result.data['configurations']} configurations, {result.data['simulated']} simulated"]
+    if result.data["slack"]:
+        says.append("the search was cut short, so that there may be a better one")
+    charts = []
+    if best:
+        series = {
+            f"{row['schedule']} {row['options']}": [Point(row["peak_hbm_bytes"], row["step_time_s"], _interval(row))]
+            for row in best
+        }
+        charts.append(
+            lines(series, title="the best configurations", x=("peak HBM", BYTES), y=("step", SECONDS), joined=False,
+                  about="Seconds of a step over the peak of memory, of each of the best configurations")
+        )  # fmt: skip
+    else:
+        says.append(f"nothing fits; the smallest shortage: {result.data['shortage']}")
+    tables = [table("best", best), table("why others lose", lost), table("tried", tried)]
+    return Chapter(
+        title=f"Plan: {result.name}", says=[*_answered(result.data), *says], charts=charts,
+        tables=[one for one in tables if one.rows],
+    )  # fmt: skip
+
+
+def answer_chapter(result: Result) -> Chapter:
+    """Return a chapter of a reverse question to the planner."""
+    return Chapter(
+        title=f"Plan: {result.name}", says=_answered(result.data), tables=[table("tried", result.data["tried"])]
+    )
+
+
+def _answered(found: Mapping[str, Any]) -> list[str]:
+    if "tried" not in found:
+        return []
+    of_length = found["tried"] and "seq" in found["tried"][0]
+    value = found["value"]
+    shown = "nothing that was tried" if value is None else length(value) if of_length else str(value)
+    said = f"{'longest context' if of_length else 'fewest GPUs'}: {shown}"
+    return [said if found["sure"] else f"{said}; the search was cut short, so that there may be a better answer"]
+
+
+def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    low, high = row.get("low_s"), row.get("high_s")
+    return None if low is None or high is None else (low, high)
+
+
+def balance_chapter(result: Result) -> Chapter:
+    """Return a chapter of planners of a batch, rank by rank."""
+    charts = []
+    for planner, found in result.data["of"].items():
+        ranks = found["ranks"]
+        name = next(key for key in ranks[0] if key == "seconds" or key.endswith("_s"))
+        charts.append(
+            bars([f"rank {row['rank']}" for row in ranks], {"attention": [row[name] for row in ranks]}, unit=SECONDS,
+                 title=f"{planner}, by rank", about=f"Seconds of attention of every rank, as {planner} plans it")
+        )  # fmt: skip
+    documents = result.data["documents"]
+    return Chapter(
+        title=f"Balance: {result.name}",
+        says=[f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens, {sum(documents)} in all"],
+        charts=charts,
+        tables=[table("planners", result.data["planners"])],
+    )
+
+
+def roofline_chapter(result: Result) -> Chapter:
+    """Return a chapter of kernels and machine balances."""
+    series: dict[str, list[Point]] = {}
+    for row in sorted(result.data["kernels"], key=lambda row: row["flops_per_byte"]):
+        name = f"{row['kernel']} {row['attention'] or row['variant'] or ''}".strip()
+        says = f"length {length(row['seq'])}, bound by {row['bound']}"
+        series.setdefault(name, []).append(Point(row["flops_per_byte"], row["flops_per_s"], says=says))
+    chart = lines(
+        series, title="kernels of a layer", x=("FLOPs a byte of HBM", NUMBER), y=("FLOP/s", NUMBER), joined=False,
+        about="Rate of every kernel over its FLOPs a byte",
+    )  # fmt: skip
+    notes = dict.fromkeys(row["note"] for row in result.data["kernels"] if row["note"])
+    tables = [table("machine balance", result.data["balance"]), table("kernels", result.data["kernels"])]
+    return Chapter(title=f"Roofline: {result.name}", charts=[chart], tables=tables, evidence=list(notes))
+
+
+def study_chapter(result: Result) -> Chapter:
+    """Return a chapter of a study."""
+    found = result.data
+    charts = sweep_charts(found["rows"]) if all(row.get("step_time_s") for row in found["rows"]) else []
+    says = [found["conclusion"]]
+    return Chapter(title=found["question"], says=says, charts=charts, tables=[table("rows", found["rows"])])
+
+
+def ladder_chapter(result: Result) -> Chapter:
+    """Return a chapter of techniques, by memory and time."""
+    rows = result.data
+    terms: dict[str, list[float]] = {term: [row[term] for row in rows] for term in TERMS}
+    names = [row["techniques"] for row in rows]
+    capacity = rows[0]["peak_hbm_bytes"] + rows[0]["free_bytes"]
+    shown = [{**{k: v for k, v in row.items() if k not in TERMS}, **_sizes(row)} for row in rows]
+    about = "Peak memory of a GPU by term, a bar for each set of techniques; free and peak add up to the line"
+    return Chapter(
+        title=f"Ladder: {result.name}",
+        says=[f"techniques at {length(rows[0]['seq'])}: memory by term, and the longest context"],
+        charts=[
+            bars(names, terms, title="peak memory of a GPU", about=about, unit=BYTES, limit=(size(capacity), capacity)),
+            bars(names, {"step": [row["step_time_s"] for row in rows]}, title="step", unit=SECONDS,
+                 about="Seconds of a step with each set of techniques"),
+        ],
+        tables=[table("techniques", shown)],
+    )  # fmt: skip
+
+
+def _sizes(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the terms of a ladder's row under names that say that they are bytes."""
+    return {f"{term.replace(' ', '_')}_bytes": row[term] for term in TERMS}
+
+
+def fit_chapter(result: Result) -> Chapter:
+    """Return a chapter of what fits."""
+    rows = result.data
+    series: dict[str, list[Point]] = {}
+    for row in rows:
+        if row["step_time_s"] is not None:
+            hollow = row["fits"] is not True
+            series.setdefault(row["row"], []).append(Point(row["seq"], row["step_time_s"], hollow=hollow))
+    about = "Seconds of a step of what fits, over the sequence length; hollow: at the limit"
+    charts = [lines(series, title="what fits", about=about, x=("S", None), y=("step", SECONDS))] if series else []
+    return Chapter(title=f"What fits: {result.name}", charts=charts, tables=[table("cells", rows)])
+
+
+def table_chapter(title: str) -> Callable[[Result], Chapter]:
+    """Return what makes a chapter of rows without a chart."""
+    return lambda result: Chapter(title=f"{title}: {result.name}", tables=[table("rows", result.data)])
