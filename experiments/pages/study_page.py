@@ -17,6 +17,8 @@ _LABEL = 44
 """Pixels from one label to the next."""
 _ROW = 26
 """Pixels of a bar with its distance to the next."""
+_SPREAD_ROW = 112
+"""Pixels of a row of marks with whiskers."""
 
 
 _CHAPTER = """# Studies
@@ -118,6 +120,41 @@ def winners(cells: Mapping[tuple[str, str], tuple[str, str]], *, about: str, x_l
     )  # fmt: skip
     key = legend([[Entry(SWATCH, f"hue-{number}", name)] for number, name in enumerate(names)], _WIDTH)
     return Picture(plot, key)
+
+
+class Spread(NamedTuple):
+    """One mark of a row: least, middle and most, and what hovering says."""
+
+    row: str
+    name: str
+    values: tuple[float, float, float]
+    tip: str
+
+
+def spreads(marks: Sequence[Spread], *, about: str, x_label: str) -> Picture:
+    """Return a row of marks with whiskers for each of their rows, over a logarithmic x."""
+    rows, names = (list(dict.fromkeys(getattr(one, key) for one in marks)) for key in ("row", "name"))
+    frame = Frame(150, 10, _WIDTH - 16, 10 + _SPREAD_ROW * len(rows))
+    low, high = min(one.values[0] for one in marks) / 1.1, max(one.values[2] for one in marks) * 1.1
+    across = Axis(low=low, high=high, begin=frame.left, end=frame.right)
+    looks = {name: (SHAPES[at % len(SHAPES)], f"hue-{at % len(HUES)}") for at, name in enumerate(names)}
+    drawn = []
+    for number, one in enumerate(marks):
+        y = frame.top + _SPREAD_ROW * (rows.index(one.row) + (names.index(one.name) + 1) / (len(names) + 1))
+        left, middle, right = (across.at(value) for value in one.values)
+        shape, look = looks[one.name]
+        drawn.append(
+            Mark(x=middle, y=y, whisker=f"M{left:.2f} {y:.2f}H{right:.2f}", ends=(left, right), shape=shape, look=look,
+                 row=number, tip=f"{one.row}: {one.name}\n{one.tip}")
+        )  # fmt: skip
+    steps = [value for value in (1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= value <= high]
+    plot = Plot(
+        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
+        x_ticks=[Tick(across.at(value), f"{value} x") for value in steps],
+        y_ticks=[Tick(frame.top + _SPREAD_ROW * (at + 0.5), row) for at, row in enumerate(rows)], x_label=x_label,
+        marks=drawn,
+    )  # fmt: skip
+    return Picture(plot, legend([[Entry(*looks[name], name)] for name in names], _WIDTH))
 
 
 def lengths(bars: Sequence[tuple[str, int, str]], *, about: str, x_label: str) -> Picture:

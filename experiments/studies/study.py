@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import experiments.studies
 from experiments.pages.study_page import Picture
 from sim.errors import InputError, none_of
+from sim.setup.names import at_least_one
 
 
 class Finding(NamedTuple):
@@ -27,6 +28,16 @@ class Study(NamedTuple):
     name: str
     question: str
     find: Callable[[int | None], Finding]
+    draws: Callable[[int | None, int], Finding] | None = None
+    """The same with a number of seeds, of studies that draw batches."""
+
+    def found(self, jobs: int | None, seeds: int | None) -> Finding:
+        """Return what it finds; raises InputError for ``seeds`` of a study that draws nothing."""
+        if seeds is None:
+            return self.find(jobs)
+        if self.draws is None:
+            raise InputError(f"`seeds` {seeds}: {self.name} draws nothing; leave it out")
+        return self.draws(jobs, at_least_one("seeds", seeds))
 
 
 def names() -> list[str]:
@@ -40,4 +51,4 @@ def study(name: str) -> Study:
     if name not in names():
         raise InputError(none_of("study", name, names()))
     module = import_module(f"experiments.studies.{name.replace('-', '_')}")
-    return Study(name, module.QUESTION, module.find)
+    return Study(name, module.QUESTION, module.find, module.find if hasattr(module, "SEEDS") else None)

@@ -34,6 +34,8 @@ class Study(Writes):
     """Of all: write questions, pictures and conclusions to this file, and the pictures beside it."""
     jobs: OptionalInt = None
     """Processes; by default as many as there are cores."""
+    seeds: OptionalInt = None
+    """Batches of each kind, of one study that draws them; by default as many as its page has."""
     json: bool = False
     """Print JSON: the conclusion, and the rows."""
 
@@ -52,7 +54,7 @@ def study(command: Study, console: Console) -> None:
     wanted = studies.study(command.name)
     html, svg = command.output(command.page, PAGE_FILE), command.output(command.figure, FIGURE_FILE)
     require_outputs([html, svg])
-    found = wanted.find(command.jobs)
+    found = wanted.found(command.jobs, command.seeds)
     if html:
         html.write(page(wanted.name, wanted.question, found.conclusion, found.picture, found.rows).encode())
     if svg:
@@ -69,8 +71,8 @@ def study(command: Study, console: Console) -> None:
 
 def _write_all(command: Study, console: Console) -> None:
     """Run all studies, print their conclusions, and write them with their pictures."""
-    if command.page or command.figure or command.json:
-        raise InputError("`page`, `figure` and `json` are of one study; all of them take `markdown`")
+    if command.page or command.figure or command.json or command.seeds:
+        raise InputError("`page`, `figure`, `seeds` and `json` are of one study; all of them take `markdown`")
     out, names = command.output(command.markdown, CHAPTER_FILE), studies.names()
     beside = Path(command.markdown).parent if command.markdown else None
     pictures = (
