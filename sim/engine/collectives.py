@@ -3,7 +3,8 @@
 All-to-all sends every part straight to its owner. All-gather and reduce-scatter run as rings, one per member of a node,
 each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs; all-reduce does too, or
 as trees over the nodes, whose sums inside a node go along a chain or through its switch, or in the switch of one node,
-whichever is fastest at the links' rates.
+whichever is fastest at the links' rates. In a full mesh, where a ring takes one link of a node and leaves the others
+idle, parts also go straight to their owners, if that is faster.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sim.errors import InputError
 from sim.kept import kept
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, Route
+from topology.kinds import FullMeshSpec
 
 _LINKS = ("nic", "nvlink", "pcie", "loopback")
 """Kinds of links as profiles call them, widest ways first."""
@@ -107,21 +109,44 @@ def link_traffic(
     if kind == "all_to_all":
         return _direct(ranks, nbytes, cluster)
     if kind == "all_gather":  # each part is read once and written once per step; the own one is copied
-        return _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n, near)
+        ring = _rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n, near)
+        return _fastest(cluster, ring, _straight(ring, ranks, nbytes, 1, cluster))
     if kind == "reduce_scatter":  # sums read two parts and write one
-        return _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1), near)
+        ring = _rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1), near)
+        return _fastest(cluster, ring, _straight(ring, ranks, nbytes, 1, cluster))
     if kind == "all_reduce":
         memory_bytes = (3 + 2) * nbytes * (n - 1) / n
         ring = _rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes, near)
-        others = (
+        return _fastest(
+            cluster,
+            ring,
             _trees(ranks, nbytes, cluster, memory_bytes, near),
             _in_switches(ranks, nbytes, cluster, near),
             _in_switch(ranks, nbytes, cluster),
+            _straight(ring, ranks, nbytes / n, 2, cluster),
         )
-        return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
     if kind == "barrier":
         return _rings(ranks, 0, n - 1, cluster, 0.0, near)._replace(nbytes={})
     assert_never(kind)
+
+
+def _fastest(cluster: Cluster, ring: LinkTraffic, *others: LinkTraffic | None) -> LinkTraffic:
+    """Return the first of the fastest at the links' rates, of what there is."""
+    return min((ring, *(found for found in others if found)), key=lambda found: found.seconds(cluster))
+
+
+def _straight(
+    ring: LinkTraffic, ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster
+) -> LinkTraffic | None:
+    """In each step every rank sends a part straight to every other: to its owner, which sums, or from it to all; its
+    memory has as much to do as in a ring. None but in a full mesh, whose collectives take all paths (UB-Mesh,
+    arXiv:2503.20313 §5); NCCL knows rings and trees.
+    """
+    if not isinstance(cluster.spec.fabric, FullMeshSpec):
+        return None
+    once = _direct(ranks, part, cluster)
+    load = {link: steps * nbytes for link, nbytes in once.nbytes.items()}
+    return LinkTraffic(load, once.hop_s, steps, ring.memory_bytes)
 
 
 def _direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffic:

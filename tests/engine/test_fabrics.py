@@ -167,7 +167,12 @@ def test_a_full_mesh_has_a_link_for_each_pair_of_a_dimension() -> None:
     assert played_s(cluster, [Message(0, 1), Message(0, 2), Message(0, 3)]) == pytest.approx([1, 1, 1])
     assert played_s(cluster, [Message(0, 4), Message(1, 4)]) == pytest.approx([2, 2])
     assert collective_s("all_to_all", cluster) == pytest.approx(3)
-    assert collective_s("all_to_all", cluster_of(FullMeshSpec(dims=(6,)), 6)) == pytest.approx(1)
+    alone = cluster_of(FullMeshSpec(dims=(6,)), 6)
+    assert collective_s("all_to_all", alone) == pytest.approx(1)
+    # straight to the owners over five links each, where a ring takes one of them five times
+    assert collective_s("all_gather", alone) == collective_s("reduce_scatter", alone) == pytest.approx(1)
+    assert collective_s("all_reduce", alone) == pytest.approx(2 / 6)
+    assert collective_s("all_gather", cluster_of(TorusSpec(dims=(6,)), 6)) == pytest.approx(5)
 
 
 def test_circuits_are_rings_of_their_strides() -> None:
