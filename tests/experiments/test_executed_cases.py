@@ -88,13 +88,16 @@ def test_steps_stay_near_those_of_the_record(
     monkeypatch: pytest.MonkeyPatch, shipped: Record, *, as_then: bool, near: float, mean_near: float
 ) -> None:
     """With the noise of then, one seed of it, steps differ by transfers only, whose times do not fall any more as bytes
-    grow: by 4 ms in each layer. Today's noise is five other seeds of 11 % a kernel.
+    grow: by 4 ms in each layer. Today's noise is five other seeds of 11 % a kernel. UPipe is left out: since the record
+    it projects stage by stage, as published, and is another program.
     """
     base, ratios = Setup(**shipped.select, profile=shipped.profile), []
     if as_then:
         monkeypatch.setattr(Jitter, "stretch", drawn_per_op)
         base = base.replace(seeds=1)
     for one in judged(shipped):
+        if one.cell.schedule == "upipe":
+            continue
         setup = one.cell.setup(base)
         if as_then and one.cell.schedule == "double-ring":  # all ranks of a node are one ring since
             setup = setup.replace(set={"schedule.inner_ring_degree": one.cell.gpus // 2})
