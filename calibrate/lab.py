@@ -143,23 +143,22 @@ def lab_cluster(profile: Profile, network: str, ranks: int, bytes_per_s: float) 
 
 
 def core_seconds_per_byte(session: Session, model: ModelSpec, dtype: Dtype) -> float:
-    """Return what a core takes for a byte that a rank sends or receives: time of the ranks' threads and of the kernel's
-    interrupts during large exchanges, less that of the kernels beside them.
+    """Return what a core takes for a byte that a rank sends or receives: time of the threads that carry it, and of the
+    kernel's interrupts, during large exchanges.
     """
     run = ScheduleRun(session, check(link_schedule(_CPU_CASE, session.ranks, model, dtype)))
     run.step()
-    before_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds()
+    before_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds()
     rows = [row for _ in range(_CPU_STEPS) for row in run.step().trace.rows]
-    taken_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds() - before_s
+    taken_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds() - before_s
     run.close()
-    kernels_s = math.fsum(row.busy_s for row in rows if row.stream != "link")
     sent = _CPU_CASE.nbytes * sum(row.stream == "link" for row in rows)
-    return max(taken_s - kernels_s, 0.0) / (2 * sent)
+    return taken_s / (2 * sent)
 
 
-def _core_seconds(_: RankContext) -> float:
-    """Return the time of all threads of a rank on a core."""
-    return time.process_time()
+def _carrying_s(_: RankContext) -> float:
+    """Return the time on a core of all threads of a rank but this one, which computes."""
+    return time.process_time() - time.thread_time()
 
 
 def _interrupt_seconds() -> float:
