@@ -44,7 +44,7 @@ validate: $(READY)
 	$(BIN)/longstep validate --ranks 2,4 --schedules ring,ulysses
 
 # OUT=FOLDER keeps the records and the pages.
-LAB_OUT = $(if $(OUT),--out $(OUT)/$(1).json --page $(OUT)/$(1).html)
+LAB_OUT = $(if $(OUT),--out $(OUT)/$(1).json --page $(OUT)/$(1).html --figure $(OUT)/$(1).svg)
 
 LAB_CALIBRATED = build/lab-calibration.json
 
@@ -53,6 +53,8 @@ lab: $(READY)
 	$(BIN)/longstep lab --calibration $(LAB_CALIBRATED) $(call LAB_OUT,flat)
 	$(BIN)/longstep lab --calibration $(LAB_CALIBRATED) --network thin --rates 50,200 --schedule usp --seq 1K \
 		$(call LAB_OUT,thin)
+	$(BIN)/longstep lab --calibration $(LAB_CALIBRATED) --rates 200 --schedule ring,ulysses --seq 1K \
+		--fault slow-nic,slow-rank $(call LAB_OUT,faults)
 
 # By the first Python whose torch sees a GPU: the machine's own, or that of make setup.
 gpu:

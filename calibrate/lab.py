@@ -48,10 +48,9 @@ _FAST_BYTES_PER_S = 125e6
 """1 Gbit/s: where bytes, and not the timers and wake-ups of a link, are most of what a transfer takes of the cores."""
 _CPU_STEPS = 2
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_CHECK_KERNEL_S, _CHECK_S = 0.25, 0.04
-"""About how long the kernels of a check take, and each of its transfers. Ranks that share cores take turns of some
-milliseconds, a hundredth of the former.
-"""
+_CHECK_KERNEL_S, _CHECK_S = 0.1, 0.04
+"""About how long a lap of the kernels of a check takes, and each of its transfers."""
+_CHECK_LAPS = 5
 _MOST_CHECK_BYTES = 2**24
 _CHECK_TRANSFERS = 3
 _CHECK_KERNEL = "lab check"
@@ -144,23 +143,22 @@ def lab_cluster(profile: Profile, network: str, ranks: int, bytes_per_s: float) 
 
 
 def core_seconds_per_byte(session: Session, model: ModelSpec, dtype: Dtype) -> float:
-    """Return what a core takes for a byte that a rank sends or receives: time of the ranks' threads and of the kernel's
-    interrupts during large exchanges, less that of the kernels beside them.
+    """Return what a core takes for a byte that a rank sends or receives: time of the threads that carry it, and of the
+    kernel's interrupts, during large exchanges.
     """
     run = ScheduleRun(session, check(link_schedule(_CPU_CASE, session.ranks, model, dtype)))
     run.step()
-    before_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds()
+    before_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds()
     rows = [row for _ in range(_CPU_STEPS) for row in run.step().trace.rows]
-    taken_s = math.fsum(session.call(_core_seconds)) + _interrupt_seconds() - before_s
+    taken_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds() - before_s
     run.close()
-    kernels_s = math.fsum(row.busy_s for row in rows if row.stream != "link")
     sent = _CPU_CASE.nbytes * sum(row.stream == "link" for row in rows)
-    return max(taken_s - kernels_s, 0.0) / (2 * sent)
+    return taken_s / (2 * sent)
 
 
-def _core_seconds(_: RankContext) -> float:
-    """Return the time of all threads of a rank on a core."""
-    return time.process_time()
+def _carrying_s(_: RankContext) -> float:
+    """Return the time on a core of all threads of a rank but this one, which computes."""
+    return time.process_time() - time.thread_time()
 
 
 def _interrupt_seconds() -> float:
@@ -191,8 +189,10 @@ class Checks:
         self._runs = max(round(_CHECK_KERNEL_S / once_s), 3)
 
     def timed(self) -> Checked:
-        """Return both times: of the kernel all runs, mean of the ranks; of the transfer the median of three."""
-        kernel_s = statistics.fmean(self._session.call(_work, self._runs))
+        """Return both times, medians: of laps of the kernel, each until the last rank has done its runs, and of
+        transfers. How ranks that share cores take turns moves the mean of their times, and not the time of the last.
+        """
+        kernel_s = statistics.median(max(self._session.call(_work, self._runs)) for _ in range(_CHECK_LAPS))
         transfer_s: float = self._session.call(_send, self.nbytes)[0]
         return Checked(kernel_s, transfer_s)
 

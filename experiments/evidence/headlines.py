@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from experiments.evidence import published
+from experiments.evidence.lab import LabRecord
+from experiments.evidence.lab_verdict import TARGETS, lab_order, verdict
 from experiments.evidence.published import CasePrediction, Evidence, explained
 from experiments.evidence.record import Judged, Record, judged, order
 from experiments.evidence.units import percent
@@ -60,9 +62,12 @@ def steps_on(record: Record) -> str:
 
 
 def headlines(
-    evidence: Sequence[Evidence], records: Sequence[Record], anew: Sequence[Sequence[CasePrediction]] = ()
+    evidence: Sequence[Evidence],
+    records: Sequence[Record],
+    anew: Sequence[Sequence[CasePrediction]] = (),
+    labs: Sequence[LabRecord] = (),
 ) -> list[Headline]:
-    """Return a row for every machine that executed records, then those of every case file.
+    """Return a row for every machine that executed records, then those of labs that were quiet, and of every case file.
 
     ``anew`` is what this version predicts of each record; intervals are from there where the records have none.
     """
@@ -73,7 +78,8 @@ def headlines(
         _executed(what, [records[n] for n in some], [one for n in some for one in (anew[n] if anew else [])])
         for what, some in by_machine.items()
     ]
-    return [*executed, *(row for one in evidence for row in _published(one))]
+    in_labs = [_in_lab(record) for record in labs if verdict(record.results).claims]
+    return [*executed, *in_labs, *(row for one in evidence for row in _published(one))]
 
 
 def _executed(what: str, records: Sequence[Record], anew: Sequence[CasePrediction]) -> Headline:
@@ -92,6 +98,22 @@ def _executed(what: str, records: Sequence[Record], anew: Sequence[CasePredictio
         published.coverage(anew) if covered is None else covered,
         "of each cell",
         f"{sum(not cell.met.missed for cell in cells)} of {len(cells)}",
+    )
+
+
+def _in_lab(record: LabRecord) -> Headline:
+    found, cells = verdict(record.results), [one.times for one in record.results if one.judged]
+    errors = [times.error for times in cells]
+    return Headline(
+        f"executed: {record.title}, links of set rates, {record.profile.machine.gpu}",
+        len(cells),
+        found.mean,
+        max(errors, key=abs),
+        explained([times.median_s for times in cells], errors),
+        *lab_order(record.results),
+        None,
+        f"{100 * TARGETS[0]:g} %",
+        "met" if found.met else "missed",
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from experiments.evidence.comparison import Measured, measured
+from experiments.evidence.kept import Kept, kept_in
 from sim.breakdown import breakdown, critical_rank, overlapped_s
 from sim.errors import InputError
 from sim.files import Kind, decoded_by
@@ -21,6 +22,8 @@ from topology.specs import PerGpu
 
 STEADY = 0.05
 """How far the checks before and after a repeat may be apart: one of more is void."""
+SHARE = 1 / 3
+"""Of a step that has to be communication where the error is judged: below it is the kernels' that shows."""
 FAULTS = {"slow-nic": PerGpu(link=0.25), "slow-rank": PerGpu(speed=0.5)}
 """What may be wrong with one rank: its links have a quarter of their rate, or it computes at half of its speed."""
 FAULTY = 1
@@ -99,6 +102,11 @@ class LabResult(msgspec.Struct, frozen=True, kw_only=True):
         return [repeat.step_s for repeat in self.repeats if not repeat.void]
 
     @property
+    def judged(self) -> bool:
+        """Whether its error counts: enough of the step is communication, and a repeat is not void."""
+        return self.share >= SHARE and bool(self.valid)
+
+    @property
     def times(self) -> Measured:
         """Predicted beside measured: of the repeats that count, else of all."""
         return measured(self.predicted_s, self.valid or [repeat.step_s for repeat in self.repeats])
@@ -143,6 +151,11 @@ def read_lab(path: str) -> LabRecord:
     if not record.results:
         raise InputError(f"record {path!r} holds no result; longstep lab --out writes one")
     return record
+
+
+def kept_labs(folder: str) -> list[Kept[LabRecord]]:
+    """Return all records of a lab that lie in a folder."""
+    return kept_in(folder, LAB_FILE, read_lab)
 
 
 def lab_cells(

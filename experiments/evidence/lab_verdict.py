@@ -7,18 +7,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from experiments.evidence.comparison import Measured
 from experiments.evidence.lab import MBIT, STEADY, LabCell, LabRecord, LabResult
+from experiments.evidence.units import percent, seconds
 
 MOST_VOID = 1 / 3
 """Share of the repeats that may be void: if more are, nothing is claimed."""
-SHARE = 1 / 3
-"""Of a step that has to be communication where the error is judged: below it is the kernels' that shows."""
 TARGETS = (0.08, 0.20, 0.30)
 """Of the error of such cells: the mean, what 95 % of them stay below, and the worst."""
 COST = 0.15
@@ -45,18 +44,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.void <= MOST_VOID * self.repeats
 
     @property
+    def claims(self) -> bool:
+        """Whether anything may be said of errors."""
+        return self.quiet and self.cells > 0
+
+    @property
     def met(self) -> bool:
         """Whether the errors meet their targets on a quiet machine."""
         errors = (self.mean, self.most, self.worst)
-        within = all(error <= target for error, target in zip(errors, TARGETS, strict=True))
-        return self.quiet and self.cells > 0 and within
+        return self.claims and all(error <= target for error, target in zip(errors, TARGETS, strict=True))
 
 
 def verdict(results: Iterable[LabResult]) -> Verdict:
     """Return how far predictions were off, and whether that may be claimed."""
     some = list(results)
     repeats = [repeat for one in some for repeat in one.repeats]
-    errors = sorted(abs(one.times.error) for one in some if one.share >= SHARE and one.valid)
+    errors = sorted(abs(one.times.error) for one in some if one.judged)
     return Verdict(
         void=sum(repeat.void for repeat in repeats),
         repeats=len(repeats),
@@ -112,6 +115,20 @@ def _crossing(rates: Sequence[float], ratios: Sequence[float]) -> float | None:
     return None
 
 
+def lab_order(results: Iterable[LabResult]) -> tuple[int, int]:
+    """Return how often the faster of two schedules in one network was predicted right, and of how many whose steps do
+    not overlap.
+    """
+    rivals: dict[tuple[object, ...], list[Measured]] = {}
+    for one in results:
+        if one.valid:
+            rivals.setdefault((*one.cell.place, one.cell.seq), []).append(one.times)
+    pairs = [pair for some in rivals.values() for pair in combinations(some, 2)]
+    clear = [(one, other) for one, other in pairs if one.high_s < other.low_s or other.high_s < one.low_s]
+    right = sum((one.simulated_s < other.simulated_s) == (one.median_s < other.median_s) for one, other in clear)
+    return right, len(clear)
+
+
 class Order(NamedTuple):
     """The faster of two placements of one schedule, predicted and measured."""
 
@@ -159,6 +176,26 @@ def costs(results: Iterable[LabResult]) -> list[Cost]:
         Cost(one.cell, one.predicted_s / other.predicted_s, one.times.median_s / other.times.median_s)
         for one, other in pairs
         if other
+    ]
+
+
+LAB_HEADS = ("network", "Mbit/s", "S", "schedule", "communicating", "predicted", "measured", "error", "void")
+
+
+def lab_row(one: LabResult) -> list[str]:
+    """Return a cell as tables show it; an error that is not judged stands in brackets."""
+    cell, void = one.cell, sum(repeat.void for repeat in one.repeats)
+    error = percent(one.times.error)
+    return [
+        f"{cell.network} {cell.fault}".strip(),
+        f"{cell.bytes_per_s / MBIT:g}",
+        cell.seq,
+        cell.method,
+        f"{100 * one.share:.0f} %",
+        seconds(one.predicted_s),
+        seconds(one.times.median_s),
+        error if one.judged else f"({error})",
+        f"{void} of {len(one.repeats)}",
     ]
 
 

@@ -14,6 +14,7 @@ import msgspec
 from experiments.evidence.cells import Cell
 from experiments.evidence.comparison import Comparison, Measured, Peak, calibrated, measured
 from experiments.evidence.diagnosis import DRIFT
+from experiments.evidence.kept import Kept, kept_in
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent
 from sim.engine.interval import Interval
@@ -93,34 +94,11 @@ def read_record(path: str) -> Record:
     return record
 
 
-class Kept(NamedTuple):
-    """A record, and where it lies."""
-
-    path: Path
-    record: Record
-
-    @property
-    def notes(self) -> str:
-        """What ``notes.md`` in its folder says of it: what explains the errors and no command computes."""
-        beside = self.path.with_name("notes.md")
-        return beside.read_text().strip() if beside.is_file() else ""
-
-    @property
-    def figure(self) -> Path | None:
-        """Its figure, if there is one in its folder: under the record's name, or parity.svg."""
-        names = (f"{self.path.stem}.svg", "parity.svg")
-        return next((found for name in names if (found := self.path.with_name(name)).is_file()), None)
-
-
-def kept_records(path: str) -> list[Kept]:
+def kept_records(path: str) -> list[Kept[Record]]:
     """Return the record in a file, or all that lie in a folder; raises InputError if there is none."""
     if not Path(path).is_dir():
         return [Kept(Path(path), read_record(path))]
-    found = []
-    for file in sorted(Path(path).rglob("*.json")):
-        with file.open("rb") as opened:
-            if RECORD_FILE.is_ours(opened):
-                found.append(Kept(file, read_record(str(file))))
+    found = kept_in(path, RECORD_FILE, read_record)
     if not found:
         raise InputError(f"`record` {path}: that folder holds no record; longstep validate --out writes one")
     return found

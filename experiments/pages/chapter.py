@@ -7,13 +7,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from experiments.evidence.coverage import REGIME_HEADS
 from experiments.evidence.headlines import HEADLINE_HEADS
+from experiments.evidence.kept import Kept
+from experiments.evidence.lab import LabRecord
+from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.evidence.memory_cases import memory_tables
 from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
-from experiments.evidence.record import Judged, Kept, judged, provenance, summary
+from experiments.evidence.record import Judged, Record, judged, provenance, summary
 from experiments.evidence.units import percent, seconds
 from sim.errors import InputError
 from sim.files import Kind, marked
@@ -45,6 +48,11 @@ _REGIMES = (
     "of a regime, the profile's points stand in, each predicted from the others. Predictions that ship rest on all "
     "sets. At the rates of datasheets there are no intervals."
 )
+_LABS = (
+    "Steps in networks of this machine's own, whose links have set rates (`longstep lab`). Predictions know the host's "
+    "kernels, what transfers took at one rate, and the rates. Errors in brackets are not judged: less than a third of "
+    "the step is communication, or the machine changed during every repeat."
+)
 _POINTS = (
     "Each point of a profile is predicted from the others, but for the ends of series that have no tile model. Per "
     "kernel: median error (points), worst error. `longstep calibrate --published NAME` makes a profile anew from the "
@@ -56,13 +64,15 @@ def chapter(
     rows: Sequence[Sequence[str]],
     regimes: Sequence[Sequence[str]],
     evidence: Sequence[Evidence],
-    records: Sequence[Kept],
+    records: Sequence[Kept[Record]],
+    labs: Sequence[Kept[LabRecord]],
     profiles: Mapping[str, Sequence[Residual]],
+    *,
     command: str,
     folder: Path,
 ) -> str:
-    """Return the chapter of headlines, regimes, case files, records and profiles, written by ``command``, to lie in a
-    folder.
+    """Return the chapter of headlines, regimes, case files, records, labs and profiles, written by ``command``, to lie
+    in a folder.
     """
     parts = [
         _MARK,
@@ -76,6 +86,8 @@ def chapter(
         parts += ["## Intervals", _REGIMES, markdown_table(REGIME_HEADS, regimes)]
     if records:
         parts += ["## Executed", *(part for kept in records for part in executed_section(kept, folder))]
+    if labs:
+        parts += ["## Links of set rates", _LABS, *(part for kept in labs for part in lab_section(kept, folder))]
     if evidence:
         parts += ["## Published", *(part for one in evidence for part in _published_section(one))]
     if profiles:
@@ -97,18 +109,32 @@ def on_front_page(text: str, rows: Sequence[Sequence[str]]) -> str:
     return text[: found.start()] + markdown_table(HEADLINE_HEADS, rows) + "\n" + text[found.end() :]
 
 
-def executed_section(kept: Kept, folder: Path) -> list[str]:
+def executed_section(kept: Kept[Record], folder: Path) -> list[str]:
     """Return what a record says: where it comes from, its summary, its figure, its notes and all of its cells."""
     record, cells = kept.record, judged(kept.record)
     heads = ("P", "what", "S", "schedule", "predicted", "executed", "error", "target", "met")
     lines = [*provenance(record), _sha256(record.profile), *summary(record)]
+    title = f"{record.title}: {len(cells)} cells on {record.profile.machine.gpu}"
+    return _section(kept, title, lines, markdown_table(heads, [_cell(one) for one in cells]), folder)
+
+
+def lab_section(kept: Kept[LabRecord], folder: Path) -> list[str]:
+    """Return what a record of a lab says: where it comes from, what its cells say together, its figure, its cells."""
+    record = kept.record
+    lines = [f"sweep: begun {record.begun}, by: {record.command}", _sha256(record.profile), *lab_lines(record)]
+    title = f"{record.title}: {len(record.results)} cells on {record.profile.machine.gpu}"
+    return _section(kept, title, lines, markdown_table(LAB_HEADS, [lab_row(one) for one in record.results]), folder)
+
+
+def _section(kept: Kept[Any], title: str, lines: Sequence[str], table: str, folder: Path) -> list[str]:
+    """Return a record's section, with what lies beside it."""
     figure = [f"![Predicted against executed times]({_relative(kept.figure, folder)})"] if kept.figure else []
     return [
-        f"### {_escaped(f'{record.title}: {len(cells)} cells on {record.profile.machine.gpu}')}",
+        f"### {_escaped(title)}",
         _list([f"record: [{kept.path.name}]({_relative(kept.path, folder)})", *map(_escaped, lines)]),
         *([kept.notes] if kept.notes else []),
         *figure,
-        markdown_table(heads, [_cell(one) for one in cells]),
+        table,
     ]
 
 

@@ -5,18 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.evidence.lab import MBIT, LabRecord, LabResult
-from experiments.evidence.lab_verdict import lab_lines
-from experiments.evidence.units import percent, seconds
+from experiments.evidence.lab import LabRecord, LabResult
+from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
+from experiments.evidence.units import percent
 from experiments.pages import plots
 from experiments.pages.legend import BANDS
 from experiments.pages.render import render
 
 _SIZE = (760, 620)
+_HEAD, _EDGE = 66, 20
+"""What a figure leaves above its plot, and around all."""
 
 
 def page(record: LabRecord) -> str:
     """Return the page of a record."""
+    key, parity = _plot(record)
+    profile = record.profile
+    return render(
+        "lab.html.j2",
+        title=_title(record),
+        lines=lab_lines(record),
+        provenance=[
+            f"machine: {profile.machine.gpu}",
+            f"kernels: profile of {profile.name}, by: {profile.command}",
+            f"lab: begun {record.begun}, by: {record.command}",
+        ],
+        key=key,
+        parity=parity,
+        heads=LAB_HEADS,
+        rows=[_row(one) for one in record.results],
+    )
+
+
+def figure(record: LabRecord) -> str:
+    """Return the parity plot of a record as an SVG, light or dark as its reader prefers."""
+    key, parity = _plot(record)
+    return render(
+        "parity.svg.j2",
+        width=_SIZE[0] + 2 * _EDGE,
+        height=_HEAD + _SIZE[1] + key.height + 2 * _EDGE,
+        edge=_EDGE,
+        head=_HEAD,
+        title=_title(record),
+        subtitles=[f"{record.profile.machine.gpu}, begun {record.begun}"],
+        key=key,
+        key_at=_HEAD + _SIZE[1] + _EDGE,
+        parity=parity,
+        panels=[],
+    )
+
+
+def _title(record: LabRecord) -> str:
+    return f"Lab of slow links: {record.title}"
+
+
+def _plot(record: LabRecord) -> tuple[plots.Legend, plots.Plot]:
+    """Return the parity plot of all cells, and its key."""
     methods = list(dict.fromkeys(one.cell.method for one in record.results))
     networks = list(dict.fromkeys(one.cell.network for one in record.results))
     colours = [plots.Entry(plots.CIRCLE, _hue(methods, name), name) for name in methods]
@@ -32,37 +76,20 @@ def page(record: LabRecord) -> str:
         )
         for number, one in enumerate(record.results)
     ]
-    profile = record.profile
-    return render(
-        "lab.html.j2",
-        title=f"Lab of slow links: {record.title}",
-        lines=lab_lines(record),
-        provenance=[
-            f"machine: {profile.machine.gpu}",
-            f"kernels: profile of {profile.name}, by: {profile.command}",
-            f"lab: begun {record.begun}, by: {record.command}",
-        ],
-        key=plots.legend([colours, shapes, bands], _SIZE[0]),
-        parity=plots.parity_plot(points, BANDS, *_SIZE, "Predicted against measured step time of every cell"),
-        heads=("network", "Mbit/s", "S", "schedule", "communicating", "predicted", "measured", "error", "void"),
-        rows=[_row(one) for one in record.results],
+    return (
+        plots.legend([colours, shapes, bands], _SIZE[0]),
+        plots.parity_plot(points, BANDS, *_SIZE, "Predicted against measured step time of every cell"),
     )
 
 
 def _row(one: LabResult) -> list[tuple[Any, str]]:
     """Return what a row sorts by, and what it shows."""
     cell, void = one.cell, sum(repeat.void for repeat in one.repeats)
-    return [
-        (cell.network, f"{cell.network} {cell.fault}".strip()),
-        (cell.bytes_per_s, f"{cell.bytes_per_s / MBIT:g}"),
-        (cell.seq, cell.seq),
-        (cell.method, cell.method),
-        (one.share, f"{100 * one.share:.0f} %"),
-        (one.predicted_s, seconds(one.predicted_s)),
-        (one.times.median_s, seconds(one.times.median_s)),
-        (one.times.error, percent(one.times.error)),
-        (void, f"{void} of {len(one.repeats)}"),
-    ]
+    by = (
+        cell.network, cell.bytes_per_s, cell.seq, cell.method, one.share, one.predicted_s, one.times.median_s,
+        one.times.error, void,
+    )  # fmt: skip
+    return list(zip(by, lab_row(one), strict=True))
 
 
 def _hue(methods: Sequence[str], method: str) -> str:

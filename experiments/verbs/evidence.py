@@ -15,6 +15,8 @@ from experiments.evidence.coverage import REGIME_HEADS, StepSet, encoded, learne
 from experiments.evidence.executed_cases import executed_cases
 from experiments.evidence.headlines import headlines, steps_on
 from experiments.evidence.host_fit import host_figures
+from experiments.evidence.kept import Kept
+from experiments.evidence.lab import LabRecord
 from experiments.evidence.memory_cases import memory_tables, predicted_memory
 from experiments.evidence.provenance import command_line
 from experiments.evidence.published import (
@@ -27,7 +29,7 @@ from experiments.evidence.published import (
     provenance,
     read_all,
 )
-from experiments.evidence.record import Kept, Record
+from experiments.evidence.record import Record
 from experiments.pages.chapter import chapter, on_front_page
 from sim.engine.learned import Learned, shipped
 from sim.errors import InputError
@@ -60,10 +62,16 @@ def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
 
 
 def write_chapter(
-    evidence: Sequence[Evidence], kept: Sequence[Kept], files: ChapterFiles, console: Console, *, profiles: bool
+    evidence: Sequence[Evidence],
+    kept: Sequence[Kept[Record]],
+    labs: Sequence[Kept[LabRecord]],
+    files: ChapterFiles,
+    console: Console,
+    *,
+    profiles: bool,
 ) -> None:
-    """Write what case files and records say, and print how many steps are in their intervals; ``profiles``: with how
-    well points of those that ship predict each other.
+    """Write what case files, records and labs say, and print how many steps are in their intervals; ``profiles``: with
+    how well points of those that ship predict each other.
     """
     from calibrate.leave_one_out import leave_one_out
 
@@ -75,13 +83,15 @@ def write_chapter(
         files.step_errors.write(encoded(learned))
     evidence = [one._replace(found=_within(one.found, learned.without(one.file.title))) for one in evidence]
     anew = [_within(found, learned.without(steps_on(record))) for record, found in zip(records, anew, strict=True)]
-    rows = [one.row for one in headlines(evidence, records, anew)]
+    rows = [one.row for one in headlines(evidence, records, anew, [one.record for one in labs])]
     regimes = regime_rows(_step_sets(evidence, kept, anew), learned)
     _print(REGIME_HEADS, regimes, console)
     names = preset_names("sim/profiles", ".json") if profiles else []
     residuals = {name: leave_one_out(load_profile(name)) for name in names}
     folder = Path(files.chapter.path).parent
-    files.chapter.write(chapter(rows, regimes, evidence, kept, residuals, command_line(), folder).encode())
+    files.chapter.write(
+        chapter(rows, regimes, evidence, kept, labs, residuals, command=command_line(), folder=folder).encode()
+    )
     if files.front_page:
         files.front_page.write(on_front_page(Path(files.front_page.path).read_text(), rows).encode())
 
@@ -101,7 +111,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def _step_sets(
-    evidence: Sequence[Evidence], kept: Sequence[Kept], anew: Sequence[list[CasePrediction]]
+    evidence: Sequence[Evidence], kept: Sequence[Kept[Record]], anew: Sequence[list[CasePrediction]]
 ) -> list[StepSet]:
     """Return the steps of every machine as a set: those of records by machine, those of case files by file."""
     executed: dict[str, list[CasePrediction]] = {}

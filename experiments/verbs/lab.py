@@ -23,19 +23,17 @@ from experiments.evidence.lab import (
     MBIT,
     LabCell,
     LabRecord,
-    LabResult,
     Repeat,
     lab_cells,
     read_lab,
     require_networks,
 )
 from experiments.evidence.lab_sweep import LabSweep, measured_lab
-from experiments.evidence.lab_verdict import SHARE, lab_lines
+from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.evidence.machine import require_torch
 from experiments.evidence.provenance import command_line
-from experiments.evidence.units import percent, seconds
-from experiments.pages.lab_page import page
-from experiments.pages.render import PAGE_FILE
+from experiments.pages.lab_page import figure, page
+from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import listed
@@ -86,6 +84,8 @@ class Lab(Writes):
     """Write the record to this JSON file, after every repeat."""
     page: OptionalText = None
     """Write an HTML page with a parity plot and all cells to this file."""
+    figure: OptionalText = None
+    """Write the parity plot to this SVG file."""
     record: OptionalText = None
     """Measure nothing: show this record."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -95,12 +95,13 @@ class Lab(Writes):
 def lab(command: Lab, console: Console) -> None:
     """Calibrate, execute, compare; print what was found, also of a sweep that was interrupted."""
     html = command.output(command.page, PAGE_FILE)
+    drawing = command.output(command.figure, FIGURE_FILE)
     out = command.output(command.out, LAB_FILE)
     if command.record is not None:
         if out:
             raise InputError("`record` shows what was measured, and `out` writes what is: leave one of them out")
-        require_outputs([html])
-        _show(read_lab(command.record), html, command, console)
+        require_outputs([html, drawing])
+        _show(read_lab(command.record), html, drawing, command, console)
         return
     networks, schedules = (
         listed(command.network, "`network`", "flat,thin"),
@@ -122,7 +123,7 @@ def lab(command: Lab, console: Console) -> None:
     _require_cells(cells, base, command.gpus)
     kept = command.calibration and Path(command.calibration).exists()
     keep = None if kept else command.output(command.calibration, PROFILE_FILE)
-    require_outputs([html, out, keep])
+    require_outputs([html, drawing, out, keep])
     profile = _kept_calibration(command)
     _require_lab()
     host = None if profile else _host_profile(command, console)
@@ -137,7 +138,7 @@ def lab(command: Lab, console: Console) -> None:
         assert profile
         record, stopped = _measured(command, cells, base, profile, said, out)
     if record.results or record.left_out:
-        _show(record, html, command, console)
+        _show(record, html, drawing, command, console)
     if stopped:
         raise stopped
 
@@ -250,36 +251,21 @@ def _measured(
     return record, None
 
 
-def _show(record: LabRecord, html: Output | None, command: Lab, console: Console) -> None:
-    """Print a record, and write its page."""
+def _show(record: LabRecord, html: Output | None, drawing: Output | None, command: Lab, console: Console) -> None:
+    """Print a record, and write its page and its figure."""
     if html:
         html.write(page(record).encode())
+    if drawing:
+        drawing.write(figure(record).encode())
     if command.json:
         print_json(record, console)
         return
-    heads = ("network", "Mbit/s", "S", "schedule", "communicating", "predicted", "measured", "error", "void")
-    table = Table(*heads, title=f"{record.title}: predicted from kernels and rates alone", title_justify="left")
+    table = Table(*LAB_HEADS, title=f"{record.title}: predicted from kernels and rates alone", title_justify="left")
     for one in record.results:
-        table.add_row(*_row(one))
+        table.add_row(*lab_row(one))
     console.print(table)
     for line in lab_lines(record):
         console.print(line, markup=False)
-
-
-def _row(one: LabResult) -> list[str]:
-    cell, void = one.cell, sum(repeat.void for repeat in one.repeats)
-    error, judged = percent(one.times.error), one.share >= SHARE and one.valid
-    return [
-        f"{cell.network} {cell.fault}".strip(),
-        f"{cell.bytes_per_s / MBIT:g}",
-        cell.seq,
-        cell.method,
-        f"{100 * one.share:.0f} %",
-        seconds(one.predicted_s),
-        seconds(one.times.median_s),
-        error if judged else f"({error})",
-        f"{void} of {len(one.repeats)}",
-    ]
 
 
 def _progress() -> Progress:

@@ -26,6 +26,7 @@ from experiments.evidence.executed_cases import (
     save_cases,
 )
 from experiments.evidence.execution import Execution
+from experiments.evidence.lab import kept_labs
 from experiments.evidence.record import (
     RECORD_FILE,
     Judged,
@@ -179,8 +180,9 @@ def _write_chapter(command: Validate, outputs: _Outputs, to: Output, console: Co
     kept = [one for path in command.record for one in kept_records(path)]
     for one in kept:
         show(one.record, console)
+    labs = [one for path in command.record for one in kept_labs(path)]
     files = ChapterFiles(to, outputs.front_page, outputs.step_errors)
-    write_chapter(evidence, kept, files, console, profiles="all" in command.cases)
+    write_chapter(evidence, kept, labs, files, console, profiles="all" in command.cases)
 
 
 def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:

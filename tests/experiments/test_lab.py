@@ -11,9 +11,12 @@ import msgspec
 import pytest
 
 from calibrate.lab import cores_of, goodput, require_calibrated
+from experiments.evidence.headlines import headlines
+from experiments.evidence.kept import Kept
 from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, lab_cells, read_lab
-from experiments.evidence.lab_verdict import costs, crossovers, lab_lines, placements, verdict
-from experiments.pages.lab_page import page
+from experiments.evidence.lab_verdict import costs, crossovers, lab_lines, lab_order, placements, verdict
+from experiments.pages.chapter import lab_section
+from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main
 from runtime.lab.lab import why_not
 from sim.errors import InputError
@@ -50,6 +53,31 @@ def test_a_repeat_between_checks_that_differ_is_void() -> None:
     assert one.valid == [1.0, 1.2]
     assert one.times.median_s == pytest.approx(1.1)
     assert one.times.error == pytest.approx(0.0)
+
+
+def test_the_order_of_schedules_counts_where_their_steps_are_apart() -> None:
+    """At 50 Mbit/s ulysses is faster, as predicted; at 200 repeats overlap; at 1000 it is predicted faster and is not.
+    A void repeat says nothing.
+    """
+    results = [
+        result("ring", 50, 2.0, [2.0, 2.2]), result("ulysses", 50, 1.0, [1.0, 1.1, -9.0]),
+        result("ring", 200, 1.0, [1.0, 1.2]), result("ulysses", 200, 0.9, [1.1, 0.8]),
+        result("ring", 1000, 0.3, [0.2]), result("ulysses", 1000, 0.2, [0.3]), result("zigzag", 1000, 0.1, [-0.1]),
+    ]  # fmt: skip
+    assert lab_order(results) == (1, 2)
+
+
+def test_the_evidence_has_a_row_of_a_quiet_lab_and_a_section_of_any(tmp_path: Path) -> None:
+    quiet = record([result("ring", 50, 1.1, [1.0]), result("ulysses", 50, 0.9, [1.0])])
+    loud = record([result("ring", 50, 1.1, [-1.0])])
+    (row,) = headlines([], [], labs=[loud, quiet])
+    assert row.row[:3] == ["executed: layer of tiny, 4 ranks, links of set rates, A100-SXM-80GB", "2", "10.0 %"]
+    assert row.met == "missed"
+    text = "\n".join(lab_section(Kept(tmp_path / "lab.json", loud), tmp_path))
+    assert "nothing is claimed" in text
+    assert "| ring | 50 % | 1.1 s | 1 s | (+10.0 %) | 1 of 1 |" in text
+    (tmp_path / "lab.svg").write_text(figure(quiet))
+    assert "![Predicted against executed times](lab.svg)" in lab_section(Kept(tmp_path / "lab.json", quiet), tmp_path)
 
 
 def test_a_verdict_is_of_cells_in_which_communication_shows() -> None:

@@ -1,0 +1,40 @@
+"""Records that lie in a folder, each with what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from sim.files import Kind
+
+Of = TypeVar("Of")
+
+
+class Kept(NamedTuple, Generic[Of]):
+    """A record, and where it lies."""
+
+    path: Path
+    record: Of
+
+    @property
+    def notes(self) -> str:
+        """What ``notes.md`` in its folder says of it: what explains the errors and no command computes."""
+        beside = self.path.with_name("notes.md")
+        return beside.read_text().strip() if beside.is_file() else ""
+
+    @property
+    def figure(self) -> Path | None:
+        """Its figure, if there is one in its folder: under the record's name, or parity.svg."""
+        names = (f"{self.path.stem}.svg", "parity.svg")
+        return next((found for name in names if (found := self.path.with_name(name)).is_file()), None)
+
+
+def kept_in(folder: str, kind: Kind, read: Callable[[str], Of]) -> list[Kept[Of]]:
+    """Return all records of a kind that lie in a folder or below."""
+    found = []
+    for file in sorted(Path(folder).rglob("*.json")):
+        with file.open("rb") as opened:
+            if kind.is_ours(opened):
+                found.append(Kept(file, read(str(file))))
+    return found
