@@ -42,6 +42,7 @@ def crossover(command: Crossover, console: Console) -> None:
     if command.json:
         print_json(found.rows, console)
         return
+    names |= {"": "neither fits"}
     table = Table("from", "to", "faster", "change known to be in", title=f"{names['a']} or {names['b']}, by {key}")
     below = between.partition("..")[0]
     for row in found:
