@@ -14,7 +14,7 @@ from sim.options import LayerOptions
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.setup import names
 from sim.setup.documents import playing
-from sim.setup.fit import num_gpus
+from sim.setup.fit import as_ring
 from sim.setup.setup import Setup
 from sim.setup.tensors import DECIDED, as_options, grid_of
 
@@ -153,7 +153,8 @@ def families(
     """
     _require_options(options)
     whole = setup.replace(ulysses_degree=None, ring_degree=None)
-    gpus, per_node = num_gpus(whole), names.cluster_spec(setup.cluster).gpus_per_node
+    every = as_ring(whole)
+    gpus, per_node = every.mesh.size, every.spec.gpus_per_node
     tokens = _tokens(whole) if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):

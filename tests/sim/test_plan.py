@@ -169,6 +169,14 @@ def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
     assert len(longstep.plan(more, options={"checkpoint": ["full"]}).best) == 1
 
 
+def test_what_is_set_of_a_cluster_counts_where_degrees_are_placed() -> None:
+    """Of nodes of 2 GPUs a half of USP of 4 spans two, and may have either degree inside."""
+    usp = SMALL.replace(schedule="usp", dp_degree=1)
+    named = [one.named for one in families(usp.replace(set={"cluster.gpus_per_node": 2}))]
+    assert {"usp (U 2, R 2, ulysses-inner)", "usp (U 2, R 2, ring-inner)"} <= {*named}
+    assert "usp (U 2, R 2)" in [one.named for one in families(usp)]
+
+
 def test_bad_plans_are_refused() -> None:
     """With what is allowed."""
     with pytest.raises(InputError, match="no schedule has it"):
