@@ -181,7 +181,7 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
         result = Played(branch, step_s, within, bound(last).by, None)
         if result.batch_s >= beaten_at or not result.reaches:
             return result
-        held = _room(branch.setup, last)
+        held = room_of_step(branch.setup, last)
     except InputError as error:
         return Lost(branch, refused=str(error))
     if held.free_bytes < 0:
@@ -189,9 +189,9 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     return result._replace(room=held)
 
 
-def _room(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, of which so many layers were played. Where no rank then holds more than the
-    one that ``least_room`` builds, that one is all that has to be built of the whole.
+def room_of_step(setup: Setup, last: Simulation) -> Room:
+    """Return the memory of a configuration, by the last simulation of ``step_of``. Where no rank of that holds more
+    than the one that ``least_room`` builds, that one is all that has to be built of the whole.
     """
     few = room_of(last.checked.schedule.header, walks(last.fold.checked), last.fold.cluster)
     workload = last.checked.schedule.header.workload
