@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +47,8 @@ class Open(NamedTuple):
     """Of ``branch.fastest``, where that is known and can be built."""
     leanest: Limit | None = None
     """Of the GPU's memory in ``branch.leanest``, likewise."""
+    copied: tuple[Limit, ...] | None = None
+    """Of the host's memory in ``branch.fastest``, where it was asked."""
 
 
 class Lost(NamedTuple):
@@ -64,10 +67,12 @@ class Played(NamedTuple):
 
     branch: Branch
     step_s: float
-    within: Interval | None
-    bound_by: str
-    room: Room | None
-    """None where it was too slow to ask."""
+    room: Room | None = None
+    """None where it was too slow to ask; so are the others then."""
+    within: Interval | None = None
+    bound_by: str = ""
+    saves: Mapping[str, float] = {}
+    """By figure of the machine the share of the step that doubling it saves."""
 
     @property
     def batch_s(self) -> float:
@@ -129,11 +134,11 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
     """Return a branch with its bounds, of which some may be those of the branch that it is a part of. A configuration
     that is refused says nothing of the others of its branch.
     """
-    leanest, fastest, refused = None, None, ""
+    leanest, fastest, copied, refused = None, None, None, ""
     if above and branch.leanest.chosen == above.branch.leanest.chosen:
         leanest = above.leanest
     if above and branch.fastest.chosen == above.branch.fastest.chosen:
-        fastest = above.fastest
+        fastest, copied = above.fastest, above.copied
     try:
         if branch.is_leaf:
             limits = [*least_room(branch.setup.resolved()).limits]
@@ -142,7 +147,9 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
             leanest = leanest or least_limits(branch.leanest.setup)[0]
             sure = int((1 - SURE) * leanest.held_bytes)
             limits = [msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + sure)]
-            limits += least_limits(branch.fastest.setup)[1:] if {"host", "offload"} & {*branch.chosen} else []
+            if copied is None and {"host", "offload"} & {*branch.chosen}:
+                copied = tuple(least_limits(branch.fastest.setup)[1:])
+            limits += copied or ()
         for limit in limits:
             if limit.free_bytes < 0:
                 return Lost(branch, -limit.free_bytes, limit.memory)
@@ -156,12 +163,12 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
         return Lost(branch, refused=refused)
     worth, least_s = branch.family.worth, above.least_s if above else 0.0
     if fastest is None:
-        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest)
+        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest, copied)
     own_s = fastest.step_s if branch.is_leaf else fastest.branch_s
     least_s = max(least_s, own_s / worth)
     if own_s > branch.family.within_s:
         return Lost(branch, least_s=least_s)
-    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest)
+    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest, copied)
 
 
 def parts(found: Open) -> list[Open | Lost]:
@@ -170,15 +177,12 @@ def parts(found: Open) -> list[Open | Lost]:
 
 
 def played(branch: Branch, beaten_at: float) -> Played | Lost:
-    """Return what the step of a configuration takes; its memory is asked for only where it is faster than
-    ``beaten_at``, in seconds over worth, and as fast as it has to be.
+    """Return what the step of a configuration takes; all else is asked for only where it is faster than ``beaten_at``,
+    in seconds over worth, as fast as it has to be, and fits.
     """
     try:
         step_s, last = step_of(branch.setup)
-        found = interval(last)
-        longer = step_s / last.trace.step_time_s
-        within = found and Interval(found.low_s * longer, found.high_s * longer)
-        result = Played(branch, step_s, within, bound(last).by, None)
+        result = Played(branch, step_s)
         if result.batch_s >= beaten_at or not result.reaches:
             return result
         held = room_of_step(branch.setup, last)
@@ -186,7 +190,10 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
         return Lost(branch, refused=str(error))
     if held.free_bytes < 0:
         return Lost(branch, -held.free_bytes, held.tightest.memory)
-    return result._replace(room=held)
+    found, longer = interval(last), step_s / last.trace.step_time_s
+    within = found and Interval(found.low_s * longer, found.high_s * longer)
+    bounded = bound(last)
+    return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:

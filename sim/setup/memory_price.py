@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -167,7 +168,7 @@ class _Asked:
             "elasticity": 0.0, "step_time_s": now.step_s, "options": now.branch.named,
             "free_bytes": limit.free_bytes if limit else capacity,
         }  # fmt: skip
-        slope = lambda way: _slope(way, now, memory, capacity)  # noqa: E731 - of ways by their bounds, and as played
+        slope = partial(_slope, now=now, memory=memory, capacity=capacity)  # of ways by their bounds, and as played
         for way in sorted(self._ways, key=slope):
             if slope(way) >= row["elasticity"]:
                 break

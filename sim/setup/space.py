@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -97,8 +97,10 @@ class Branch(NamedTuple):
 
     @property
     def parts(self) -> list[Branch]:
-        """One for each value of the next option."""
-        return [self._replace(chosen=(*self.chosen, value)) for value in self._open[0]]
+        """One for each value of the next option, with the options behind it that have one value only."""
+        first, *others = self._open
+        alone = [values[0] for values in takewhile(lambda values: len(values) == 1, others)]
+        return [self._replace(chosen=(*self.chosen, value, *alone)) for value in first]
 
     @property
     def leaves(self) -> Iterator[Branch]:
