@@ -36,7 +36,15 @@ class _Crossing(NamedTuple):
     above: str
 
 
-def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0.01) -> Table:
+class Crossings(Table):
+    """Where the faster of two changes, a row each."""
+
+    points: Table
+    """What was played on the way: values of the key in rising order, with the seconds of both, None of what cannot be
+    played or does not fit."""
+
+
+def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0.01) -> Crossings:
     """Return where the faster of two setups changes along one key, a row for each crossing, in rising order.
 
     ``along`` is what ``explore`` can vary, with numbers; ``between`` its range, ``64K..4M``. A row says which is faster
@@ -69,7 +77,9 @@ def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0
         rows[-1] |= {"below": one.below, "above": one.above}
     last = steps[-1].above if steps else axis.faster(axis.point(high), lambda found: found.step_time_s)
     rows.append({"value": None, "low": None, "high": None, "below": last, "above": last})
-    return Table(rows)
+    found = Crossings(rows)
+    found.points = Table(axis.played)
+    return found
 
 
 class _Along:
@@ -77,7 +87,7 @@ class _Along:
 
     def __init__(self, both: tuple[Setup, Setup], key: str, low: float, high: float, within: float) -> None:
         self._both, self._key, self._low, self._high, self._within = both, key, low, high, within
-        self._known: dict[str, list[Prediction | None]] = {}
+        self._known: dict[str, tuple[Prediction | None, Prediction | None]] = {}
 
     def point(self, value: float) -> _Point:
         """Return the nearest value that the key can have."""
@@ -92,12 +102,21 @@ class _Along:
         can be played and fits.
         """
         if point.text not in self._known:
-            self._known[point.text] = [_predicted(setup, self._key, point.text) for setup in self._both]
+            a, b = (_predicted(setup, self._key, point.text) for setup in self._both)
+            self._known[point.text] = a, b
         one, other = self._known[point.text]
         if one is None or other is None:
             return "a" if one else "b" if other else ""
         mine, others = figure(one), figure(other)
         return "b" if mine is not None and others is not None and mine > others else "a"
+
+    @property
+    def played(self) -> list[dict[str, float | None]]:
+        """Return the seconds of both wherever they were asked for."""
+        return [
+            {"value": float(text), "a_s": a.step_time_s if a else None, "b_s": b.step_time_s if b else None}
+            for text, (a, b) in sorted(self._known.items(), key=lambda known: float(known[0]))
+        ]
 
     def crossings(self, figure: Figure) -> list[_Crossing]:
         """Return where the faster one changes."""

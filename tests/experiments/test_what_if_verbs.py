@@ -151,6 +151,10 @@ def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "crossover", *alone, "--along", "seq=8K..64K")
     assert re.search(r"8K +│ 1\dK +│ ring +│ 1\dK to \d\dK", printed)
     assert re.search(r"64K +│ upipe +│", printed)
+    found = json.loads(run(capsys, "crossover", *alone, "--along", "seq=8K..64K", "--json"))
+    assert (found["along"], found["a"], found["b"]) == ("seq", "ring", "upipe")
+    at = next(point for point in found["points"] if point["value"] == found["crossings"][0]["value"])
+    assert at["a_s"] > at["b_s"]
     assert "--along : expected KEY=LOW..HIGH" in fails(capsys, "crossover", *alone)
     assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")
 
