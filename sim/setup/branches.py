@@ -16,7 +16,7 @@ from sim.garbage import garbage_collection_off
 from sim.memory import walks
 from sim.schedule.derive.replicas import folds
 from sim.schedule.proof.check import Checked
-from sim.setup.bounds import Least, least_room, least_seconds
+from sim.setup.bounds import Least, least_of_any, least_room, least_seconds
 from sim.setup.room import room
 from sim.setup.setup import Setup
 from sim.setup.space import Branch
@@ -44,7 +44,7 @@ class Open(NamedTuple):
     exposed_s: float = 0.0
     """What links add where nothing hides them."""
     fastest: Least | None = None
-    """Of ``branch.fastest``, where that is known and can be built."""
+    """Of ``branch.fast``, whichever has less, where that is known and can be built."""
     leanest: Limit | None = None
     """Of the GPU's memory in ``branch.leanest``, likewise."""
     copied: tuple[Limit, ...] | None = None
@@ -138,7 +138,8 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
     if above and branch.leanest.chosen == above.branch.leanest.chosen:
         leanest = above.leanest
     if above and branch.fastest.chosen == above.branch.fastest.chosen:
-        fastest, copied = above.fastest, above.copied
+        copied = above.copied
+        fastest = above.fastest if len(branch.fast) == len(above.branch.fast) else None
     try:
         if branch.is_leaf:
             limits = [*least_room(branch.setup.resolved()).limits]
@@ -156,7 +157,7 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
     except InputError as error:
         refused = str(error)
     try:
-        fastest = fastest or least_of(branch.fastest.setup)
+        fastest = fastest or least_of_any([least_of(one.setup) for one in branch.fast])
     except InputError as error:
         refused = str(error)
     if branch.is_leaf and refused:

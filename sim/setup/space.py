@@ -27,6 +27,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """What is varied of a schedule where nothing else is asked for. The first value of each recomputes and copies least,
 the last holds least in GPUs' memory: ``Branch`` rests on it, and ``tests/sim/test_plan.py`` tries it."""
+_RESHAPED = ("mlp",)
+"""Options whose values run kernels of other shapes, of which either may be faster."""
 _MIXED = ("usp",)
 """Schedules that are another one of the catalog where one of their two degrees is 1."""
 
@@ -112,6 +114,13 @@ class Branch(NamedTuple):
     def fastest(self) -> Branch:
         """The configuration with the first value of every option that is not chosen: it recomputes and copies least."""
         return self._replace(chosen=(*self.chosen, *(values[0] for values in self._open)))
+
+    @property
+    def fast(self) -> list[Branch]:
+        """Configurations one of which takes least: the fastest one, with every value of what reshapes kernels."""
+        keys = [*self.family.grid][len(self.chosen) :]
+        some = [values if key in _RESHAPED else values[:1] for key, values in zip(keys, self._open, strict=True)]
+        return [self._replace(chosen=(*self.chosen, *values)) for values in product(*some)]
 
     @property
     def leanest(self) -> Branch:
