@@ -219,7 +219,8 @@ def _cause(row: Mapping[str, Any]) -> str:
 def elasticities_chapter(result: Result) -> Chapter:
     """Return a chapter of what a step depends on."""
     rows = result.data
-    names, values = [row["figure"] for row in rows], [row["elasticity"] for row in rows]
+    known = [row for row in rows if row["elasticity"] is not None]
+    names, values = [row["figure"] for row in known], [row["elasticity"] for row in known]
     about = "Share by which the step changes when a figure does by one per cent, times one hundred"
     chart = bars(names, {"elasticity": values}, title="elasticity of the step", about=about, unit=RATIO)
     return Chapter(title=f"Elasticities: {result.name}", charts=[chart], tables=[table("figures", rows)])

@@ -157,7 +157,11 @@ CASES = [{"cases": "our cluster", "case": "ring 8K", "measured_s": 1.0, "predict
         ("plan", PLAN | {"best": [], "shortage": "1 GiB"}, "the smallest shortage: 1 GiB"),
         ("answer", {"value": 65536, "sure": False, "tried": [{"seq": 65536, "why": "fits"}]}, "64K"),
         ("doctor", DOCTOR, "too slow: predicted 1 s, measured 2 s"),
-        ("elasticities", [{"figure": "compute", "elasticity": -0.9}], ""),
+        (
+            "elasticities",
+            [{"figure": "compute", "elasticity": -0.9}, {"figure": "GPU memory", "elasticity": None}],
+            "",
+        ),
         ("winners", WINNERS, "ring: 1 of 2 places"),
         ("crossover", CROSSOVER, "at 16K ulysses instead of ring, known to be in 12K to 17K"),
         ("neighbours", NEIGHBOURS, "fastest that fits: layout zigzag, 0.500 times as long for a token"),
