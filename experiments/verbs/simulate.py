@@ -97,8 +97,10 @@ def simulate(command: Simulate, console: Console) -> None:
 
 
 def _prices(setup: longstep.Setup) -> longstep.Table:
-    """Return what more memory would buy; of training steps only."""
-    return longstep.memory_prices(setup, limit_s=_PRICES_S) if setup.scope == "step" else longstep.Table([])
+    """Return what more memory would buy; of training steps only, whose ranks have devices of their own."""
+    if setup.scope != "step" or setup.one_device:
+        return longstep.Table([])
+    return longstep.memory_prices(setup, limit_s=_PRICES_S)
 
 
 def _elasticities(setup: longstep.Setup, predicted: longstep.Prediction) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ def memory_prices(
     most for each byte, with what the step then takes: 0 where the memory does not bind, since no faster way needs more
     of it alone. Where nothing fits, times and elasticity are None, and ``more_bytes`` are what is missing least.
     Kernels take their median times. After ``limit_s`` seconds of playing rows are not ``sure``: more may be
-    bought. Raises InputError below the scope of a step, and where no way can be built.
+    bought. Raises InputError below the scope of a step, on one device, and where no way can be built.
 
     >>> small = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> [(row["memory"], row["elasticity"], row["more_bytes"]) for row in memory_prices(small)]
@@ -83,6 +83,8 @@ def _branches(setup: Setup, options: Mapping[str, Sequence[str]], tensors: Seque
     """Return all ways of a setup's schedule, with its degrees and placement."""
     if setup.scope != "step":
         raise InputError(f"`scope` {setup.scope}: memory has a price in training steps: set `scope` step")
+    if setup.one_device:
+        raise InputError("`one_device` plays all ranks on one device: memory has a price where each has its own")
     if tensors is not None:
         require_tensors(tensors)
     found = setup.resolved()

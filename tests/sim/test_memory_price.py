@@ -115,5 +115,7 @@ def test_where_nothing_fits_it_is_told_what_is_missing_least() -> None:
 def test_memory_has_a_price_in_steps_only() -> None:
     with pytest.raises(InputError, match="`scope` layer: memory has a price in training steps"):
         memory_prices(SMALL.replace(scope="layer"))
+    with pytest.raises(InputError, match="`one_device` plays all ranks on one device"):
+        memory_prices(SMALL.replace(one_device=True))
     with pytest.raises(InputError, match="no way of this schedule can be built"):
         memory_prices(SMALL.replace(set={"schedule.checkpoint": "nonsense"}), options={"checkpoint": ["nonsense"]})
