@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.memory_cases import MemoryFound
@@ -103,6 +103,16 @@ class Evidence(NamedTuple):
     """What is then predicted, without intervals."""
     memory: Sequence[MemoryFound] = ()
     """What is predicted of the memory of steps, where the file has some."""
+
+
+def case_rows(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """Yield what is predicted of each case of a file as plain data; without an interval where nothing is known."""
+    for one in evidence.found:
+        low_s, high_s = (one.low_s, one.high_s) if one.bounded else (None, None)
+        yield {
+            "cases": evidence.file.title, "group": one.case.group, "case": one.what, "measured_s": one.case.measured_s,
+            "predicted_s": one.predicted_s, "low_s": low_s, "high_s": high_s, "error": one.error,
+        }  # fmt: skip
 
 
 def predicted(cases: Sequence[Case], title: str = "") -> Iterator[CasePrediction]:

@@ -36,6 +36,7 @@ _OBJECTS = {
     "doctor": {"causes", "verdict"},
     "balance": {"planners", "of"},
     "roofline": {"balance", "kernels"},
+    "crossover": {"along", "crossings", "points"},
     "study": {"question", "conclusion", "rows"},
     "compare": {"kinds", "step", "report"},
     "run": {"step_times_s", "critical_rank", "error_bound"},
@@ -47,7 +48,8 @@ _LISTS = {
     "fit": {"row", "helps"},
     "elasticities": {"figure", "elasticity"},
     "winners": {"winner", "why"},
-    "crossover": {"value", "below"},
+    "neighbours": {"change", "ratio", "extrapolated"},
+    "cases": {"cases", "predicted_s", "measured_s"},
     "rows": {"step_time_s"},
 }
 """Keys of each row that tell a list of rows."""

@@ -26,3 +26,8 @@ class Chapter(msgspec.Struct, frozen=True, kw_only=True):
 def is_figure(value: Any) -> bool:
     """Return whether a value has a place in a row."""
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value has a place on an axis."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ here, in the units that tables have. Texts of charts are plain: plotly.js would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Unit(NamedTuple):
 SECONDS = Unit("seconds", seconds, 1.0, {"tickformat": "~s", "ticksuffix": "s"})
 BYTES = Unit("GiB", size, 2.0**30, {"tickformat": "~g", "ticksuffix": " GiB"})
 SHARE = Unit("share", percent, 1.0, {"tickformat": "~%"})
+RATIO = Unit("", lambda value: f"{value:.4g}", 1.0, {"tickformat": "~g"})
 NUMBER = Unit("", lambda value: f"{value:.4g}", 1.0, {"tickformat": "~s"})
 
 
@@ -114,7 +116,9 @@ def lines(
     logs = tuple(axis for axis, least in (("x", min(xs)), ("y", min(point.y for point in points))) if least > 0)
     across: dict[str, Any] = {"title": {"text": plain(x_name), "standoff": 6}}
     if x_unit is None:
-        some = xs[:: -(-len(xs) // _MOST_TICKS)]
+        powers = [value for value in xs if value > 0 and math.log2(value).is_integer()]
+        known = powers if len(powers) > 2 else xs
+        some = known[:: -(-len(known) // _MOST_TICKS)]
         across |= {"tickvals": some, "ticktext": [show_x(value) for value in some]}
     else:
         across |= x_unit.axis

@@ -17,19 +17,22 @@ from experiments.pages.render import render
 from experiments.pages.search_chapters import (
     answer_chapter,
     balance_chapter,
+    crossover_chapter,
     fit_chapter,
     ladder_chapter,
     plan_chapter,
     roofline_chapter,
     rows_chapter,
     study_chapter,
-    table_chapter,
+    winners_chapter,
 )
 from experiments.pages.step_chapters import (
+    cases_chapter,
     compare_chapter,
     doctor_chapter,
     elasticities_chapter,
     lab_chapter,
+    neighbours_chapter,
     record_chapter,
     run_chapter,
     simulate_chapter,
@@ -43,12 +46,14 @@ _CHAPTERS: dict[str, Callable[[Result], Chapter]] = {
     "answer": answer_chapter,
     "balance": balance_chapter,
     "compare": compare_chapter,
-    "crossover": table_chapter("Crossover"),
+    "cases": cases_chapter,
+    "crossover": crossover_chapter,
     "doctor": doctor_chapter,
     "elasticities": elasticities_chapter,
     "fit": fit_chapter,
     "lab": lab_chapter,
     "ladder": ladder_chapter,
+    "neighbours": neighbours_chapter,
     "plan": plan_chapter,
     "record": record_chapter,
     "roofline": roofline_chapter,
@@ -57,7 +62,7 @@ _CHAPTERS: dict[str, Callable[[Result], Chapter]] = {
     "simulate": simulate_chapter,
     "study": study_chapter,
     "trace": trace_chapter,
-    "winners": table_chapter("Winners"),
+    "winners": winners_chapter,
 }
 """By kinds of results."""
 

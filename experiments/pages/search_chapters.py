@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.evidence.results import Result
 from experiments.evidence.units import length, size
-from experiments.pages.chapters import Chapter
-from experiments.pages.charts import BYTES, NUMBER, SECONDS, Point, bars, lines
+from experiments.pages.chapters import Chapter, is_number
+from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, Point, Unit, bars, lines
 from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
-from experiments.pages.tables import table
+from experiments.pages.tables import head, table
 from sim.memory import TERMS
 
 
@@ -155,6 +155,60 @@ def fit_chapter(result: Result) -> Chapter:
     return Chapter(title=f"What fits: {result.name}", charts=charts, tables=[table("cells", rows)])
 
 
-def table_chapter(title: str) -> Callable[[Result], Chapter]:
-    """Return what makes a chapter of rows without a chart."""
-    return lambda result: Chapter(title=f"{title}: {result.name}", tables=[table("rows", result.data)])
+def winners_chapter(result: Result) -> Chapter:
+    """Return a chapter of who is fastest where: a map, or, of one axis that has numbers, by how much."""
+    rows = result.data
+    axes = [key for key in [*rows[0]][: [*rows[0]].index("winner")] if all(is_number(row[key]) for row in rows)]
+    places: dict[str, list[Point]] = {}
+    across = axes[-1] if axes else ""
+    for row in rows if axes else ():
+        lead = f"{100 * (row['ratio'] - 1):.2g} % before {row['behind']}" if row["ratio"] else row["why"]
+        y = row[axes[0]] if len(axes) > 1 else row["ratio"] or 1.0
+        hollow = row["tied"] is not False
+        places.setdefault(row["winner"] or "nobody", []).append(Point(row[across], y, hollow=hollow, says=lead))
+    charts = []
+    if places:
+        up = (
+            (head(axes[0]), across_unit(axes[0]) or NUMBER)
+            if len(axes) > 1
+            else ("times as fast as the one behind", RATIO)
+        )
+        about = f"Who is fastest by {' and '.join(map(head, axes))}; hollow: tied with the one behind, or not known"
+        charts.append(
+            lines(places, title="the fastest", about=about, x=(head(across), across_unit(across)), y=up, joined=False)
+        )
+    says = [f"{name}: {len(found)} of {len(rows)} places" for name, found in places.items()]
+    return Chapter(title=f"Winners: {result.name}", says=says, charts=charts, tables=[table("places", rows)])
+
+
+def crossover_chapter(result: Result) -> Chapter:
+    """Return a chapter of where the faster of two changes."""
+    found, key = result.data, result.data["along"]
+    names = {"a": found["a"], "b": found["b"], "": "neither"}
+    series = {
+        names[which]: [Point(row["value"], row[f"{which}_s"]) for row in found["points"] if row[f"{which}_s"]]
+        for which in "ab"
+    }
+
+    def shown(value: float) -> str:
+        return length(int(value)) if key == "seq" else f"{value:.4g}"
+
+    says, rows = [], []
+    for row in found["crossings"]:
+        if row["value"] is not None:
+            known = "" if row["low"] is None else f", known to be in {shown(row['low'])} to {shown(row['high'])}"
+            says.append(f"at {shown(row['value'])} {names[row['above']]} instead of {names[row['below']]}{known}")
+        told = {name: None if row[name] is None else shown(row[name]) for name in ("value", "low", "high")}
+        rows.append({**told, "below": names[row["below"]], "above": names[row["above"]]})
+    about = f"Seconds of a step of both over {head(key)}, wherever they were played"
+    drawn = {name: points for name, points in series.items() if points}
+    charts = [
+        lines(drawn, title="both", about=about, x=(head(key), across_unit(key)), y=("step", SECONDS))
+    ] if drawn else []  # fmt: skip
+    says = says or [f"no crossover: {names[found['crossings'][-1]['below']]} everywhere"]
+    return Chapter(title=f"Crossover: {result.name}", says=says, charts=charts, tables=[table("changes", rows)])
+
+
+def across_unit(key: str) -> Unit | None:
+    """Return how an axis shows a key that was varied; None for lengths of sequences."""
+    return None if key == "seq" else NUMBER

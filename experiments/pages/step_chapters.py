@@ -14,7 +14,7 @@ from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
 from experiments.evidence.units import percent, seconds
 from experiments.pages.chapters import Chapter, is_figure
-from experiments.pages.charts import BYTES, NUMBER, SECONDS, SHARE, Chart, Point, bars, lines, parity
+from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart, Point, bars, lines, parity
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
 from sim.engine.report import Evidence
@@ -219,7 +219,44 @@ def _cause(row: Mapping[str, Any]) -> str:
 def elasticities_chapter(result: Result) -> Chapter:
     """Return a chapter of what a step depends on."""
     rows = result.data
-    names, values = [row["figure"] for row in rows], [row["elasticity"] for row in rows]
+    known = [row for row in rows if row["elasticity"] is not None]
+    names, values = [row["figure"] for row in known], [row["elasticity"] for row in known]
     about = "Share by which the step changes when a figure does by one per cent, times one hundred"
-    chart = bars(names, {"elasticity": values}, title="elasticity of the step", about=about, unit=NUMBER)
+    chart = bars(names, {"elasticity": values}, title="elasticity of the step", about=about, unit=RATIO)
     return Chapter(title=f"Elasticities: {result.name}", charts=[chart], tables=[table("figures", rows)])
+
+
+def neighbours_chapter(result: Result) -> Chapter:
+    """Return a chapter of what is one change away from a step."""
+    rows = result.data
+    played = [row for row in rows if not row["error"]]
+    names = [row["change"] or "none" for row in played]
+    about = "Seconds for a token with each change of one degree or option, over those without any"
+    chart = bars(names, {"for a token": [row["ratio"] for row in played]}, title="one change away", unit=RATIO,
+                 about=about, limit=("no change", 1.0))  # fmt: skip
+    faster = [row for row in played if row["ratio"] < 1 and row["fits"] is not False]
+    says = [f"fastest that fits: {faster[0]['change']}, {faster[0]['ratio']:.3f} times as long for a token"] * bool(
+        faster
+    )
+    return Chapter(
+        title=f"One change away: {result.name}", says=says or ["no change that fits is faster"], charts=[chart],
+        tables=[table("changes", rows)],
+    )  # fmt: skip
+
+
+def cases_chapter(result: Result) -> Chapter:
+    """Return a chapter of predictions beside published measurements, a chart for each case file."""
+    of_file: dict[str, list[dict[str, Any]]] = {}
+    for row in result.data:
+        of_file.setdefault(row["cases"], []).append(row)
+    says, charts = [], []
+    for title, rows in of_file.items():
+        mean = sum(abs(row["error"]) for row in rows) / len(rows)
+        says.append(f"{title}: {len(rows)} cases, mean error {100 * mean:.1f} %")
+        points = [(row["case"], row["measured_s"], row["predicted_s"]) for row in rows]
+        about = f"Predicted over measured seconds of {title}, both logarithmic, with the line on which they are equal"
+        charts.append(parity(points, title=title, about=about))
+    return Chapter(
+        title=f"Predicted against published: {result.name}", says=says, charts=charts,
+        tables=[table("cases", result.data)],
+    )  # fmt: skip

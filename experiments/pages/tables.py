@@ -11,7 +11,7 @@ from experiments.evidence.units import length, percent, seconds, size
 from experiments.pages.charts import Cell
 
 _LENGTHS = {"seq", "longest"}
-_SHARES = {"mfu", "hfu", "share_of_roof", "share"}
+_SHARES = {"mfu", "hfu", "share_of_roof", "share", "saves", "extrapolated"}
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,8 +40,9 @@ def crossover(command: Crossover, console: Console) -> None:
     names, (a, b) = _two(setup)
     found = longstep.crossover(a, b, key.strip(), between.strip(), within=command.within)
     if command.json:
-        print_json(found.rows, console)
+        print_json({"along": key, **names, "crossings": found.rows, "points": found.points.rows}, console)
         return
+    names |= {"": "neither fits"}
     table = Table("from", "to", "faster", "change known to be in", title=f"{names['a']} or {names['b']}, by {key}")
     below = between.partition("..")[0]
     for row in found:

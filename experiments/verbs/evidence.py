@@ -46,13 +46,17 @@ class ChapterFiles(NamedTuple):
     step_errors: Output | None
 
 
-def show_cases(names: Sequence[str], console: Console) -> list[Evidence]:
-    """Predict all cases of the files that are named (all: those that ship), and print how far off they are."""
+def show_cases(names: Sequence[str], console: Console, *, quiet: bool = False) -> list[Evidence]:
+    """Predict all cases of the files that are named (all: those that ship), and print how far off they are, unless
+    ``quiet``.
+    """
     shown = []
     for file, cases in read_all(names):
         host = host_figures(fit_cases(file))
         found, with_fit = _tracked(cases, file.title, console, host)
         shown.append(Evidence(file, found, host, with_fit, predicted_memory(file)))
+        if quiet:
+            continue
         for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
             console.print(line, markup=False)
         groups = [(HEADS, judged_groups(shown[-1]))] if file.group else []

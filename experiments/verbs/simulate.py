@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -16,6 +16,7 @@ from experiments.verbs.selection import StepSelection
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
+    memory_prices_shown,
     neighbours_shown,
     print_json,
     progress,
@@ -30,6 +31,9 @@ from sim.files import require_outputs
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
+_PRICES_S = 20.0
+"""What the price of memory may take; steps of very many chunks and GPUs take longer."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate(Writes):
@@ -42,7 +46,7 @@ class Simulate(Writes):
     """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
     sensitivity: bool = False
     """Also print how the step time depends on every figure of the machine, as elasticities, and what its critical path
-    goes to over time; as JSON the elasticities alone."""
+    goes to over time, and what more memory would buy a training step; as JSON the elasticities alone."""
     neighbours: bool = False
     """Print instead what one change of a degree or an option makes of the step; as JSON the same."""
     vary: Texts = ()
@@ -73,7 +77,7 @@ def simulate(command: Simulate, console: Console) -> None:
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
     if command.json:
-        print_json(predicted.elasticities().rows if command.sensitivity else predicted.report, console)
+        print_json(_elasticities(setup, predicted) if command.sensitivity else predicted.report, console)
         return
     lines = evidence_lines(predicted.report.evidence)
     if predicted.profile is None:  # who reads one line only has to read this one
@@ -86,8 +90,23 @@ def simulate(command: Simulate, console: Console) -> None:
         console.print(elasticities_table("elasticities of the step time", predicted.elasticities()))
         for shown in critical_path_shown(predicted.critical_path()):
             console.print(shown)
+        for told in memory_prices_shown(_prices(setup)):
+            console.print(told, markup=False)
     for line in lines:
         console.print(line, markup=False)
+
+
+def _prices(setup: longstep.Setup) -> longstep.Table:
+    """Return what more memory would buy; of training steps only, whose ranks have devices of their own."""
+    if setup.scope != "step" or setup.one_device:
+        return longstep.Table([])
+    return longstep.memory_prices(setup, limit_s=_PRICES_S)
+
+
+def _elasticities(setup: longstep.Setup, predicted: longstep.Prediction) -> list[dict[str, Any]]:
+    """Return the elasticities of rates and times, and those of capacities."""
+    prices = [{"figure": f"{row['memory']} memory", "bound_changes_nearby": None, **row} for row in _prices(setup)]
+    return [*predicted.elasticities().rows, *prices]
 
 
 def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> None:

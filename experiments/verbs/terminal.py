@@ -188,6 +188,23 @@ def elasticities_table(title: str, found: Figures) -> Table:
     return table
 
 
+def memory_prices_shown(found: Figures) -> Iterator[str]:
+    """Yield for each memory what more of it would buy."""
+    for row in found.rows:
+        name = f"{row['memory']} memory of {size(row['capacity_bytes'])}"
+        cut = "" if row["sure"] else "; cut short, there may be more to win"
+        if row["step_time_s"] is None:
+            more = f", {size(row['more_bytes'])} more for {row['more_options']}" if row["more_bytes"] else ""
+            yield f"{name}: nothing fits{more}{cut}"
+            continue
+        now = f"{row['options']}: {seconds(row['step_time_s'])}, {size(row['free_bytes'])} free"
+        if row["more_bytes"] is None:
+            yield f"{name}: elasticity 0, it does not bind the fastest way that fits, {now}{cut}"
+            continue
+        more = f"with {size(row['more_bytes'])} more {row['more_options']} takes {seconds(row['more_step_time_s'])}"
+        yield f"{name}: elasticity {row['elasticity']:.3g}, {more}; the fastest that fits is {now}{cut}"
+
+
 def fits(found: Report) -> str:
     """Return whether a prediction fits into memory; of a training step how much is left, or what is exceeded by how
     much.

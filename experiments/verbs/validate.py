@@ -27,6 +27,7 @@ from experiments.evidence.executed_cases import (
 )
 from experiments.evidence.execution import Execution
 from experiments.evidence.lab import kept_labs
+from experiments.evidence.published import case_rows
 from experiments.evidence.record import (
     RECORD_FILE,
     Judged,
@@ -49,6 +50,7 @@ from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import with_flags
 from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
 from experiments.verbs.kinds import OptionalText, Texts
+from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
@@ -73,6 +75,8 @@ class Validate(Writes):
     """Measure nothing: show this record, or several as one; of a folder all records in it."""
     cases: Texts = ()
     """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
+    json: bool = False
+    """With --cases: print JSON instead of tables, a row for each case, which longstep report shows."""
     out: OptionalText = None
     """Write the record to this JSON file, after every comparison."""
     html: OptionalText = None
@@ -109,7 +113,9 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
         _write_chapter(command, outputs, outputs.markdown, console)
         return
     if command.cases:
-        found = show_cases(command.cases, console)
+        found = show_cases(command.cases, console, quiet=command.json)
+        if command.json:
+            print_json([row for one in found for row in case_rows(one)], console)
         if outputs.html:
             outputs.html.write(evidence_page(found).encode())
         return
@@ -120,6 +126,8 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
             save_record(record, outputs.out)
         _write(record, outputs)
         return
+    if command.json:
+        raise InputError("`json` is of `cases`: name some, such as all; a record is JSON, which `out` writes")
     if command.repeats < 1:
         raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
     cells = cells_of(command.sweep)

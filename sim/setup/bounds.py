@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.engine.cost import CostModel
@@ -57,6 +58,12 @@ class Least(NamedTuple):
         pairs = zip(self[:3], more[:3], strict=True)
         kernels_s, states_s, links_s = (last + layers * (last - first) for first, last in pairs)
         return Least(kernels_s, states_s, links_s, more.ops + layers * (more.ops - self.ops))
+
+
+def least_of_any(found: Sequence[Least]) -> Least:
+    """Return what none of some configurations is below."""
+    kernels_s, states_s, links_s, ops = (min(values) for values in zip(*found, strict=True))
+    return Least(kernels_s, states_s, links_s, ops)
 
 
 @garbage_collection_off()

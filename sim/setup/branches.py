@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from sim.garbage import garbage_collection_off
 from sim.memory import walks
 from sim.schedule.derive.replicas import folds
 from sim.schedule.proof.check import Checked
-from sim.setup.bounds import Least, least_room, least_seconds
+from sim.setup.bounds import Least, least_of_any, least_room, least_seconds
 from sim.setup.room import room
 from sim.setup.setup import Setup
 from sim.setup.space import Branch
@@ -43,9 +44,11 @@ class Open(NamedTuple):
     exposed_s: float = 0.0
     """What links add where nothing hides them."""
     fastest: Least | None = None
-    """Of ``branch.fastest``, where that is known and can be built."""
+    """Of ``branch.fast``, whichever has less, where that is known and can be built."""
     leanest: Limit | None = None
     """Of the GPU's memory in ``branch.leanest``, likewise."""
+    copied: tuple[Limit, ...] | None = None
+    """Of the host's memory in ``branch.fastest``, where it was asked."""
 
 
 class Lost(NamedTuple):
@@ -64,10 +67,12 @@ class Played(NamedTuple):
 
     branch: Branch
     step_s: float
-    within: Interval | None
-    bound_by: str
-    room: Room | None
-    """None where it was too slow to ask."""
+    room: Room | None = None
+    """None where it was too slow to ask; so are the others then."""
+    within: Interval | None = None
+    bound_by: str = ""
+    saves: Mapping[str, float] = {}
+    """By figure of the machine the share of the step that doubling it saves."""
 
     @property
     def batch_s(self) -> float:
@@ -129,11 +134,12 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
     """Return a branch with its bounds, of which some may be those of the branch that it is a part of. A configuration
     that is refused says nothing of the others of its branch.
     """
-    leanest, fastest, refused = None, None, ""
+    leanest, fastest, copied, refused = None, None, None, ""
     if above and branch.leanest.chosen == above.branch.leanest.chosen:
         leanest = above.leanest
     if above and branch.fastest.chosen == above.branch.fastest.chosen:
-        fastest = above.fastest
+        copied = above.copied
+        fastest = above.fastest if len(branch.fast) == len(above.branch.fast) else None
     try:
         if branch.is_leaf:
             limits = [*least_room(branch.setup.resolved()).limits]
@@ -142,26 +148,28 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
             leanest = leanest or least_limits(branch.leanest.setup)[0]
             sure = int((1 - SURE) * leanest.held_bytes)
             limits = [msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + sure)]
-            limits += least_limits(branch.fastest.setup)[1:] if {"host", "offload"} & {*branch.chosen} else []
+            if copied is None and {"host", "offload"} & {*branch.chosen}:
+                copied = tuple(least_limits(branch.fastest.setup)[1:])
+            limits += copied or ()
         for limit in limits:
             if limit.free_bytes < 0:
                 return Lost(branch, -limit.free_bytes, limit.memory)
     except InputError as error:
         refused = str(error)
     try:
-        fastest = fastest or least_of(branch.fastest.setup)
+        fastest = fastest or least_of_any([least_of(one.setup) for one in branch.fast])
     except InputError as error:
         refused = str(error)
     if branch.is_leaf and refused:
         return Lost(branch, refused=refused)
     worth, least_s = branch.family.worth, above.least_s if above else 0.0
     if fastest is None:
-        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest)
+        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest, copied)
     own_s = fastest.step_s if branch.is_leaf else fastest.branch_s
     least_s = max(least_s, own_s / worth)
     if own_s > branch.family.within_s:
         return Lost(branch, least_s=least_s)
-    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest)
+    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest, copied)
 
 
 def parts(found: Open) -> list[Open | Lost]:
@@ -170,28 +178,28 @@ def parts(found: Open) -> list[Open | Lost]:
 
 
 def played(branch: Branch, beaten_at: float) -> Played | Lost:
-    """Return what the step of a configuration takes; its memory is asked for only where it is faster than
-    ``beaten_at``, in seconds over worth, and as fast as it has to be.
+    """Return what the step of a configuration takes; all else is asked for only where it is faster than ``beaten_at``,
+    in seconds over worth, as fast as it has to be, and fits.
     """
     try:
         step_s, last = step_of(branch.setup)
-        found = interval(last)
-        longer = step_s / last.trace.step_time_s
-        within = found and Interval(found.low_s * longer, found.high_s * longer)
-        result = Played(branch, step_s, within, bound(last).by, None)
+        result = Played(branch, step_s)
         if result.batch_s >= beaten_at or not result.reaches:
             return result
-        held = _room(branch.setup, last)
+        held = room_of_step(branch.setup, last)
     except InputError as error:
         return Lost(branch, refused=str(error))
     if held.free_bytes < 0:
         return Lost(branch, -held.free_bytes, held.tightest.memory)
-    return result._replace(room=held)
+    found, longer = interval(last), step_s / last.trace.step_time_s
+    within = found and Interval(found.low_s * longer, found.high_s * longer)
+    bounded = bound(last)
+    return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves)
 
 
-def _room(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, of which so many layers were played. Where no rank then holds more than the
-    one that ``least_room`` builds, that one is all that has to be built of the whole.
+def room_of_step(setup: Setup, last: Simulation) -> Room:
+    """Return the memory of a configuration, by the last simulation of ``step_of``. Where no rank of that holds more
+    than the one that ``least_room`` builds, that one is all that has to be built of the whole.
     """
     few = room_of(last.checked.schedule.header, walks(last.fold.checked), last.fold.cluster)
     workload = last.checked.schedule.header.workload

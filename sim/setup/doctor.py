@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 from sim.breakdown import attention_s
 from sim.errors import InputError, LongstepError
-from sim.schedule.proof.check import Checked
-from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Sign
+from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Program, Sign
 from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick
 from sim.setup.measured import Measured, findings_of_figures
 from sim.setup.prediction import Prediction
@@ -165,45 +164,47 @@ def _verdict(step_s: float | None, signs: set[Sign], floor_s: float) -> Verdict:
 
 def _causes(judge: Judge, signs: set[Sign], progress: Progress) -> tuple[list[Cause], list[str]]:
     """Return the hypotheses that may explain such a run, simulated, and why others could not be."""
-    programs = [one for one in PROGRAMS if signs & {*one.signs}]
-    machines = MACHINES if signs & {"slower", "uneven ranks"} and judge.step_s is not None else ()
+    likely: list[Program | Machine] = [one for one in PROGRAMS if signs & {*one.signs}]
+    if signs & {"slower", "uneven ranks"} and judge.step_s is not None:
+        likely += MACHINES
+    # signs say what to simulate first: of a run with one fault some figures are within what is known, others are not
+    others: list[Program | Machine] = [one for one in PROGRAMS if one not in likely]
     found: list[Cause] = []
     skipped: list[str] = []
-    count = len(programs) + len(machines)
-    base = judge.base.checked
-    for done, one in enumerate(programs):
-        progress(done, count)
-        try:
-            changed = one.change(judge.setup, judge.found)
-            case = changed and play(quick(changed.resolved()))
-        except LongstepError as error:
-            skipped.append(f"{one.name}: {error}")
-            continue
-        if case:
-            step_s, peak_bytes = case.step_s, case.peak_bytes()
-            off = judge.off(step_s, peak_bytes, case.simulation)
-            found.append(Cause(one.name, one.says, one.check, step_s, peak_bytes, None, off))
-    for done, machine in enumerate(machines, len(programs)):
-        progress(done, count)
-        try:
-            cause = _fitted(judge, machine, base)
-        except LongstepError as error:
-            skipped.append(f"{machine.name}: {error}")
-            continue
-        if cause:
-            found.append(cause)
-    progress(count, count)
+    for some in (likely, others):
+        if any(cause.consistent for cause in found):
+            break
+        for done, one in enumerate(some):
+            progress(done, len(some))
+            try:
+                cause = _fitted(judge, one) if isinstance(one, Machine) else _played(judge, one)
+            except LongstepError as error:
+                skipped.append(f"{one.name}: {error}")
+                continue
+            found += [cause] if cause else []
+        progress(len(some), len(some))
     # what needs no fitted factor explains more with less
     return sorted(found, key=lambda cause: (not cause.consistent, cause.factor is not None, cause.off)), skipped
 
 
-def _fitted(judge: Judge, machine: Machine, checked: Checked) -> Cause | None:
+def _played(judge: Judge, program: Program) -> Cause | None:
+    """Return another program, beside what was measured; None where it is the one that was meant."""
+    changed = program.change(judge.setup, judge.found)
+    if changed is None:
+        return None
+    case = play(quick(changed.resolved()))
+    peak_bytes = case.peak_bytes()
+    off = judge.off(case.step_s, peak_bytes, case.simulation)
+    return Cause(program.name, program.says, program.check, case.step_s, peak_bytes, None, off)
+
+
+def _fitted(judge: Judge, machine: Machine) -> Cause | None:
     """Return a machine that is worse by the factor that explains the time; None where there is no such figure.
 
     The factor is found by bisection, since times grow with it; the largest one is kept where it is not enough.
     """
     assert judge.step_s is not None
-    rank, found = judge.slowest_rank(), quick(judge.found)
+    rank, found, checked = judge.slowest_rank(), quick(judge.found), judge.base.checked
 
     def played(factor: float) -> Case | None:
         changed = machine.change(found, factor, rank)

@@ -29,7 +29,7 @@ class Program(NamedTuple):
     check: str
     """How a user sees whether it is so."""
     signs: tuple[Sign, ...]
-    """What it may explain: others are not simulated."""
+    """What it is simulated for at first; for others where nothing else explains a run."""
     change: Callable[[Setup, Configuration], Setup | None]
     """None where it is what was meant, or there is no such thing."""
 

@@ -153,7 +153,7 @@ class Judge:
         own = self.measured.kind_s
         if not any(own.get(kind) for kind in KERNELS):
             return []
-        other, off = kinds_s(simulation), []
+        other, off = kinds_s(simulation, loops_apart=self.measured.loops_apart), []
         least_s = _KIND_SHARE * sum(own.get(kind, 0.0) for kind in KERNELS)
         for kind in KERNELS:
             pair = (own.get(kind, 0.0), other[kind])

@@ -54,7 +54,7 @@ _OPS: dict[str, WorkKind | None] = {
     "AttendBackward": "attention backward",
     "Delta": "attention backward",
     "Gemm": "gemm",
-    "TiledMlp": "gemm",  # most of the loop
+    "TiledMlp": "gemm",  # most of the loop; ``sim.setup.traced`` takes it apart beside a profiler's trace
     "TiledMlpBackward": "gemm",
     "AdamW": "optimiser",
     "HostAdamW": "optimiser",

@@ -39,6 +39,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of kernels in a step, rank by rank."""
     kind_s: dict[WorkKind, float] = {}
     """Seconds of a step by kind of work, mean over ranks: of traces (``sim.setup.traced``)."""
+    loops_apart: bool = False
+    """Whether ``kind_s`` has each kernel of a loop over tiles of an MLP by itself, or the loop as products."""
     step_error: float = 0.0
     """Standard error of the step time, in logarithm, by how steps of a trace scatter."""
     rank_error: float = 0.0
@@ -48,7 +50,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InputError where nothing was measured, or what can be no measurement."""
         fields: dict[str, Any] = msgspec.structs.asdict(self)
         ranks = fields.pop("rank_s")
-        for of_traces in ("kind_s", "step_error", "rank_error"):
+        for of_traces in ("kind_s", "loops_apart", "step_error", "rank_error"):
             fields.pop(of_traces)
         if not ranks and all(value is None for name, value in fields.items() if name != "mfu"):
             raise InputError("nothing was measured: give `step_time`, `tokens_per_s`, `memory` or `trace`")

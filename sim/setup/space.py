@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import product, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +14,7 @@ from sim.options import LayerOptions
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.setup import names
 from sim.setup.documents import playing
-from sim.setup.fit import num_gpus
+from sim.setup.fit import as_ring
 from sim.setup.setup import Setup
 from sim.setup.tensors import DECIDED, as_options, grid_of
 
@@ -27,6 +27,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """What is varied of a schedule where nothing else is asked for. The first value of each recomputes and copies least,
 the last holds least in GPUs' memory: ``Branch`` rests on it, and ``tests/sim/test_plan.py`` tries it."""
+_RESHAPED = ("mlp",)
+"""Options whose values run kernels of other shapes, of which either may be faster."""
 _MIXED = ("usp",)
 """Schedules that are another one of the catalog where one of their two degrees is 1."""
 
@@ -97,8 +99,10 @@ class Branch(NamedTuple):
 
     @property
     def parts(self) -> list[Branch]:
-        """One for each value of the next option."""
-        return [self._replace(chosen=(*self.chosen, value)) for value in self._open[0]]
+        """One for each value of the next option, with the options behind it that have one value only."""
+        first, *others = self._open
+        alone = [values[0] for values in takewhile(lambda values: len(values) == 1, others)]
+        return [self._replace(chosen=(*self.chosen, value, *alone)) for value in first]
 
     @property
     def leaves(self) -> Iterator[Branch]:
@@ -110,6 +114,13 @@ class Branch(NamedTuple):
     def fastest(self) -> Branch:
         """The configuration with the first value of every option that is not chosen: it recomputes and copies least."""
         return self._replace(chosen=(*self.chosen, *(values[0] for values in self._open)))
+
+    @property
+    def fast(self) -> list[Branch]:
+        """Configurations one of which takes least: the fastest one, with every value of what reshapes kernels."""
+        keys = [*self.family.grid][len(self.chosen) :]
+        some = [values if key in _RESHAPED else values[:1] for key, values in zip(keys, self._open, strict=True)]
+        return [self._replace(chosen=(*self.chosen, *values)) for values in product(*some)]
 
     @property
     def leanest(self) -> Branch:
@@ -153,7 +164,8 @@ def families(
     """
     _require_options(options)
     whole = setup.replace(ulysses_degree=None, ring_degree=None)
-    gpus, per_node = num_gpus(whole), names.cluster_spec(setup.cluster).gpus_per_node
+    every = as_ring(whole)
+    gpus, per_node = every.mesh.size, every.spec.gpus_per_node
     tokens = _tokens(whole) if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from sim.engine.lowered import lowered
 from sim.engine.simulate import Simulation
 from sim.setup.kernel_names import KERNELS, KINDS_OF_WORK, TRANSFERS, WorkKind
 from sim.setup.measured import Measured
@@ -69,9 +70,15 @@ def with_traces(measured: Measured, ranks: Sequence[TracedRank], num_ranks: int)
         step_time_s=measured.step_time_s if rated else max(one.step_s for one in ranks),
         rank_s=measured.rank_s or (kernels if whole else ()),
         kind_s=_mean_kinds(ranks),
+        loops_apart=_sees_kernels(ranks),
         step_error=0.0 if rated else max(_error_of_median(np.log(one.steps_s).tolist()) for one in ranks),
         rank_error=0.0 if measured.rank_s or not whole else _error_between(of_steps),
     )
+
+
+def _sees_kernels(ranks: Sequence[TracedRank]) -> bool:
+    """Return whether traces have each kernel by itself; Longstep's own have ops, of which a loop over tiles is one."""
+    return all(one.source != "Longstep" for one in ranks)
 
 
 def _error_of_median(values: Sequence[float]) -> float:
@@ -87,20 +94,40 @@ def _error_between(of_steps: list[list[float]]) -> float:
     return max(map(_error_of_median, (logs - np.median(logs, axis=0)).tolist()))
 
 
-def kinds_s(simulation: Simulation) -> dict[WorkKind, float]:
-    """Return the seconds that each kind of work takes in a simulated step, mean over all ranks."""
+def kinds_s(simulation: Simulation, *, loops_apart: bool = False) -> dict[WorkKind, float]:
+    """Return the seconds that each kind of work takes in a simulated step, mean over all ranks; with ``loops_apart``
+    those of a loop over tiles by each of its kernels, as a profiler sees them, and not all as those of products.
+    """
     ranks = ranks_of_rows(row._asdict() for row in simulation.trace.rows)
     of_rank = {one.rank: _sums(one) for one in ranks}
     every = [of_rank.get(rank, {}) for rank in range(simulation.trace.num_ranks)]
-    return {
+    found = {
         kind: statistics.fmean(simulation.fold.of_all([sums.get(kind, 0.0) for sums in every]))
         for kind in KINDS_OF_WORK
     }
+    if loops_apart:
+        streamed_s = statistics.fmean(simulation.fold.of_all(_streamed_s(simulation)))
+        found["gemm"] -= streamed_s
+        found["elementwise"] += streamed_s
+    return found
+
+
+def _streamed_s(simulation: Simulation) -> list[float]:
+    """Return per rank the seconds of loops over tiles in which no product runs, by what each of their kernels costs."""
+    arrays, cost, trace = lowered(simulation.fold.checked), simulation.cost, simulation.trace
+    found = [0.0] * trace.num_ranks
+    for op in np.flatnonzero(arrays.op_use >= 0).tolist():
+        rank, use = int(arrays.op_rank[op]), arrays.uses.found[arrays.op_use[op]]
+        if use.loop:
+            parts_s = [(one.kernel, count * cost.kernel_seconds(rank, one)[0]) for one, count in use.loop]
+            share = math.fsum(s for name, s in parts_s if name != "gemm") / math.fsum(s for _, s in parts_s)
+            found[rank] += share * float(trace.ended_s[op] - trace.begun_s[op])
+    return found
 
 
 def traced(ranks: Sequence[TracedRank], simulation: Simulation) -> Traced:
     """Return what traces of some ranks, which are not none, say beside the simulated run."""
-    measured, simulated = _mean_kinds(ranks), kinds_s(simulation)
+    measured, simulated = _mean_kinds(ranks), kinds_s(simulation, loops_apart=_sees_kernels(ranks))
     kinds = [KindRow(kind, measured[kind], simulated[kind]) for kind in KINDS_OF_WORK
              if measured[kind] or simulated[kind]]  # fmt: skip
     waiting = _waiting_s(ranks)

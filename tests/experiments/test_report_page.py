@@ -134,6 +134,20 @@ DOCTOR = {
     "verdict": "too slow", "simulated_s": 1.0, "measured_s": 2.0, "findings": ["one"], "skipped": ["two"],
     "traced": None, "causes": [{"name": "slow rank", "step_time_s": 2.0}],
 }  # fmt: skip
+WINNERS = [
+    {"seq": seq, "winner": winner, "step_time_s": 1.0, "behind": "usp", "ratio": 1.1, "tied": False, "why": "faster"}
+    for seq, winner in ((8192, "ring"), (16384, "zigzag"))
+]
+CROSSOVER = {
+    "along": "seq", "a": "ring", "b": "ulysses", "points": [{"value": 8192.0, "a_s": 1.0, "b_s": None}],
+    "crossings": [{"value": 16384, "low": 12288, "high": 17408, "below": "a", "above": "b"},
+                  {"value": None, "low": None, "high": None, "below": "b", "above": "b"}],
+}  # fmt: skip
+NEIGHBOURS = [
+    {"change": change, "ratio": ratio, "step_time_s": ratio, "fits": None, "extrapolated": 0.5, "error": error}
+    for change, ratio, error in (("layout zigzag", 0.5, ""), ("", 1.0, ""), ("overlap false", None, "refused"))
+]
+CASES = [{"cases": "our cluster", "case": "ring 8K", "measured_s": 1.0, "predicted_s": 1.5, "error": 0.5}]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +157,15 @@ DOCTOR = {
         ("plan", PLAN | {"best": [], "shortage": "1 GiB"}, "the smallest shortage: 1 GiB"),
         ("answer", {"value": 65536, "sure": False, "tried": [{"seq": 65536, "why": "fits"}]}, "64K"),
         ("doctor", DOCTOR, "too slow: predicted 1 s, measured 2 s"),
-        ("elasticities", [{"figure": "compute", "elasticity": -0.9}], ""),
-        ("winners", [{"winner": "ring", "why": "faster"}], ""),
-        ("crossover", [{"value": None, "below": "a"}], ""),
+        (
+            "elasticities",
+            [{"figure": "compute", "elasticity": -0.9}, {"figure": "GPU memory", "elasticity": None}],
+            "",
+        ),
+        ("winners", WINNERS, "ring: 1 of 2 places"),
+        ("crossover", CROSSOVER, "at 16K ulysses instead of ring, known to be in 12K to 17K"),
+        ("neighbours", NEIGHBOURS, "fastest that fits: layout zigzag, 0.500 times as long for a token"),
+        ("cases", CASES, "our cluster: 1 cases, mean error 50.0 %"),
         ("fit", [{"row": "ring", "helps": "", "step_time_s": 1.0, "fits": True, "seq": 1024}], ""),
     ],
 )

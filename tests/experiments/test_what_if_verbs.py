@@ -42,6 +42,30 @@ def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture
         assert "--sensitivity is of one step" in fails(capsys, "simulate", *H100, "--sensitivity", *several)
 
 
+def test_the_price_of_memory_is_printed_for_training_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keeping more than inputs of layers takes 22.2 GB and more (``tests/sim/test_memory_price.py``)."""
+    step = (
+        "simulate",
+        "--cluster",
+        "hgx-h100",
+        "--gpus",
+        "2",
+        "--layers",
+        "3",
+        "--schedule",
+        "zigzag",
+        "--seq",
+        "256K",
+    )
+    step = (*step, "--set", "cluster.hbm.capacity_bytes=22000000000", "--set", "schedule.loss=whole", "--sensitivity")
+    printed = " ".join(run(capsys, *step).split())
+    assert re.search(r"GPU memory of 20\.49 GiB: elasticity -\d", printed)
+    assert "host memory of 931.3 GiB: elasticity 0, it does not bind the fastest way that fits" in printed
+    rows = {row["figure"]: row for row in json.loads(run(capsys, *step, "--json"))}
+    assert rows["GPU memory"]["elasticity"] < 0 == rows["host memory"]["elasticity"]
+    assert rows["GPU memory"]["more_step_time_s"] < rows["GPU memory"]["step_time_s"]
+
+
 def test_balance_prints_planners_ranks_and_hops_and_writes_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -127,6 +151,10 @@ def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "crossover", *alone, "--along", "seq=8K..64K")
     assert re.search(r"8K +│ 1\dK +│ ring +│ 1\dK to \d\dK", printed)
     assert re.search(r"64K +│ upipe +│", printed)
+    found = json.loads(run(capsys, "crossover", *alone, "--along", "seq=8K..64K", "--json"))
+    assert (found["along"], found["a"], found["b"]) == ("seq", "ring", "upipe")
+    at = next(point for point in found["points"] if point["value"] == found["crossings"][0]["value"])
+    assert at["a_s"] > at["b_s"]
     assert "--along : expected KEY=LOW..HIGH" in fails(capsys, "crossover", *alone)
     assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")
 

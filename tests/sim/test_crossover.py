@@ -32,7 +32,24 @@ def test_what_cannot_be_played_or_does_not_fit_has_lost() -> None:
     (only,) = longstep.crossover(step.replace(stack="fsdp"), step.replace(stack="alst"), NVLINK, "400e9..450e9")
     assert only["below"] == "b"
     with pytest.raises(InputError, match="neither can be played and fits"):
-        longstep.crossover(ALONE.replace(gpus=3), ALONE.replace(gpus=5), "seq", "8K..64K")
+        never = ALONE.replace(schedule="ulysses")  # whose 32 heads no 3 or 5 ranks share
+        longstep.crossover(never.replace(gpus=3), never.replace(gpus=5), "seq", "8K..64K")
+
+
+@pytest.mark.slow
+def test_beyond_the_last_length_that_fits_there_is_neither() -> None:
+    """Both have room at 16K; at 4M one layer's buffers of either exceed the memory of 8 GiB."""
+    small = ALONE.replace(set={"cluster.hbm.capacity_bytes": 2**33}, seeds=None, jitter=0)
+    ring, ulysses = small.replace(schedule="ring"), small.replace(schedule="ulysses")
+    found = longstep.crossover(ring, ulysses, "seq", "16K..4M")
+    states = [row["below"] for row in found]
+    assert states[0] != ""
+    assert states[-1] == found[-1]["above"] == ""
+    end = found[-2]["value"]
+    assert not any(one.replace(seq=end).predicted().fits is not False for one in (ring, ulysses))
+    assert any(one.replace(seq=int(end / 1.02) // 1024 * 1024).predicted().fits is not False for one in (ring, ulysses))
+    with pytest.raises(InputError, match="neither can be played and fits"):
+        longstep.crossover(ring, ulysses, "seq", "8M..16M")
 
 
 @pytest.mark.parametrize("between", ["8K", "64K..8K", "x..8K", "0..8K"])

@@ -85,6 +85,18 @@ def test_a_planted_fault_is_named(said: Setup, ran: dict[str, Any], name: str, v
     assert cause.factor == (None if planted is None else pytest.approx(planted, rel=0.05))
 
 
+def test_a_cause_is_found_by_memory_alone_where_its_time_is_within_what_is_known() -> None:
+    """A zigzag ring with a full mask holds other blocks than with a causal one. At the rates of datasheets up to twice
+    the time is healthy, so that only memory differs, which no full mask is suspected for at first.
+    """
+    said = Setup("zigzag", model="tiny", cluster="host", gpus=2, seq="2K", scope="attention", profile="datasheet")
+    ran = said.replace(mask="full").predicted()
+    memory_bytes = max(walk.buffer_peak_bytes for walk in walks(ran.checked))
+    found = longstep.doctor(said, Measured(step_time_s=ran.step_time_s, memory_bytes=memory_bytes))
+    assert found.verdict == "memory differs"
+    assert "full-mask" in [cause.name for cause in found.consistent]
+
+
 def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     """A slow rank and slow GPUs take the same step; the seconds of each rank's kernels say which it is."""
     slow = ATTENTION.replace(set={"cluster.gpu[3].speed": 0.4})

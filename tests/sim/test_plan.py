@@ -10,7 +10,7 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.bounds import least_room
+from sim.setup.bounds import least_of_any, least_room
 from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
 from sim.setup.room import room
 from sim.setup.space import OPTIONS, Branch, Family, families
@@ -102,8 +102,9 @@ def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:
             taken = {limit.memory: limit.held_bytes for limit in of_all.limits}
             assert all(limit.held_bytes <= taken[limit.memory] for limit in held.limits), case
             for branch in (Branch(family, leaf.chosen[:number]) for number in range(len(leaf.chosen))):
-                if branch.fastest.chosen in known:
-                    assert known[branch.fastest.chosen][0].branch_s <= least.step_s * (1 + 1e-9), case
+                if all(one.chosen in known for one in branch.fast):
+                    least_s = least_of_any([known[one.chosen][0] for one in branch.fast]).branch_s
+                    assert least_s <= least.step_s * (1 + 1e-9), case
                 if branch.leanest.chosen in known:
                     least_held = known[branch.leanest.chosen][1].limits[0].held_bytes
                     assert SURE * least_held <= held.limits[0].held_bytes, case
@@ -115,6 +116,15 @@ def test_no_bound_is_above_a_simulation() -> None:
     """Neither of time nor of memory: of a sequence in parts, with some options."""
     few = {"checkpoint": ("none", "full"), "activations": ("hbm", "host"), "optimiser": ("gpu", "host")}
     assert require_bounds(SMALL.replace(gpus=2, schedule="zigzag", ring_degree=2), few) >= 6
+
+
+def test_tiles_of_an_mlp_may_be_the_faster_ones() -> None:
+    """As they are on A100 at 4K tokens, where products of all tokens have a lower measured rate."""
+    step = SMALL.replace(cluster="dgx-a100", schedule="balanced-ring", gpus=2, ring_degree=2, seq="4K")
+    both = {"mlp": ("whole", "tiled")}
+    assert require_bounds(step, both) == 2
+    found = longstep.plan(step, options=both, most=1, jobs=1)
+    assert found.best[0]["options"] == "mlp tiled"
 
 
 @pytest.mark.slow
@@ -167,6 +177,14 @@ def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
     missing = float(found.shortage.split("needs ")[1].split(" GiB")[0]) * 2**30
     more = tight.replace(set={"cluster.hbm.capacity_bytes": int(4e9 + 1.01 * missing)})
     assert len(longstep.plan(more, options={"checkpoint": ["full"]}).best) == 1
+
+
+def test_what_is_set_of_a_cluster_counts_where_degrees_are_placed() -> None:
+    """Of nodes of 2 GPUs a half of USP of 4 spans two, and may have either degree inside."""
+    usp = SMALL.replace(schedule="usp", dp_degree=1)
+    named = [one.named for one in families(usp.replace(set={"cluster.gpus_per_node": 2}))]
+    assert {"usp (U 2, R 2, ulysses-inner)", "usp (U 2, R 2, ring-inner)"} <= {*named}
+    assert "usp (U 2, R 2)" in [one.named for one in families(usp)]
 
 
 def test_bad_plans_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import longstep
 from longstep import InputError, Measured, Setup
 from sim.memory import walks
-from sim.schedule.ir.ops import KINDS
+from sim.schedule.ir.ops import KINDS, TiledMlp
 from sim.setup.kernel_names import KERNELS, kind_of_name, kind_of_op
 from sim.setup.prediction import write_trace
 from sim.setup.profiled import one_after_the_other, ranks_of_rows, read_traces
@@ -175,6 +176,23 @@ def test_simulated_kinds_are_those_of_all_ranks() -> None:
     sums = kinds_s(found.simulation)
     rows = [row for row in found.trace.rows if row.kind == "Attend"]
     assert sums["attention forward"] == pytest.approx(sum(row.busy_s for row in rows) / 4)
+
+
+def test_a_loop_over_tiles_is_taken_apart_beside_a_profiler() -> None:
+    """At the rates of datasheets: of F features and t tokens SwiGLU passes 3 F t elements forward and again backward,
+    where its own backward passes 5 F t; the three gradients of weights E x F of all tiles but one are added, which
+    reads two and writes one.
+    """
+    options = {"schedule.mlp": "tiled", "schedule.checkpoint": "none"}
+    step = SETUP.replace(scope="step", layers=1, profile="datasheet", jitter=0, seq="64K", set=options)
+    found = step.predicted().simulation
+    of_ops, of_kernels = kinds_s(found), kinds_s(found, loops_apart=True)
+    (loop,) = {op for op in found.checked.schedule.program(0).ops if isinstance(op, TiledMlp)}
+    tokens, (embed, ffn) = math.prod(loop.x.shape[:2]), loop.w_gate.shape
+    added = 3 * 3 * embed * ffn * (-(-tokens // loop.tile) - 1)
+    expected_s = 2 * (11 * ffn * tokens + added) / found.cluster.spec.hbm.bytes_per_s
+    assert of_kernels["elementwise"] - of_ops["elementwise"] == pytest.approx(expected_s, rel=0.02)
+    assert sum(of_kernels.values()) == pytest.approx(sum(of_ops.values()))
 
 
 @pytest.mark.gloo

@@ -66,7 +66,7 @@ def require_longest(value: int | None, setup: Setup, options: dict[str, list[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 116))
+@pytest.mark.parametrize("seed", range(100, 150))
 def test_answers_are_those_of_trying_everything(seed: int) -> None:
     """In small spaces of random schedules, lengths and memories."""
     require_same_as_by_trying(seed)
