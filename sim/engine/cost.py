@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
+from sim.engine.algorithms import slowest_link
 from sim.engine.channels import held_by_collective, held_by_messages
-from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind, width_of
+from sim.engine.collectives import link_name, link_traffic, slowest_of_kind, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
 from sim.engine.transfer_table import Spread, TransferTable
+from sim.engine.ways import by_node
 from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place
