@@ -14,6 +14,7 @@ from msgspec import Meta
 from sim.errors import InputError
 from sim.presets import Name
 from topology.base import Bytes, Count, NotNegative, Positive, Spec
+from topology.collectives import CollectivesSpec
 from topology.kinds import DIRECT, Fabric
 from topology.reserved import OF_CPU, OF_CUDA, Reserved
 
@@ -152,6 +153,7 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
     nic: NicSpec | None = None
     fabric: Fabric | None = None
     """How nodes are joined; None: by a switch that does not block."""
+    collectives: CollectivesSpec = CollectivesSpec()
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
     per_gpu: dict[int, PerGpu] = msgspec.field(default_factory=dict)
@@ -186,6 +188,9 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
         self._check_nics()
         self._check_fabric()
+        sums = self.nvlink is not None and self.nvlink.reduces
+        if wrong := self.collectives.wrong(self.fabric, self.nodes, sums=sums):
+            raise InputError(f"collectives of cluster {self.name!r}: {wrong}")
         if self.socket and self.pcie is None:
             raise InputError(f"cluster {self.name!r}: [socket] is reached by PCIe, and there is no table [pcie]")
         if self.pcie and self.pcie.peers == "switch" and self.socket is None:
@@ -261,4 +266,6 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
         del found["profile"], found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
         if self.fabric is None:
             del found["fabric"]
+        if self.collectives == CollectivesSpec():
+            del found["collectives"]
         return found

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import lru_cache, reduce
-from itertools import repeat
+from itertools import pairwise, permutations, repeat
 from operator import add
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from sim.engine.ways import by_node, ways_of
-from topology.cluster import Cluster
+from sim.engine.ways import by_node, passes, ways_of
+from sim.errors import InputError
+from topology.cluster import Cluster, Route
+from topology.direct import closed_ways
+from topology.direct import direct as direct_of
 from topology.kinds import FullMeshSpec
+
+Gathers = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class LinkTraffic(NamedTuple):
@@ -133,6 +138,126 @@ def straight(
     once = direct(ranks, part, cluster)
     load = {link: steps * nbytes for link, nbytes in once.nbytes.items()}
     return LinkTraffic(load, once.hop_s, steps, ring.memory_bytes)
+
+
+def chosen(
+    kind: Gathers, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes: float, near: int | None
+) -> LinkTraffic:
+    """Return a collective by the algorithm that the cluster's ``[collectives]`` names for its kind."""
+    name, n = getattr(cluster.spec.collectives, kind), len(ranks)
+    part, times = (nbytes / n, 2) if kind == "all_reduce" else (nbytes, 1)
+    if name == "ring":
+        return rings(ranks, part, times * (n - 1), cluster, memory_bytes, near)
+    if name == "neighbour-ring":
+        return neighbour_rings(ranks, part, times * (n - 1), cluster, memory_bytes)
+    if name == "hierarchical":
+        return hierarchical(kind, ranks, part, times, cluster, memory_bytes, near)
+    if name == "pat":
+        return aggregated_trees(kind, ranks, part, cluster, memory_bytes)
+    if name == "tree":
+        return trees(ranks, nbytes, cluster, memory_bytes, near) or chain(ranks, nbytes, cluster, memory_bytes)
+    if name == "switch":
+        summed = in_switch(ranks, nbytes, cluster) or in_switches(ranks, nbytes, cluster, near)
+        return summed or rings(ranks, part, times * (n - 1), cluster, memory_bytes, near)
+    assert name == "direct"
+    once = direct(ranks, part, cluster)
+    load = {link: times * carried for link, carried in once.nbytes.items()}
+    return LinkTraffic(load, once.hop_s, times, memory_bytes)
+
+
+def neighbour_rings(
+    ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster, memory_bytes: float
+) -> LinkTraffic:
+    """Rings as ``rings``, but along the links of nodes without switches, half of the bytes each way around; of circuits
+    over all strides that pass all nodes. Ranks of a part of the nodes are in that order, too.
+    """
+    fabric, found, slowest_s = direct_of(cluster.spec), list[Route](), 0.0
+    assert fabric is not None
+    orders = closed_ways(fabric, cluster.spec.nodes)
+    for order in orders:
+        place = {node: number for number, node in enumerate(order)}
+        ring = sorted(ranks, key=lambda rank: place[cluster.devices[rank].node])
+        for way in (ring, ring[::-1]):
+            routes = [cluster.route(*pair) for pair in zip(way, (*way[1:], way[0]), strict=True)]
+            slowest_s = max(slowest_s, sum(route.latency_s for route in routes) / len(routes))
+            found += routes
+    load = {link: count * part * steps / (2 * len(orders)) for link, count in passes(found).items()}
+    return LinkTraffic(load, slowest_s, steps, memory_bytes)
+
+
+def hierarchical(
+    kind: str, ranks: tuple[int, ...], part: float, times: int, cluster: Cluster, memory_bytes: float, near: int | None
+) -> LinkTraffic:
+    """Rings inside nodes, and rings over nodes of the ranks that have the same place in theirs, so that data stays on
+    its rail. Chunks are in both at once (BlueConnect: Cho et al., MLSys 2019). As many bytes pass a rank's memory as in
+    one ring. Inside one node, or with one rank a node, it is that ring.
+    """
+    ways, group = ways_of(cluster).trees(ranks, cluster, near), by_node(ranks, cluster)
+    if ways is None or ways.longest == 1:
+        return rings(ranks, part, times * (len(ranks) - 1), cluster, memory_bytes, near)
+    _require_equal(kind, "hierarchical", group)
+    inside, across = times * (ways.longest - 1), times * (ways.nodes - 1)
+    load = {link: count * inside * ways.nodes * part for link, count in ways.around.items()}
+    for link, count in ways.across.items():
+        load[link] = load.get(link, 0.0) + count * across * part
+    return LinkTraffic(load, inside * ways.inside_s + across * ways.across_s, 1, memory_bytes)
+
+
+def aggregated_trees(
+    kind: str, ranks: tuple[int, ...], part: float, cluster: Cluster, memory_bytes: float
+) -> LinkTraffic:
+    """In step k every rank passes the parts that it has, up to 2^k, on to the one 2^k further: as many bytes as in a
+    ring, in a logarithm of steps (NCCL's PAT of 2.23, for one rank a node; Bruck et al. 1997).
+    """
+    if any(len(members) > 1 for members in by_node(ranks, cluster)):
+        raise InputError(
+            f"collectives.{kind} = 'pat': a group has several ranks on a node, and NCCL's PAT takes one a node; set "
+            f"ring or hierarchical"
+        )
+    load: dict[int, float] = defaultdict(float)
+    latency_s, n, far = 0.0, len(ranks), 1
+    while far < n:
+        routes = [cluster.route(rank, ranks[(number + far) % n]) for number, rank in enumerate(ranks)]
+        latency_s += max(route.latency_s for route in routes)
+        for link, count in passes(routes).items():
+            load[link] += count * min(far, n - far) * part
+        far *= 2
+    return LinkTraffic(dict(load), latency_s, 1, memory_bytes)
+
+
+def chain(ranks: tuple[int, ...], nbytes: float, cluster: Cluster, memory_bytes: float) -> LinkTraffic:
+    """Send sums along the ranks of a single node and back: its tree."""
+    routes = [cluster.route(*pair) for ends in pairwise(ranks) for pair in (ends, ends[::-1])]
+    load = {link: count * nbytes for link, count in passes(routes).items()}
+    return LinkTraffic(load, max(route.latency_s for route in routes), 2 * (len(ranks) - 1), memory_bytes)
+
+
+def rail_aligned(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffic:
+    """All-to-all in two steps: inside each node to the rank that has the place of the receiver in its node, then
+    between ranks of the same place. All bytes pass the memory twice; one node, or one rank a node, needs one step.
+    """
+    nodes = by_node(ranks, cluster)
+    if len(nodes) == 1 or len(ranks) == len(nodes):
+        return direct(ranks, part, cluster)
+    width = _require_equal("all_to_all", "rail-aligned", nodes)
+    inside = [cluster.route(*pair) for members in nodes for pair in permutations(members, 2)]
+    across = [cluster.route(*pair) for one, other in permutations(nodes, 2) for pair in zip(one, other, strict=True)]
+    load = {link: count * part * len(nodes) for link, count in passes(inside).items()}
+    for link, count in passes(across).items():
+        load[link] = load.get(link, 0.0) + count * part * width
+    latency_s = sum(max(route.latency_s for route in routes) for routes in (inside, across))
+    return LinkTraffic(load, latency_s, 1, 2 * 2 * part * len(ranks))
+
+
+def _require_equal(kind: str, algorithm: str, nodes: list[list[int]]) -> int:
+    """Return how many ranks each node has; raises InputError where they differ."""
+    counts = {len(members) for members in nodes}
+    if len(counts) > 1:
+        raise InputError(
+            f"collectives.{kind} = {algorithm!r}: a group has {' and '.join(map(str, sorted(counts)))} ranks on its "
+            f"nodes, and takes as many on each; set ring or direct, or other degrees"
+        )
+    return counts.pop()
 
 
 @lru_cache(maxsize=4096)

@@ -4,14 +4,26 @@ All-to-all sends every part straight to its owner. All-gather and reduce-scatter
 each leaving its node through another member's NIC, as NCCL spreads its channels over the NICs; all-reduce does too, or
 as trees over the nodes, whose sums inside a node go along a chain or through its switch, or in the switch of one node,
 whichever is fastest at the links' rates. In a full mesh, where a ring takes one link of a node and leaves the others
-idle, parts also go straight to their owners, if that is faster.
+idle, parts also go straight to their owners, if that is faster. A cluster's table ``[collectives]`` names others.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from sim.engine.algorithms import LinkTraffic, direct, in_switch, in_switches, rings, slowest_link, straight, trees
+from sim.engine.algorithms import (
+    Gathers,
+    LinkTraffic,
+    chosen,
+    direct,
+    in_switch,
+    in_switches,
+    rail_aligned,
+    rings,
+    slowest_link,
+    straight,
+    trees,
+)
 from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
@@ -61,24 +73,41 @@ def wire_bytes(kind: CollectiveName, ranks: tuple[int, ...], whole: int, cluster
 def link_traffic(
     kind: CollectiveName, ranks: tuple[int, ...], nbytes: int, cluster: Cluster, near: int | None = None
 ) -> LinkTraffic:
-    """Return the traffic of a collective over ``ranks``; ``nbytes`` is one part (of an all-reduce the whole).
+    """Return the traffic of a collective over ``ranks``, by the algorithm that the cluster names for it; ``nbytes`` is
+    one part (of an all-reduce the whole). Raises InputError where that algorithm is not for such ranks.
 
     With ``near`` the links are those of the nodes of the first so many ranks, and maybe of the next node: for ranks
     that fill nodes, each with the same of its GPUs in the same order, so that the links of all nodes are loaded alike.
     """
+    name = algorithm(kind, cluster)
+    if len(ranks) == 1 or name == "fastest" or kind == "barrier":
+        return usual_traffic(kind, ranks, nbytes, cluster, near)
+    if kind == "all_to_all":
+        return direct(ranks, nbytes, cluster) if name == "direct" else rail_aligned(ranks, nbytes, cluster)
+    return chosen(kind, ranks, nbytes, cluster, _memory_bytes(kind, len(ranks), nbytes), near)
+
+
+def algorithm(kind: CollectiveName, cluster: Cluster) -> str:
+    """Return the name of the algorithm that a cluster has for a kind of collective."""
+    return "fastest" if kind == "barrier" else str(getattr(cluster.spec.collectives, kind))
+
+
+def usual_traffic(
+    kind: CollectiveName, ranks: tuple[int, ...], nbytes: int, cluster: Cluster, near: int | None = None
+) -> LinkTraffic:
+    """Return the same by the fastest algorithm at the links' rates of those that libraries choose from."""
     n = len(ranks)
     if n == 1:
         return LinkTraffic({}, 0.0, 0, 0.0)
     if kind == "all_to_all":
         return direct(ranks, nbytes, cluster)
-    if kind == "all_gather":  # each part is read once and written once per step; the own one is copied
-        ring = rings(ranks, nbytes, n - 1, cluster, 2 * nbytes * n, near)
-        return _fastest(cluster, ring, straight(ring, ranks, nbytes, 1, cluster))
-    if kind == "reduce_scatter":  # sums read two parts and write one
-        ring = rings(ranks, nbytes, n - 1, cluster, 3 * nbytes * (n - 1), near)
+    if kind == "barrier":
+        return rings(ranks, 0, n - 1, cluster, 0.0, near)._replace(nbytes={})
+    memory_bytes = _memory_bytes(kind, n, nbytes)
+    if kind == "all_gather" or kind == "reduce_scatter":  # noqa: PLR1714 - mypy narrows these
+        ring = rings(ranks, nbytes, n - 1, cluster, memory_bytes, near)
         return _fastest(cluster, ring, straight(ring, ranks, nbytes, 1, cluster))
     if kind == "all_reduce":
-        memory_bytes = (3 + 2) * nbytes * (n - 1) / n
         ring = rings(ranks, nbytes / n, 2 * (n - 1), cluster, memory_bytes, near)
         return _fastest(
             cluster,
@@ -88,9 +117,16 @@ def link_traffic(
             in_switch(ranks, nbytes, cluster),
             straight(ring, ranks, nbytes / n, 2, cluster),
         )
-    if kind == "barrier":
-        return rings(ranks, 0, n - 1, cluster, 0.0, near)._replace(nbytes={})
     assert_never(kind)
+
+
+def _memory_bytes(kind: Gathers, n: int, nbytes: float) -> float:
+    """Return what each of n ranks reads and writes in its memory: of a gather each part is read once and written once
+    per step, and the own one is copied; sums read two parts and write one; all-reduce sums, and gathers sums.
+    """
+    if kind == "all_gather":
+        return 2 * nbytes * n
+    return 3 * nbytes * (n - 1) if kind == "reduce_scatter" else (3 + 2) * nbytes * (n - 1) / n
 
 
 def _fastest(cluster: Cluster, ring: LinkTraffic, *others: LinkTraffic | None) -> LinkTraffic:
