@@ -100,6 +100,21 @@ class DramSpec(Spec, frozen=True, kw_only=True):
     """What writes get at most of that."""
 
 
+class CxlSpec(Spec, frozen=True, kw_only=True):
+    """Memory of one socket behind CXL links, a second tier of its host memory (CXL.mem, type 3 devices). Pages of what
+    offload keeps there are interleaved over both tiers by fixed weights, as Linux does (mempolicy weighted interleave,
+    6.9, from memory), so a copy flows to both at once.
+    """
+
+    capacity_bytes: Bytes
+    bytes_per_s: Positive
+    """Of reads and writes together."""
+    latency_s: NotNegative = 0.0
+    """What its part of a copy begins later."""
+    share: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Share of the pages; None: as much as it has of the capacity of both."""
+
+
 class SocketSpec(Spec, frozen=True, kw_only=True):
     """The CPUs of a node of GPUs: each has the memory and the PCIe switches of an equal share of the GPUs."""
 
@@ -107,6 +122,14 @@ class SocketSpec(Spec, frozen=True, kw_only=True):
     dram: DramSpec
     link: LinkSpec | None = None
     """Between any two of them; without one data does not pass from one to another."""
+    cxl: CxlSpec | None = None
+
+    @property
+    def cxl_share(self) -> float:
+        """Which share of the pages that offload keeps on the host are in the second tier."""
+        if self.cxl is None:
+            return 0.0
+        return self.cxl.share or self.cxl.capacity_bytes / (self.cxl.capacity_bytes + self.dram.capacity_bytes)
 
 
 class HostSpec(Spec, frozen=True, kw_only=True):

@@ -322,6 +322,7 @@ class CostModel:
             link = "dram" if copies else link_name(what.load, self._cluster)
             limits = slowest_of_kind(what.load, link, self._cluster)
             busiest = what.load[limits] / width_of(link, self._cluster) * self._crowding(what.load, limits)
+            busiest = float(what.memory_bytes) if copies else busiest  # of which tiers of the host take a share each
             figures = self._figures_of(limits, self._further_s(what.ranks))
             if not what.unlike:
                 found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures)
