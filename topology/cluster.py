@@ -16,7 +16,7 @@ from sim.presets import load_toml
 from topology.direct import direct, direct_path, direct_way
 from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
 from topology.host import host_facts, with_facts
-from topology.resources import device_resources, equals, host_dram, resources
+from topology.resources import device_resources, equals, host_cxl, host_dram, resources
 from topology.specs import ClusterSpec
 from topology.switches import forwards, leaf, switched
 
@@ -137,7 +137,7 @@ class Cluster:
         """Return the routes to a neighbour, to the next node and to the host's memory, as far as there are such."""
         per_node = self.spec.gpus_per_node
         others = [number for number in (1, per_node) if number < self.spec.nodes * per_node]
-        to_host = [self._host_way(0, True).between(0, 0)] if self.spec.socket else []
+        to_host = [self._host_route(0, 0, True)] if self.spec.socket else []
         return [self._typical(other) for other in others] + to_host
 
     def _typical(self, other: int) -> Route:
@@ -154,10 +154,10 @@ class Cluster:
         self._require_socket()
         node, place = divmod(self._placement[device], self.spec.gpus_per_node)
         load: dict[int, float] = {}
-        for names, nbytes in zip(self._dram(place), (written, read), strict=True):
-            for name in names:
+        for tiers, nbytes in zip(self._tiers(place), (written, read), strict=True):
+            for name, share in tiers:
                 index = self._equals(name)[node]
-                load[index] = load.get(index, 0.0) + nbytes
+                load[index] = load.get(index, 0.0) + nbytes * share
         return load
 
     def _require_socket(self) -> None:
@@ -173,7 +173,17 @@ class Cluster:
         """
         self._require_socket()
         node, place = divmod(self._placement[device], self.spec.gpus_per_node)
-        return self._host_way(place, to_host).between(node, node)
+        return self._host_route(node, place, to_host)
+
+    def _host_route(self, node: int, place: int, to_host: bool) -> Route:
+        """Return the same by the places of a node: to both tiers of the memory at once, where there are two."""
+        route, socket = self._host_way(place, to_host).between(node, node), self.spec.socket
+        if socket is None or socket.cxl is None:
+            return route
+        written, read = self._tiers(place)
+        shares = tuple([(self._equals(name)[node], share) for name, share in (written if to_host else read)])
+        latency_s = route.latency_s + socket.cxl.latency_s
+        return Route(route.resources, self._slowest_of(route.resources, shares), latency_s, shares)
 
     def search(self, source: int, target: int) -> Route:
         """Return the route between two GPUs of the spec along a shortest path of the graph, where the structure of the
@@ -288,7 +298,7 @@ class Cluster:
 
     def _find_host_way(self, place: int, to_host: bool) -> _Way:
         climb = next(climb for climb in self._climbs(place) if is_socket(climb.hubs[-1]))
-        written, read = self._dram(place)
+        written, read = ([], []) if self.spec.socket and self.spec.socket.cxl else self._dram(place)
         return self._along(climb.up if to_host else climb.down, [], written if to_host else read, 0)
 
     def _along(self, up: list[Edge], down: list[Edge], memory: list[str], node: int) -> _Way:
@@ -310,6 +320,14 @@ class Cluster:
         """Return what data passes that is written to the memory of a GPU's socket, and that is read from it."""
         memory, *writes = (one.name for one in host_dram(self.spec, socket_of(self.spec, gpu)))
         return [memory, *writes], [memory]
+
+    def _tiers(self, gpu: int) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+        """Return the same of what offload keeps there, with the share of it that each memory has."""
+        assert self.spec.socket is not None
+        far = self.spec.socket.cxl_share
+        second = [(one.name, far) for one in host_cxl(self.spec, socket_of(self.spec, gpu))]
+        written, read = ([*((name, 1 - far) for name in names), *second] for names in self._dram(gpu))
+        return written, read
 
     def _slowest(self, passed: Sequence[int]) -> float:
         """Return the rate of data that passes resources, some of them several times."""

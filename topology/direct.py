@@ -50,6 +50,32 @@ def direct_way(spec: ClusterSpec, source: int, target: int) -> list[Edge]:
     return [_edge(spec, *hop) for hop in pairwise(_passed(spec, source, target))]
 
 
+def closed_ways(fabric: Direct, nodes: int) -> list[list[int]]:
+    """Return orders of all nodes in which each has a link to the next, and the last to the first wherever the fabric
+    allows that: one of a grid, of circuits one for each stride that passes all nodes. A mesh has none that closes
+    where it is a chain, or all of its sides are odd.
+    """
+    if isinstance(fabric, CircuitsSpec):
+        return [[step * stride % nodes for step in range(nodes)] for stride in fabric.passing_all(nodes)]
+    sides = fabric.dims
+    even = next((dim for dim, size in enumerate(sides) if size % 2 == 0), None)
+    if even is None:
+        return [[_number(fabric, list(place)) for place in _snake(sides)]]
+    columns = _snake((*sides[:even], *sides[even + 1 :]))
+    rows = [[(*place[:even], row, *place[even:]) for place in columns] for row in range(sides[even])]
+    there = [place for number, row in enumerate(rows) for place in (row[1:] if number % 2 == 0 else row[:0:-1])]
+    back = [row[0] for row in reversed(rows)]
+    return [[_number(fabric, list(place)) for place in (*there, *back)]]
+
+
+def _snake(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return all places of a grid, each next to the one before: a row there, the next one back."""
+    found: list[tuple[int, ...]] = [()]
+    for size in reversed(sides):
+        found = [(at, *rest) for at in range(size) for rest in (found if at % 2 == 0 else found[::-1])]
+    return found
+
+
 def _gpu(node: int) -> str:
     return f"gpu[{node}]"
 

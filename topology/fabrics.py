@@ -30,7 +30,7 @@ class Resource(NamedTuple):
 
     name: str
     group: str
-    """Class of the resource: compute, hbm, nvlink, pcie, socket, dram, nic, fabric, loopback."""
+    """Class of the resource: compute, hbm, nvlink, pcie, socket, dram, cxl, nic, fabric, loopback."""
     capacity: float
     """SMs or cores; bytes per second, of data, for memory and links."""
 

@@ -72,6 +72,10 @@ class CircuitsSpec(Spec, frozen=True, kw_only=True, tag_field="kind", tag="optic
             )
         return ""
 
+    def passing_all(self, nodes: int) -> list[int]:
+        """Return the strides whose ring passes all of so many nodes before it closes."""
+        return [stride for stride in self.strides if math.gcd(stride, nodes) == 1]
+
 
 class _TreeSpec(Spec, frozen=True, kw_only=True):
     """Tiers of switches: an extended generalised fat tree (Öhring et al., IPPS 1995)."""

@@ -29,7 +29,7 @@ def resources(spec: ClusterSpec) -> list[Resource]:
     sockets = range(spec.socket.per_node) if spec.socket else ()
     direct = [one for ends in direct_edges(spec).values() for edge in ends.values() for one in edge.resources]
     between = list(_between_switches(spec))
-    drams = [one for number in sockets for one in host_dram(spec, number)]
+    drams = [one for number in sockets for one in (*host_dram(spec, number), *host_cxl(spec, number))]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
     named = {
@@ -77,6 +77,12 @@ def host_dram(spec: ClusterSpec, socket: int) -> tuple[Resource, ...]:
     dram, name = spec.socket.dram, f"socket[{socket}].dram"
     writes = (Resource(f"{name}.writes", "dram", float(dram.write_bytes_per_s)),) if dram.write_bytes_per_s else ()
     return Resource(name, "dram", float(dram.bytes_per_s)), *writes
+
+
+def host_cxl(spec: ClusterSpec, socket: int) -> tuple[Resource, ...]:
+    """Return the second tier of a socket's memory, if it has one."""
+    cxl = spec.socket and spec.socket.cxl
+    return (Resource(f"socket[{socket}].cxl", "cxl", float(cxl.bytes_per_s)),) if cxl else ()
 
 
 def equals(spec: ClusterSpec, name: str) -> Iterator[str]:

@@ -60,7 +60,7 @@ def shape(spec: ClusterSpec) -> Shape | None:
     """Return the shape of a cluster's fabric, None of a single node."""
     if spec.nodes == 1 or spec.nic is None:
         return None
-    graph, ports = _joined(spec)
+    graph, ports = joined(spec)
     fabric = direct(spec)
     rate = spec.nic.bytes_per_s * spec.nic.payload * (1 if fabric else spec.nics_per_flow)
     ends = list(dict.fromkeys(ports))
@@ -88,7 +88,7 @@ def _links(graph: nx.DiGraph) -> Iterator[Links]:
     yield from (Links(lower, upper, count // 2, rate) for (lower, upper, rate), count in found.items())
 
 
-def _joined(spec: ClusterSpec) -> tuple[nx.DiGraph, list[str]]:
+def joined(spec: ClusterSpec) -> tuple[nx.DiGraph, list[str]]:
     """Return the graph of switches, or of nodes without any, and which of them each port is at, node by node."""
     fabric = switched(spec)
     if fabric:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from sim.errors import InputError
 from sim.presets import Name
 from topology.base import Bytes, Count, NotNegative, Positive, Spec
+from topology.collectives import CollectivesSpec
 from topology.kinds import DIRECT, Fabric
 from topology.reserved import OF_CPU, OF_CUDA, Reserved
 
@@ -99,6 +100,21 @@ class DramSpec(Spec, frozen=True, kw_only=True):
     """What writes get at most of that."""
 
 
+class CxlSpec(Spec, frozen=True, kw_only=True):
+    """Memory of one socket behind CXL links, a second tier of its host memory (CXL.mem, type 3 devices). Pages of what
+    offload keeps there are interleaved over both tiers by fixed weights, as Linux does (mempolicy weighted interleave,
+    6.9, from memory), so a copy flows to both at once.
+    """
+
+    capacity_bytes: Bytes
+    bytes_per_s: Positive
+    """Of reads and writes together."""
+    latency_s: NotNegative = 0.0
+    """What its part of a copy begins later."""
+    share: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Share of the pages; None: as much as it has of the capacity of both."""
+
+
 class SocketSpec(Spec, frozen=True, kw_only=True):
     """The CPUs of a node of GPUs: each has the memory and the PCIe switches of an equal share of the GPUs."""
 
@@ -106,6 +122,14 @@ class SocketSpec(Spec, frozen=True, kw_only=True):
     dram: DramSpec
     link: LinkSpec | None = None
     """Between any two of them; without one data does not pass from one to another."""
+    cxl: CxlSpec | None = None
+
+    @property
+    def cxl_share(self) -> float:
+        """Which share of the pages that offload keeps on the host are in the second tier."""
+        if self.cxl is None:
+            return 0.0
+        return self.cxl.share or self.cxl.capacity_bytes / (self.cxl.capacity_bytes + self.dram.capacity_bytes)
 
 
 class HostSpec(Spec, frozen=True, kw_only=True):
@@ -152,6 +176,7 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
     nic: NicSpec | None = None
     fabric: Fabric | None = None
     """How nodes are joined; None: by a switch that does not block."""
+    collectives: CollectivesSpec = CollectivesSpec()
     loopback: LinkSpec | None = None
     host: HostSpec | None = None
     per_gpu: dict[int, PerGpu] = msgspec.field(default_factory=dict)
@@ -186,6 +211,9 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
         self._check_nics()
         self._check_fabric()
+        sums = self.nvlink is not None and self.nvlink.reduces
+        if wrong := self.collectives.wrong(self.fabric, self.nodes, sums=sums):
+            raise InputError(f"collectives of cluster {self.name!r}: {wrong}")
         if self.socket and self.pcie is None:
             raise InputError(f"cluster {self.name!r}: [socket] is reached by PCIe, and there is no table [pcie]")
         if self.pcie and self.pcie.peers == "switch" and self.socket is None:
@@ -261,4 +289,6 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
         del found["profile"], found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
         if self.fabric is None:
             del found["fabric"]
+        if self.collectives == CollectivesSpec():
+            del found["collectives"]
         return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import InputError
 from sim.workload import Dtype
+from topology.machine import is_named
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 NEEDS_TORCH = "executing on real hardware needs torch: pip install 'longstep[runtime]'"
-_ABOUT = 0.1
-"""Share of its memory that a GPU keeps to itself, or datasheets round."""
 
 
 def require_torch() -> None:
@@ -91,15 +89,5 @@ def gpus_here(spec: ClusterSpec) -> int:
 
 
 def is_of(spec: ClusterSpec, device: Any) -> bool:
-    """Return whether a GPU, by the properties that torch sees, is of the kind that a cluster has. Drivers name the
-    cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
-    """
-    named = spec.gpu.name.partition("-")[0] in re.split("[ -]", device.name)
-    capacity = spec.hbm.capacity_bytes
-    card = [bool({"PCIE", "NVL"} & set(re.split("[ -]", name.upper()))) for name in (spec.gpu.name, device.name)]
-    return (
-        named
-        and card[0] == card[1]
-        and device.multi_processor_count == spec.gpu.sms
-        and abs(device.total_memory - capacity) < _ABOUT * capacity
-    )
+    """Return whether a GPU, by the properties that torch sees, is of the kind that a cluster has."""
+    return is_named(spec, device.name, device.total_memory) and device.multi_processor_count == spec.gpu.sms

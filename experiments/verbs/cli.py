@@ -68,6 +68,7 @@ _VERBS = {
     "validate": _Verb("validate", "Validate", "validate"),
     "lab": _Verb("lab", "Lab", "lab"),
     "report": _Verb("report", "Report", "report"),
+    "machine": _Verb("machine", "MachineFile", "machine_file"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
 }
 _ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."

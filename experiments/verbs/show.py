@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import tyro
 from rich.console import Console
@@ -27,6 +27,9 @@ from sim.setup.stacks import STACKS
 from sim.workload import load_model
 from topology.cluster import load_cluster
 
+if TYPE_CHECKING:
+    from topology.shape import Shape
+
 KINDS = ("models", "clusters", "schedules", "stacks", "profiles")
 FORMATS = ("grid", "json", "dot", "fabric")
 _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
@@ -47,7 +50,8 @@ class Show(Writes):
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     format: str = "grid"
-    """grid, json or dot of the schedule, or fabric: the shape of what joins the nodes of --cluster."""
+    """grid, json or dot of the schedule, or fabric: the shape of what joins the nodes of --cluster, as a picture with
+    --out FILE.svg, also of a single node."""
     ranks: OptionalText = None
     """Ranks to show in the grid or graph, such as 0,1,7; by default the first eight."""
     out: OptionalText = None
@@ -71,13 +75,11 @@ def list_names(command: List, console: Console) -> None:
 def show(command: Show, console: Console) -> None:
     """Print a schedule in one of its forms."""
     one_of("format", command.format, FORMATS)
+    if command.format == "fabric":
+        _show_fabric(command, console)
+        return
     out = command.output(command.out, _SHOWN)
     require_outputs([out])
-    if command.format == "fabric":
-        if out or command.ranks:
-            raise InputError("`out` and `ranks` are of a schedule; leave them out with `format` fabric")
-        console.print(_fabric(command.selection), markup=False)
-        return
     found = command.selection.setup().resolved()
     try:
         checked = found.checked()
@@ -107,10 +109,24 @@ def show(command: Show, console: Console) -> None:
         console.print(text, markup=False)
 
 
-def _fabric(selection: Selection) -> str:
-    """Return in words what joins the nodes of a cluster."""
+def _show_fabric(command: Show, console: Console) -> None:
+    """Print what joins the nodes of a cluster in words, or draw it, and what is in a single node."""
+    from experiments.pages.fabric_page import figure  # which draws nothing for others
+    from experiments.pages.render import FIGURE_FILE
+
+    if command.ranks:
+        raise InputError("`ranks` are of a schedule; leave them out with `format` fabric")
+    out, selection = command.output(command.out, FIGURE_FILE), command.selection
+    require_outputs([out])
     of_cluster = [text.removeprefix("cluster.") for text in selection.set if text.startswith("cluster.")]
-    found = longstep.fabric(selection.cluster, nodes=selection.nodes, set=of_cluster)
+    spec = longstep.cluster(selection.cluster, nodes=selection.nodes, set=of_cluster).spec
+    if out:
+        out.write(figure(spec).encode())
+    if out is None or spec.nodes > 1:
+        console.print(_in_words(longstep.fabric(spec)), markup=False)
+
+
+def _in_words(found: Shape) -> str:
     ways = (
         f"{found.paths_least}"
         if found.paths_least == found.paths_most

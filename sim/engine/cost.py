@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
+from sim.engine.algorithms import slowest_link
 from sim.engine.channels import held_by_collective, held_by_messages
-from sim.engine.collectives import by_node, link_name, link_traffic, slowest_link, slowest_of_kind, width_of
+from sim.engine.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
 from sim.engine.transfer_table import Spread, TransferTable
+from sim.engine.ways import by_node
 from sim.errors import InputError
 from sim.kept import kept
 from sim.options import Place
@@ -55,6 +57,8 @@ class _Moving(NamedTuple):
     """What it takes at the links' rates, whatever its algorithm."""
     inside: dict[int, float]
     """Bytes per link of what a node does by itself: those of ``load``, of sums those of its own."""
+    unlike: str = ""
+    """The algorithm that was asked for, if it is another than measured collectives are taken to have run."""
 
 
 class CostModel:
@@ -268,7 +272,11 @@ class CostModel:
                 nodes, inside = 1 + len(others), traffic.nbytes
                 if others and op.name == "all_reduce":
                     inside = link_traffic(op.name, tuple(first), nbytes, self._cluster).nbytes
-                moving = _Moving(op.name, own, len(ranks), Spread(nodes, len(ranks) / nodes), *traffic, least_s, inside)
+                by = algorithm(op.name, self._cluster)
+                if by == "fastest" or traffic == usual_traffic(op.name, ranks, nbytes, self._cluster, near):
+                    by = ""
+                spread = Spread(nodes, len(ranks) / nodes)
+                moving = _Moving(op.name, own, len(ranks), spread, *traffic, least_s, inside, by)
                 self._collective_cache[key] = self._moving(moving)
         return self._collective_cache[key]
 
@@ -314,8 +322,10 @@ class CostModel:
             link = "dram" if copies else link_name(what.load, self._cluster)
             limits = slowest_of_kind(what.load, link, self._cluster)
             busiest = what.load[limits] / width_of(link, self._cluster) * self._crowding(what.load, limits)
+            busiest = float(what.memory_bytes) if copies else busiest  # of which tiers of the host take a share each
             figures = self._figures_of(limits, self._further_s(what.ranks))
-            found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures)
+            if not what.unlike:
+                found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, what.least_s) - delay_s
@@ -325,7 +335,8 @@ class CostModel:
                 inside_s = self._inside_s(what, self._transfers) if link == "nic" else 0.0
                 if inside_s > flow_s:
                     flow_s, whose = inside_s, "as long as inside a node"
-                note = f"{what.kernel} over {link}: not in the profile, {whose}"
+                kernel = f"{what.kernel} by {what.unlike}" if what.unlike else what.kernel
+                note = f"{kernel} over {link}: not in the profile, {whose}"
             self.notes |= {note} if note else set()
         if what.kernel in PAGEABLE_COPIES and not found:
             self.notes.add(

@@ -64,6 +64,7 @@ FIGURES: tuple[Figure, ...] = (
     *_link("socket link", "socket.link", resource="socket"),
     *_link("loopback", "loopback"),
     Figure("dram", ("socket.dram",), _RATES, moves=True, resource="dram"),
+    *_link("cxl", "socket.cxl"),
     *HOST,
 )
 """In the order of answers. Links are called as their resources are."""

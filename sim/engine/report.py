@@ -12,7 +12,7 @@ from sim.breakdown import PartName, breakdown, critical_rank
 from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
 from sim.engine.races import races
-from sim.engine.room import Room, Verdict, held_by_socket, room_of
+from sim.engine.room import Room, Verdict, held_by_socket, room_of, tiers
 from sim.engine.sensitivity import NOT_ASKED, bound
 from sim.engine.simulate import Simulation
 from sim.engine.work import Work, of_routes, played, work_of
@@ -154,13 +154,13 @@ def _beyond_hbm(walked: list[MemoryWalk], cluster: Cluster) -> bool:
 
 def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:
     """Return a note for each socket whose memory is less than what its ranks keep there."""
-    if cluster.spec.socket is None:
-        return []
-    has = cluster.spec.socket.dram.capacity_bytes
+    called = {"host": "of memory", "CXL": "behind CXL"}
     return [
-        f"socket {number} is given {nbytes / 1e9:.4g} GB to keep and has {has / 1e9:.4g} GB of memory"
+        f"socket {number} is given {tier.held(nbytes) / 1e9:.4g} GB to keep and has {tier.capacity_bytes / 1e9:.4g} GB "
+        f"{called[tier.memory]}"
         for number, nbytes in held_by_socket(walked, cluster).items()
-        if nbytes > has
+        for tier in tiers(cluster.spec)
+        if tier.held(nbytes) > tier.capacity_bytes
     ]
 
 

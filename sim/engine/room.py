@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +14,7 @@ from sim.schedule.ir.program import Header
 from topology.cluster import Cluster
 from topology.fabrics import socket_of
 from topology.reserved import PARTS, Basis
+from topology.specs import ClusterSpec
 
 Verdict = Literal["yes", "at the limit", "no", "not known"]
 
@@ -33,7 +35,8 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """One memory. Sizes in bytes."""
 
     memory: str
-    """GPU: of the rank that holds most; host: of the socket that is given most; all ranks share that of a CPU host."""
+    """GPU: of the rank that holds most; host, and CXL as its second tier: of the socket that is given most; all ranks
+    share that of a CPU host."""
     capacity_bytes: int
     held_bytes: int
     """What buffers hold at their peak."""
@@ -84,8 +87,7 @@ def room_of(header: Header, walked: list[MemoryWalk], cluster: Cluster) -> Room:
     held = sum(found.peak_bytes for found in walked) if shared else most.peak_bytes
     limits = [_limit("host" if shared else "GPU", spec.hbm.capacity_bytes, held, *reserved)]
     if kept := held_by_socket(walked, cluster):
-        assert spec.socket is not None
-        limits.append(_limit("host", spec.socket.dram.capacity_bytes, max(kept.values())))
+        limits += [_limit(tier.memory, tier.capacity_bytes, tier.held(max(kept.values()))) for tier in tiers(spec)]
     return Room(terms=most.by_term, limits=tuple(limits), formula=footprint(header))
 
 
@@ -107,6 +109,28 @@ def held_by_socket(walked: list[MemoryWalk], cluster: Cluster) -> dict[int, int]
         if cluster.spec.socket and found.host_peak_bytes:
             held[socket_of(cluster.spec, device.number)] += found.host_peak_bytes
     return held
+
+
+class Tier(NamedTuple):
+    """One of the memories of a socket."""
+
+    memory: str
+    capacity_bytes: int
+    share: float
+    """Of what is kept there."""
+
+    def held(self, kept: int) -> int:
+        """Return what it holds of so many bytes."""
+        return kept if self.share == 1 else math.ceil(kept * self.share)
+
+
+def tiers(spec: ClusterSpec) -> list[Tier]:
+    """Return the memories that a socket keeps things in."""
+    if spec.socket is None:
+        return []
+    far, cxl = spec.socket.cxl_share, spec.socket.cxl
+    second = [Tier("CXL", cxl.capacity_bytes, far)] if cxl else []
+    return [Tier("host", spec.socket.dram.capacity_bytes, 1 - far), *second]
 
 
 def by_basis() -> dict[Basis, list[str]]:

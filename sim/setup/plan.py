@@ -210,7 +210,7 @@ def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, An
             "fits": room.fits,
             "free_bytes": room.free_bytes,
             "peak_hbm_bytes": sum(room.terms.values()),
-            "peak_socket_bytes": held.get("host", 0),
+            "peak_socket_bytes": held.get("host", 0) + held.get("CXL", 0),
             "bound_by": one.bound_by,
             "saves": dict(one.saves),
         }
