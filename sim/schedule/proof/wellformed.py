@@ -202,10 +202,10 @@ def _dtype_problem(op: ops.Kernel | ops.HostAdamW, program: Program, workload: W
 
 def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
     """Return what does not fit of the parts of several documents."""
-    parts = op.documents or ()
-    held, size = (sum(p.rows for p in parts), sum(p.columns for p in parts)), (op.q.shape[1], op.k.shape[1])
-    if held != size or any(part.rows < 0 or part.columns < 0 for part in parts):
-        return f"has parts of {held[0]}x{held[1]} for {size[0]}x{size[1]} queries and keys"
+    for part in op.documents or ():
+        for span, size in ((part.rows, op.q.shape[1]), (part.columns, op.k.shape[1])):
+            if span.step != 1 or not 0 <= span.start < span.stop <= size:
+                return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
     if op.kernel != "flash" or op.band != FULL:
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
