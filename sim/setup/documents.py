@@ -10,17 +10,17 @@ from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build
-from sim.schedule.methods.planned import PlannedOptions, planned
+from sim.schedule.methods.planned import PlannedOptions
 from sim.setup.names import lengths_of, texts
-from sim.setup.planners import MOST_TASKS, PLANNERS, asked_of
+from sim.setup.planners import MOST_TASKS, PLANNERS, asked_of, playing
 from sim.setup.setup import Setup
 from sim.workload import Workload
 
 BY_BLOCKS = ("wlb-llm", "dcp", "fcp-style", "groups")
-"""Planners whose plans are no schedule of the catalog: blocks that tasks need travel."""
+"""Planners whose plans are no schedule of the catalog."""
 
 
-def playing(setup: Setup, ranks: int) -> list[Build]:
+def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
     """Return builders of schedules, one for each planner, of the documents of a setup on so many ranks; none where
     there are no documents, or the mask is another one than planners know. What a planner refuses its builder does.
     """
@@ -34,13 +34,13 @@ def playing(setup: Setup, ranks: int) -> list[Build]:
     found: list[Build] = []
     for name in BY_BLOCKS:
         try:
-            plan = PLANNERS[name](packed, asked).plan
-            tasks = sum(map(len, plan.tasks))
+            made = PLANNERS[name](packed, asked)
+            tasks = sum(map(len, made.plan.tasks))
             if tasks > MOST_TASKS:
                 raise InputError(
                     f"{name} has {tasks} tasks: at most {MOST_TASKS} are simulated; choose fewer `documents`"
                 )
-            found.append(planned(plan, name))
+            found.append(playing(made._replace(planner=name)))
         except InputError as refused:
             found.append(_refusing(name, str(refused)))
     return found

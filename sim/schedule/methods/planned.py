@@ -20,7 +20,7 @@ from sim.options import OverlapOptions, SumOptions
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
-from sim.schedule.ir.plan import Plan
+from sim.schedule.ir.plan import Plan, require_ranks
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -52,11 +52,7 @@ def build(
     layers around ranks without any.
     """
     mesh.only(name, "ring")
-    if mesh.ring != len(plan.layout):
-        raise InputError(
-            f"the plan is for {len(plan.layout)} ranks, and the ring has {mesh.ring}: set `gpus`, or make a plan for "
-            f"so many"
-        )
+    require_ranks(plan, mesh)
     for rank, tokens in enumerate(plan.layout) if workload.scope != "attention" else ():
         if not num_tokens(tokens):
             raise InputError(
