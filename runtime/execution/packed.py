@@ -1,9 +1,9 @@
 """Attention to several parts of one block of queries and keys: documents that lie one behind the other, or any
 rectangles without a pair in common.
 
-A kernel is called for each part: what a variable-length kernel does in one launch. A query without keys has out 0 and
-lse -inf, a key without queries gradients of zero. Where parts share queries or keys, results are merged and summed in
-fp32 or wider.
+Flash attention on GPUs takes them in few launches (``varlen``); of others a kernel is called for each part. A query
+without keys has out 0 and lse -inf, a key without queries gradients of zero. Where parts share queries or keys, results
+are merged and summed in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from runtime.execution.attention import AttentionKernel, Backward, Forward, Saved, merge
+from runtime.execution.attention import AttentionKernel, Backward, Forward, PartsKernel, Saved, merge
 from sim.schedule.ir.masks import DocumentBlock, Span
 
 Tensor = torch.Tensor
@@ -23,6 +23,8 @@ def packed_forward(
     kernel: AttentionKernel, operands: tuple[Tensor, Tensor, Tensor], parts: tuple[DocumentBlock, ...]
 ) -> Forward:
     """Return out (B, S_q, H, D) and lse (B, H, S_q) of q (B, S_q, H, D) and k, v (B, S_k, H_kv, D)."""
+    if isinstance(kernel, PartsKernel):
+        return kernel.forward_parts(operands, parts)
     q, k, v = operands
     wide = torch.promote_types(q.dtype, torch.float32)
     alone = _apart([part.rows for part in parts])
@@ -40,6 +42,8 @@ def packed_forward(
 
 def packed_backward(kernel: AttentionKernel, saved: Saved, dout: Tensor, parts: tuple[DocumentBlock, ...]) -> Backward:
     """Return the gradients; out and lse are over all keys."""
+    if isinstance(kernel, PartsKernel):
+        return kernel.backward_parts(saved, dout, parts)
     q, k, v, out, lse = saved
     sides = ([part.rows for part in parts], *([[part.columns for part in parts]] * 2))
     wide = torch.promote_types(q.dtype, torch.float32)
