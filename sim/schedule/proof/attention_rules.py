@@ -148,7 +148,10 @@ class AttentionRules(NamedTuple):
             for y in k
         ):
             return _Operands(q, k, band, size)
-        rows, columns = (sorted({edge for part in band for edge in part[side][:2]}) for side in (0, 1))
+        rows, columns = (
+            sorted({edge for span in spans for edge in (span.start, span.stop)})
+            for spans in ([part.rows for part in band], [part.columns for part in band])
+        )
         return _Operands(_cut(q, rows), _cut(k, columns), band, size, apart=True)
 
     def _blocks(self, block: _Operands, ratio: int) -> Iterator[tuple[Piece, list[Piece], int]]:
