@@ -327,8 +327,8 @@ def bench(console: Console) -> None:
         taken_s = thousand(intervals=intervals)
         table.add_row(f"1,000 what-ifs of 32 layers with {name}, all cores (wall time)", seconds(taken_s), target)
     for name, taken_s, target_s in planning():
-        row = f"planning 2,000 documents of 1M tokens for 64 ranks by {name} (CPU time of all cores)"
-        table.add_row(row, seconds(taken_s), seconds(target_s))
+        what = f"planning 2,000 documents of 1M tokens for 64 ranks by {name} (CPU time of all cores)"
+        table.add_row(what, seconds(taken_s), seconds(target_s))
     table.add_row("imports of a first prediction", seconds(single_imports()), seconds(0.35))
     table.add_row(f"first session of {RANKS} ranks (median, wall time)", seconds(statistics.median(first)), "")
     table.add_row(

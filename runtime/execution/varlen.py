@@ -86,10 +86,10 @@ def varlen_backward(
     flat_lse = lse.transpose(0, 1).reshape(heads, batch * queries)
     for kind, group in groups:
         at = _segments(tuple(group), batch, queries, k.shape[1], q.device)
-        of_rows = [_taken(tensor, at.rows) for tensor in (q, out, dout)]
-        of_columns = [_taken(tensor, at.columns) for tensor in (k, v)]
+        some_q, some_out, some_dout = (_taken(tensor, at.rows) for tensor in (q, out, dout))
+        some_k, some_v = (_taken(tensor, at.columns) for tensor in (k, v))
         some_lse = (flat_lse if at.rows is None else flat_lse[:, at.rows]).contiguous()
-        grads = launch((of_rows[0], *of_columns, of_rows[1], some_lse), of_rows[2], at, kind)
+        grads = launch((some_q, some_k, some_v, some_out, some_lse), some_dout, at, kind)
         for total, where, grad in zip(sums, (at.rows, at.columns, at.columns), grads, strict=True):
             total.add_(grad) if where is None else total.index_add_(0, where, grad.to(total.dtype))
     return Backward(*(total.to(like.dtype).view_as(like) for total, like in zip(sums, (q, k, v), strict=True)))

@@ -55,6 +55,7 @@ def planned_by(setup: Setup) -> Setup:
 
 def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
     """Return the documents of a setup, and what planners may ask about them on so many ranks."""
+    assert setup.documents is not None, "planners plan documents"
     packed = batch(list(lengths_of(setup.documents)))
     beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
     alone = setup.replace(
