@@ -9,11 +9,11 @@ are merged and summed in fp32 or wider.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 
 from runtime.execution.attention import AttentionKernel, Backward, Forward, PartsKernel, Saved, merge
+from runtime.execution.varlen import apart
 from sim.schedule.ir.masks import DocumentBlock, Span
 
 Tensor = torch.Tensor
@@ -27,7 +27,7 @@ def packed_forward(
         return kernel.forward_parts(operands, parts)
     q, k, v = operands
     wide = torch.promote_types(q.dtype, torch.float32)
-    alone = _apart([part.rows for part in parts])
+    alone = apart([part.rows for part in parts])
     out = torch.zeros_like(q, dtype=q.dtype if alone else wide)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     for part in parts:
@@ -48,7 +48,7 @@ def packed_backward(kernel: AttentionKernel, saved: Saved, dout: Tensor, parts: 
     sides = ([part.rows for part in parts], *([[part.columns for part in parts]] * 2))
     wide = torch.promote_types(q.dtype, torch.float32)
     sums = [
-        torch.zeros_like(like, dtype=like.dtype if _apart(spans) else wide)
+        torch.zeros_like(like, dtype=like.dtype if apart(spans) else wide)
         for like, spans in zip((q, k, v), sides, strict=True)
     ]
     for part in parts:
@@ -59,12 +59,6 @@ def packed_backward(kernel: AttentionKernel, saved: Saved, dout: Tensor, parts: 
         ):
             total[:, some] += grad
     return Backward(*(total.to(like.dtype) for total, like in zip(sums, (q, k, v), strict=True)))
-
-
-def _apart(spans: list[Span]) -> bool:
-    """Return whether no two share a position."""
-    in_order = sorted(spans)
-    return all(one.stop <= other.start for one, other in pairwise(in_order))
 
 
 def _slice(span: Span) -> slice:

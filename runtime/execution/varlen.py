@@ -51,7 +51,7 @@ def varlen_forward(
     q, k, v = operands
     batch, queries, heads, _ = q.shape
     groups = _launches(parts, window, apart=True)
-    direct = _apart([part.rows for part in parts])
+    direct = apart([part.rows for part in parts])
     out = torch.zeros_like(q, dtype=q.dtype if direct else torch.float32).flatten(0, 1)
     lse = q.new_full((heads, batch * queries), -math.inf, dtype=torch.float32)
     for kind, group in groups:
@@ -78,7 +78,7 @@ def varlen_backward(
     q, k, v, out, lse = saved
     batch, queries, heads, _ = q.shape
     groups = _launches(parts, window, apart=False)
-    once = [_apart(spans) for spans in ([part.rows for part in parts], [part.columns for part in parts])]
+    once = [apart(spans) for spans in ([part.rows for part in parts], [part.columns for part in parts])]
     sums = [
         torch.zeros_like(like, dtype=like.dtype if alone else torch.float32).flatten(0, 1)
         for like, alone in ((q, once[0]), (k, once[1]), (v, once[1]))
@@ -131,7 +131,7 @@ def _taken(tensor: Tensor, which: Tensor | None) -> Tensor:
     return flat.contiguous() if which is None else flat.index_select(0, which)
 
 
-def _apart(spans: Sequence[Span]) -> bool:
+def apart(spans: Sequence[Span]) -> bool:
     """Return whether no two share a position."""
     in_order = sorted(spans)
     reach = accumulate((span.stop for span in in_order), max)
