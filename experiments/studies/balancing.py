@@ -29,7 +29,7 @@ from topology.host import num_cores
 
 QUESTION = "What do planners win on batches of documents of many lengths?"
 SEEDS = 1
-"""Batches of each distribution on the page; ``--seeds`` draws more, at five minutes each on two cores."""
+"""Batches of each distribution on the page; ``--seeds`` draws more, at two minutes of CPU time each."""
 _TOKENS = 128 * 1024
 _DISTRIBUTIONS = ("magi", "prolong", "wikipedia", "wlb-llm")
 _MACHINES = ("dgx-a100", "hgx-h100")
