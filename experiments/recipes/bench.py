@@ -10,14 +10,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.units import seconds
+from sim.batches.batch import batch
+from sim.batches.lengths import lognormal
 from sim.engine import native, reference
 from sim.engine.cost import CostModel
 from sim.engine.lowered import Lowered
@@ -34,6 +38,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import all_heads, attention_program
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane
+from sim.setup.planners import PLANNERS, asked_of
 from sim.setup.setup import Setup
 from sim.setup.sweep import sweep
 from sim.workload import Workload, load_model
@@ -281,6 +286,21 @@ def sessions() -> tuple[float, float]:
     return taken
 
 
+def planning() -> Iterator[tuple[str, float, float]]:
+    """Yield what planning 2,000 documents of 1M tokens for 64 ranks takes, by planner, beside its target. DCP plans
+    once: it remembers a batch.
+    """
+    drawn = lognormal(median=224, sigma=1.3)(np.random.default_rng(0), 2000)
+    lengths = np.maximum(drawn * 2**20 // drawn.sum(), 1).tolist()
+    packed = batch((*lengths[:-1], lengths[-1] + 2**20 - sum(lengths)))
+    asked = asked_of(Setup(model="llama3-8b", cluster="hgx-h100", gpus=64, scope="attention"), packed)
+    for name, runs, target_s in (("wlb-llm", ROUNDS, 0.1), ("dcp", 1, 10.0)):
+        clock = Stopwatch()
+        for _ in range(runs):
+            clock.of(partial(PLANNERS[name], packed, asked))
+        yield name, min(clock.taken), target_s
+
+
 def bench(console: Console) -> None:
     """Time all cases in turn, several times, and print the least of each."""
     runs: dict[str, list[tuple[Taken, int, int]]] = {}
@@ -306,6 +326,9 @@ def bench(console: Console) -> None:
     for name, intervals, target in (("breakdowns", False, seconds(10)), ("breakdowns and 90 % intervals", True, "")):
         taken_s = thousand(intervals=intervals)
         table.add_row(f"1,000 what-ifs of 32 layers with {name}, all cores (wall time)", seconds(taken_s), target)
+    for name, taken_s, target_s in planning():
+        what = f"planning 2,000 documents of 1M tokens for 64 ranks by {name} (CPU time of all cores)"
+        table.add_row(what, seconds(taken_s), seconds(target_s))
     table.add_row("imports of a first prediction", seconds(single_imports()), seconds(0.35))
     table.add_row(f"first session of {RANKS} ranks (median, wall time)", seconds(statistics.median(first)), "")
     table.add_row(

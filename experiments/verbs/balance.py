@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
+from experiments.evidence.executed_skew import executed_skews
 from experiments.evidence.provenance import note_lines
 from experiments.evidence.units import length, seconds, size
 from experiments.pages.balance_page import page
@@ -66,6 +67,8 @@ class Balance(Writes):
     """Write an HTML page with the seconds of every rank to this file."""
     kernels_only: bool = False
     """Leave out the simulation of transfers, which takes most of the time."""
+    execute: bool = False
+    """Execute every plan on this machine, too, one rank at a time, and show its slowest / mean beside the simulated."""
     json: bool = False
     """Print JSON instead of tables: the figures of all planners, and by rank and by hop those of each."""
 
@@ -79,6 +82,8 @@ def balance(command: Balance, console: Console) -> None:
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
         set=command.set, scope="attention",
     )  # fmt: skip
+    if command.execute and (command.kernels_only or command.seeds > 1):
+        raise InputError("`execute` plays what was simulated of one batch: leave out `kernels_only` and `seeds`")
     chosen = list(PLANNERS) if command.planners is None else listed(command.planners, "`planners`", "dcp")
     if command.seeds > 1:
         _several(setup, chosen, command, console)
@@ -91,11 +96,15 @@ def balance(command: Balance, console: Console) -> None:
     title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
     if out:
         out.write(page(title, found).encode())
+    executed = executed_skews(found) if command.execute else []
     if command.json:
         by = {one.planned.planner: {"ranks": one.by_rank, "hops": one.by_hop} for one in found.found}
-        print_json({"documents": found.batch.documents, "planners": found.rows.rows, "of": by}, console)
+        beside = {"executed": executed} if command.execute else {}
+        print_json({"documents": found.batch.documents, "planners": found.rows.rows, "of": by, **beside}, console)
         return
     console.print(_planners_table(title, found.rows.rows))
+    if executed:
+        console.print(_executed_table(executed))
     if found.found:
         first = found.found[0]
         console.print(_table(f"{first.planned.planner}, by rank", first.by_rank))
@@ -186,6 +195,16 @@ def _planners_table(title: str, rows: list[dict[str, Any]]) -> Table:
         planned = "" if row["planning_s"] is None else seconds(row["planning_s"])
         taken = "" if row["attention_s"] is None else seconds(row["attention_s"])
         table.add_row(row["planner"], taken, seconds(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
+    return table
+
+
+def _executed_table(rows: list[dict[str, Any]]) -> Table:
+    about = "of attention kernels, ranks one at a time"
+    heads = ("planner", "simulated", "executed", "off", "slowest rank")
+    table = Table(*heads, title="slowest / mean", title_justify="left", caption=about, caption_justify="left")
+    for row in rows:
+        skews = [f"{row[name]:.2f}" for name in ("simulated", "executed")]
+        table.add_row(row["planner"], *skews, f"{row['off']:+.2f}", seconds(row["slowest_s"]))
     return table
 
 

@@ -10,6 +10,7 @@ import tyro
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from longstep import Setup
 from sim.errors import InputError
+from sim.setup.documents import BY_BLOCKS, planned_by
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -37,7 +38,8 @@ class Selection:
     batch: int = 1
     """Sequences per context-parallel group."""
     schedule: OptionalText = None
-    """NAME, or my_module.py:build for a schedule of your own; by default that of --stack, or ring."""
+    """NAME, or my_module.py:build for a schedule of your own; by default that of --stack, or ring. With --documents
+    also a planner of theirs: wlb-llm, dcp, fcp-style or groups."""
     stack: OptionalText = None
     """Techniques of a training step that are used together, such as fsdp: longstep list stacks shows them. What is
     set of the schedule comes first."""
@@ -86,7 +88,8 @@ class Selection:
 
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
-        return Setup(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)})
+        found = Setup(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)})
+        return planned_by(found) if self.schedule in BY_BLOCKS else found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from sim.schedule.derive.kernels import mask_variant
-from sim.schedule.ir.masks import CAUSAL, FULL, Band
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock
 
 Tensor = torch.Tensor
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,6 +54,19 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
+        """Return the gradients; out and lse are over all keys."""
+        ...
+
+
+@runtime_checkable
+class PartsKernel(Protocol):
+    """An implementation that attends to several parts of a block in few launches: see ``varlen``."""
+
+    def forward_parts(self, operands: tuple[Tensor, Tensor, Tensor], parts: tuple[DocumentBlock, ...]) -> Forward:
+        """Return output and log-sum-exp of q, k, v."""
+        ...
+
+    def backward_parts(self, saved: Saved, dout: Tensor, parts: tuple[DocumentBlock, ...]) -> Backward:
         """Return the gradients; out and lse are over all keys."""
         ...
 

@@ -89,4 +89,4 @@ def _blocks(op: Attend | AttendBackward) -> Iterator[tuple[Band, int, int]]:
     if not op.documents:
         yield op.band, op.q.shape[1], op.k.shape[1]
     for part in op.documents or ():
-        yield part.band, part.rows, part.columns
+        yield part.band, part.rows.size, part.columns.size

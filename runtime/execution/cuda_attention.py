@@ -16,14 +16,15 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from runtime.execution.attention import Backward, Forward, Saved, Tensor, TopLeft
+from runtime.execution.varlen import Segments, varlen_backward, varlen_forward
 from sim.errors import InputError
 from sim.schedule.derive.kernels import mask_variant
-from sim.schedule.ir.masks import Band
+from sim.schedule.ir.masks import Band, DocumentBlock
 
 _HALF = (torch.bfloat16, torch.float16)
 HOPPER = 9
@@ -88,6 +89,25 @@ class _Flash(_Kernel):
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # contiguous, too, as the kernel wants it
         return self._call_backward((q, k, v, out, lse.contiguous()), dout, window_of(band, q.shape[1], k.shape[1]))
 
+    def forward_parts(self, operands: tuple[Tensor, Tensor, Tensor], parts: tuple[DocumentBlock, ...]) -> Forward:
+        """See PartsKernel."""
+        out, lse = varlen_forward(self._varlen_forward, _window_of_part, operands, parts)
+        return Forward(out, lse.masked_fill(lse == math.inf, -math.inf))
+
+    def backward_parts(self, saved: Saved, dout: Tensor, parts: tuple[DocumentBlock, ...]) -> Backward:
+        """See PartsKernel."""
+        q, k, v, out, lse = saved
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        return varlen_backward(self._varlen_backward, _window_of_part, (q, k, v, out, lse), dout, parts)
+
+    @abstractmethod
+    def _varlen_forward(self, q: Tensor, k: Tensor, v: Tensor, at: Segments, window: Window) -> tuple[Tensor, Tensor]:
+        """Return out (T_q, H, D) and lse (H, T_q) of parts, as the kernel does."""
+
+    @abstractmethod
+    def _varlen_backward(self, saved: Saved, dout: Tensor, at: Segments, window: Window) -> Backward:
+        """Return the gradients of parts."""
+
     @abstractmethod
     def _call_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         """Return out and lse as the kernel does."""
@@ -95,6 +115,10 @@ class _Flash(_Kernel):
     @abstractmethod
     def _call_backward(self, saved: Saved, dout: Tensor, window: Window) -> Backward:
         """Return the gradients."""
+
+
+def _window_of_part(part: DocumentBlock) -> Window:
+    return window_of(part.band, part.rows.size, part.columns.size)
 
 
 class AtenFlash(_Flash):
@@ -114,6 +138,22 @@ class AtenFlash(_Flash):
         grads = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, window.causal, unused, unused,
             **_sides(window)
+        )  # fmt: skip
+        return Backward(*grads)
+
+    def _varlen_forward(self, q: Tensor, k: Tensor, v: Tensor, at: Segments, window: Window) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, at.row_ends, at.column_ends, at.most_rows, at.most_columns, 0.0, window.causal, False,
+            **_sides(window)
+        )  # fmt: skip
+        return out, lse
+
+    def _varlen_backward(self, saved: Saved, dout: Tensor, at: Segments, window: Window) -> Backward:
+        q, k, v, out, lse = saved
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, at.row_ends, at.column_ends, at.most_rows, at.most_columns, 0.0, window.causal,
+            unused, unused, **_sides(window)
         )  # fmt: skip
         return Backward(*grads)
 
@@ -151,6 +191,22 @@ class FlashAttention2(_Flash):
         )  # fmt: skip
         return grads
 
+    def _varlen_forward(self, q: Tensor, k: Tensor, v: Tensor, at: Segments, window: Window) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._package._flash_attn_varlen_forward(
+            q, k, v, at.row_ends, at.column_ends, at.most_rows, at.most_columns, 0.0, q.shape[-1] ** -0.5,
+            window.causal, window.left, window.right, 0.0, None, False
+        )  # fmt: skip
+        return out, lse
+
+    def _varlen_backward(self, saved: Saved, dout: Tensor, at: Segments, window: Window) -> Backward:
+        q, k, v, out, lse = saved
+        grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        self._package._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, *grads, at.row_ends, at.column_ends, at.most_rows, at.most_columns, 0.0,
+            q.shape[-1] ** -0.5, window.causal, window.left, window.right, 0.0, None, False
+        )  # fmt: skip
+        return grads
+
 
 class FlashAttention3(_Flash):
     """The package flash_attn_interface, built from hopper/ of flash-attention, on compute capability 9.0."""
@@ -179,6 +235,31 @@ class FlashAttention3(_Flash):
             is_causal=window.causal, **_sides(window)
         )  # fmt: skip
         return grads
+
+    def _varlen_forward(self, q: Tensor, k: Tensor, v: Tensor, at: Segments, window: Window) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._package._flash_attn_forward(
+            q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=window.causal, **_sides(window), **_named(at)
+        )
+        return out, lse
+
+    def _varlen_backward(self, saved: Saved, dout: Tensor, at: Segments, window: Window) -> Backward:
+        q, k, v, out, lse = saved
+        grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        self._package._flash_attn_backward(
+            dout, q, k, v, out, lse, **grads._asdict(), softmax_scale=q.shape[-1] ** -0.5,
+            is_causal=window.causal, **_sides(window), **_named(at)
+        )  # fmt: skip
+        return grads
+
+
+def _named(at: Segments) -> dict[str, Any]:
+    """Return where parts end, as keywords."""
+    return {
+        "cu_seqlens_q": at.row_ends,
+        "cu_seqlens_k": at.column_ends,
+        "max_seqlen_q": at.most_rows,
+        "max_seqlen_k": at.most_columns,
+    }
 
 
 class _HeadsFirst(TopLeft, _Kernel):

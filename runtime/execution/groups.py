@@ -18,6 +18,9 @@ from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Collect
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import Split
 
+_NO_LIMIT = timedelta(0)
+"""Of a wait beyond that of its group."""
+
 
 class Groups:
     """The process groups of one schedule. Every rank makes them all, in the same order; a rank that is the only one of
@@ -68,6 +71,8 @@ class Groups:
             return lambda: [_all_gather(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
             out, given = storage.write(op.recv).view(-1), storage.read(op.sends.view).view(-1)
+            if op.sends.sizes:  # which neither gloo nor NCCL sums in one call
+                return lambda: [_SumOfParts(out, given, _part_elements(op.sends), group)]
             return lambda: [_reduce_scatter(out, given, group=group, async_op=True)]
         if isinstance(op, AllReduce):
             both = storage.read(op.view)
@@ -100,6 +105,22 @@ def _reduce_scatter(out: torch.Tensor, given: torch.Tensor, **options: Any) -> d
     """Reduce and scatter one tensor; as ``_all_gather``."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, given, **options)
+
+
+class _SumOfParts(dist.Work):
+    """A reduce-scatter of parts of several sizes: every rank is sent its own ones, and sums them."""
+
+    def __init__(self, out: torch.Tensor, given: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> None:
+        self._out, self._parts = out, given.new_empty(len(sizes), out.numel())
+        super().__init__()
+        own = [out.numel()] * len(sizes)
+        self._work = dist.all_to_all_single(self._parts.view(-1), given, own, sizes, group=group, async_op=True)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait for all parts; the sum follows on the same stream."""
+        done = self._work.wait(timeout)
+        torch.sum(self._parts, dim=0, out=self._out)
+        return done
 
 
 def _part_elements(split: Split) -> list[int]:

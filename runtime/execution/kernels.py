@@ -39,6 +39,10 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         return "aten zero_"
     if isinstance(op, ops.Copy):
         storage.write(op.target.view)
+        if op.source.sizes:
+            rows = _rows(op.source, op.order, storage.read(op.source.view).device)
+            storage.read(op.target.view).copy_(storage.read(op.source.view).index_select(op.source.dim, rows))
+            return "aten index_select, copy_"
         source, target = parts(op.source, storage), parts(op.target, storage)
         if op.order:
             target.copy_(source.index_select(0, _index(op.order, source.device)))
@@ -85,6 +89,13 @@ def host_copy(op: ops.HostCopy, storage: Storage) -> Callable[[], list[torch.dis
         return []
 
     return copy
+
+
+@lru_cache(maxsize=1024)
+def _rows(split: Split, order: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return which rows parts of several sizes have, in this order."""
+    found = [torch.arange(*split.starts[part : part + 2]) for part in order or range(split.parts)]
+    return torch.cat(found).to(device)
 
 
 @lru_cache(maxsize=1024)

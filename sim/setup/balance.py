@@ -18,9 +18,8 @@ from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, num_divisions, statistics
 from sim.errors import InputError
 from sim.schedule.ir.plan import Task
-from sim.schedule.methods.planned import planned as playing
 from sim.setup.names import one_of
-from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of
+from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from sim.setup.table import Table
@@ -110,8 +109,9 @@ def balance(
 
     Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``order`` is
     a layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
-    simulated: ring, zigzag, striped and all-gather by the schedules of these names, others by messages of the blocks
-    that their tasks need (``methods/planned``). Raises InputError for documents without tokens, an ``order`` that is no
+    simulated: ring, zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own
+    over gathered keys (``methods/allgather``), others by messages of the blocks that their tasks need
+    (``methods/planned``). Raises InputError for documents without tokens, an ``order`` that is no
     permutation, or an unknown planner.
 
     >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
@@ -191,7 +191,7 @@ def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
     if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
         return None
     return setup.replace(
-        schedule=schedule or playing(planned.plan, planned.planner), stack=None, scope="attention", pad=False,
+        schedule=schedule or playing(planned), stack=None, scope="attention", pad=False,
         documents=packed.documents, seeds=setup.seeds or 1,
     ).predicted()  # fmt: skip
 

@@ -5,45 +5,63 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from sim.batches.batch import batch
+from sim.batches.batch import Batch, batch
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build
-from sim.schedule.methods.planned import PlannedOptions, planned
+from sim.schedule.methods.planned import PlannedOptions
 from sim.setup.names import lengths_of, texts
-from sim.setup.planners import MOST_TASKS, PLANNERS, asked_of
+from sim.setup.planners import MOST_TASKS, PLANNERS, Asked, asked_of, playing
 from sim.setup.setup import Setup
 from sim.workload import Workload
 
 BY_BLOCKS = ("wlb-llm", "dcp", "fcp-style", "groups")
-"""Planners whose plans are no schedule of the catalog: blocks that tasks need travel."""
+"""Planners whose plans are no schedule of the catalog."""
 
 
-def playing(setup: Setup, ranks: int) -> list[Build]:
+def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
     """Return builders of schedules, one for each planner, of the documents of a setup on so many ranks; none where
     there are no documents, or the mask is another one than planners know. What a planner refuses its builder does.
     """
     if setup.documents is None or setup.mask != "causal" or setup.window is not None:
         return []
-    packed = batch(list(lengths_of(setup.documents)))
-    beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
-    alone = setup.replace(gpus=ranks, nodes=None, dp_degree=1, ulysses_degree=None, ring_degree=None, layers=None)
-    alone = dataclasses.replace(alone, set=beside)
-    asked = asked_of(alone, packed)
+    packed, asked = _asked(setup, ranks)
     found: list[Build] = []
     for name in BY_BLOCKS:
         try:
-            plan = PLANNERS[name](packed, asked).plan
-            tasks = sum(map(len, plan.tasks))
+            made = PLANNERS[name](packed, asked)
+            tasks = sum(map(len, made.plan.tasks))
             if tasks > MOST_TASKS:
                 raise InputError(
                     f"{name} has {tasks} tasks: at most {MOST_TASKS} are simulated; choose fewer `documents`"
                 )
-            found.append(planned(plan, name))
+            found.append(playing(made._replace(planner=name)))
         except InputError as refused:
             found.append(_refusing(name, str(refused)))
     return found
+
+
+def planned_by(setup: Setup) -> Setup:
+    """Return a setup whose schedule plays what the planner of that name makes of the documents. Raises InputError
+    without documents, under another mask than planners know, and where the planner refuses.
+    """
+    name = str(setup.schedule)
+    if setup.documents is None or setup.mask != "causal" or setup.window is not None:
+        raise InputError(f"`schedule` {name} plans causal documents: set `documents`, leave out `mask` and `window`")
+    mesh = setup.replace(schedule="ring").resolved().mesh
+    return setup.replace(schedule=playing(PLANNERS[name](*_asked(setup, mesh.ring))._replace(planner=name)))
+
+
+def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
+    """Return the documents of a setup, and what planners may ask about them on so many ranks."""
+    assert setup.documents is not None, "planners plan documents"
+    packed = batch(list(lengths_of(setup.documents)))
+    beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
+    alone = setup.replace(
+        gpus=ranks, nodes=None, dp_degree=1, ulysses_degree=None, ring_degree=None, layers=None, schedule="ring"
+    )
+    return packed, asked_of(dataclasses.replace(alone, set=beside), packed)
 
 
 def _refusing(name: str, why: str) -> Build:

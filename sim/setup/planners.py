@@ -20,6 +20,9 @@ from sim.batches.wlb import KernelSeconds, wlb
 from sim.engine.cost import CostModel
 from sim.schedule.derive.kernels import TILE, KernelUse, attention_use
 from sim.schedule.ir.masks import FULL
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.gathered import gathered
+from sim.schedule.methods.planned import planned
 from sim.setup.setup import Configuration, Setup
 from sim.workload import DTYPE_BYTES
 from topology.cluster import Cluster
@@ -101,6 +104,15 @@ def asked_of(setup: Setup, packed: Batch) -> Asked:
     model, element = found.workload.model, DTYPE_BYTES[found.workload.dtype]
     per_token = token_bytes(model.num_heads, model.num_kv_heads, model.head_dim, element)
     return Asked(found.mesh.size, found.spec.gpus_per_node, per_token, Attention(found))
+
+
+def playing(found: Planned) -> Callable[..., Schedule]:
+    """Return the builder of the schedule that plays a plan: over gathered keys where its planner gathers them, else by
+    messages of the blocks that tasks need, as those do of which ranks have no tokens, or every other one.
+    """
+    whole = all(tokens and all(span.step == 1 for span in tokens) for tokens in found.plan.layout)
+    play = gathered if found.transport == "all-gather" and whole else planned
+    return play(found.plan, found.planner)
 
 
 PLANNERS: dict[str, Callable[[Batch, Asked], Planned]] = {

@@ -13,7 +13,7 @@ from sim.errors import InputError
 from sim.options import LayerOptions
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.setup import names
-from sim.setup.documents import playing
+from sim.setup.documents import planned_schedules
 from sim.setup.fit import as_ring
 from sim.setup.setup import Setup
 from sim.setup.tensors import DECIDED, as_options, grid_of
@@ -205,7 +205,7 @@ def _schedules(setup: Setup, gpus: int) -> Iterator[tuple[str | Build | Entry, i
         return
     yield from ((name, None) for name in SCHEDULES)
     for inside in _divisors(gpus)[1:]:
-        yield from ((build, inside) for build in playing(setup, inside))
+        yield from ((build, inside) for build in planned_schedules(setup, inside))
 
 
 def _is_ordered(key: str, values: Sequence[str]) -> bool:

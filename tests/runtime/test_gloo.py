@@ -21,14 +21,18 @@ from runtime.processes.fork_server import ForkedProcess, deaf
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
+from sim.batches.batch import batch
+from sim.batches.wlb import wlb
 from sim.breakdown import breakdown
 from sim.engine.simulate import simulate
 from sim.errors import RankError
 from sim.memory import walk
+from sim.mesh import Mesh
 from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.plan import Plan
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.gathered import gathered
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model, slow_but
@@ -168,6 +172,14 @@ def test_a_step_whose_ranks_do_not_divide_its_weights(ranks: Callable[[int], Ses
 def test_a_plan_with_ranks_that_have_no_tokens_or_nothing_to_do(ranks: Callable[[int], Session]) -> None:
     plan = Plan((*HELPED.layout, ()), (*HELPED.tasks, ()))
     step_equals_the_reference(ranks(4), proved(plan, Workload(model=make_model(4, 2), seq=16, dtype="fp64", batch=2)))
+
+
+def test_a_plan_over_gathered_keys_of_shards_of_several_sizes(ranks: Callable[[int], Session]) -> None:
+    documents = (17, 3, 14)
+    workload = Workload(model=make_model(4, 2), seq=34, dtype="fp64", batch=2, documents=documents)
+    plan = wlb(batch(documents), 4, "document").plan
+    assert len({sum(span.size for span in tokens) for tokens in plan.layout}) > 1
+    step_equals_the_reference(ranks(4), check(gathered(plan)(workload, Mesh(ring=4))))
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])

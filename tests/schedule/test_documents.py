@@ -98,7 +98,7 @@ def test_labels_do_not_cross_documents() -> None:
 
 def test_a_block_of_other_pairs_is_caught() -> None:
     mask = Documents(CAUSAL, (0, 5, 8))
-    wrong, right = ((DocumentBlock(at, at, CAUSAL), DocumentBlock(8 - at, 8 - at, CAUSAL)) for at in (4, 5))
+    wrong, right = (tuple(DocumentBlock(span, span, CAUSAL) for span in (Span(0, at), Span(at, 8))) for at in (4, 5))
     whole = Span(0, 8)
     assert keeps_documents(mask, right, whole, whole, 0, 0)
     assert not keeps_documents(mask, wrong, whole, whole, 0, 0)
@@ -113,7 +113,7 @@ def test_a_schedule_that_forgets_the_documents_is_refused() -> None:
 
 
 def test_one_kernel_does_the_work_of_all_documents() -> None:
-    documents = (DocumentBlock(256, 256, CAUSAL), DocumentBlock(128, 128, CAUSAL))
+    documents = tuple(DocumentBlock(span, span, CAUSAL) for span in (Span(0, 256), Span(256, 384)))
     use = attention_use(False, "bf16", (1, 384, 8, 64), 384, 8, FULL, documents)
     assert use.flops == 4 * 64 * 8 * (256 * 257 // 2 + 128 * 129 // 2)
     assert use.tiles == 8 * 3

@@ -204,9 +204,8 @@ def attention_use(
     batch, queries, heads, head_dim = q_shape
     if parts:
         each = tuple(
-            (attention_use(backward, dtype, (batch, part.rows, heads, head_dim), part.columns, kv_heads, part.band), n)
-            for part, n in Counter(parts).items()
-            if part.rows and part.columns
+            (attention_use(backward, dtype, (batch, rows, heads, head_dim), columns, kv_heads, of_part), n)
+            for (rows, columns, of_part), n in Counter((p.rows.size, p.columns.size, p.band) for p in parts).items()
         )
         variants = {use.variant for use, _ in each}
         shape, moved = _attention_operands(backward, DTYPE_BYTES[dtype], q_shape, num_keys, kv_heads)

@@ -196,8 +196,6 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"
                 )
-            if side.sizes and isinstance(op, ops.ReduceScatter):
-                raise ScheduleError(f"{describe(schedule, key)} sums parts of sizes {side.sizes}: give equal ones")
             parts = [side.part(member) for member in range(size if side.sizes else 1)]
         elif side is not None:
             parts = [side]

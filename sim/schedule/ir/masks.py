@@ -8,7 +8,7 @@ packed sequence keep to themselves: their mask is a rectangle each, and in a blo
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
@@ -69,12 +69,12 @@ Mask = Band | Documents
 
 
 class DocumentBlock(NamedTuple):
-    """One document's share of a block: some rows and columns after those of the part before, as ``cu_seqlens`` of
-    variable-length kernels have them, and the band between them by indices of their own.
+    """One rectangle of a block that one kernel attends to, such as the share of a document: some of its rows and
+    columns, and the band between them by indices of their own. No two rectangles of a block have a pair in common.
     """
 
-    rows: int
-    columns: int
+    rows: Span
+    columns: Span
     band: Band
 
 
@@ -210,14 +210,16 @@ def keeps_documents(
     """
     documents = Documents(mask, (0, max(queries.stop, keys.stop))) if isinstance(mask, Band) else mask
     given = both = 0
-    ends = _ends(parts)
-    for at in range(bisect_right(ends, first_row), min(bisect_left(ends, first_row + queries.size) + 1, len(parts))):
-        row, column = ends[at] - parts[at].rows - first_row, _ends(parts, 1)[at] - parts[at].columns - first_column
-        some, others = _clip(row, parts[at].rows, queries.size), _clip(column, parts[at].columns, keys.size)
+    in_order, reach = _by_rows(parts)
+    for part in in_order[bisect_right(reach, first_row) :]:
+        if part.rows.start >= first_row + queries.size:
+            break
+        row, column = part.rows.start - first_row, part.columns.start - first_column
+        some, others = _clip(row, part.rows.size, queries.size), _clip(column, part.columns.size, keys.size)
         if some.start >= some.stop or others.start >= others.stop:
             continue
         mine, theirs = queries.part(some.start, some.stop), keys.part(others.start, others.stop)
-        band = moved_band(parts[at].band, some.start - row, others.start - column)
+        band = moved_band(part.band, some.start - row, others.start - column)
         given += count_pairs(band, Span(0, mine.size), Span(0, theirs.size))
         for rows, columns in meeting(documents, mine, theirs):
             if rows.start == rows.stop or columns.start == columns.stop:
@@ -237,9 +239,10 @@ def moved_band(band: Band, rows: int, columns: int) -> Band:
 
 
 @lru_cache(maxsize=4096)
-def _ends(parts: tuple[DocumentBlock, ...], side: int = 0) -> tuple[int, ...]:
-    """Return where the rows of each part end, or (side 1) its columns."""
-    return tuple(accumulate(part.columns if side else part.rows for part in parts))
+def _by_rows(parts: tuple[DocumentBlock, ...]) -> tuple[tuple[DocumentBlock, ...], list[int]]:
+    """Return parts by their first row, and up to which row those until each of them reach."""
+    in_order = tuple(sorted(parts, key=lambda part: part.rows))
+    return in_order, list(accumulate((part.rows.stop for part in in_order), max))
 
 
 def _clip(start: int, size: int, most: int) -> slice:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sim.errors import InputError
+from sim.mesh import Mesh
 from sim.schedule.ir.masks import Span, Tokens
 
 
@@ -26,3 +28,12 @@ class Plan(NamedTuple):
     """Per rank the tokens that live there, in the order of memory. Ranks may have different numbers of them."""
     tasks: tuple[tuple[Task, ...], ...]
     """Per rank what it attends, by division."""
+
+
+def require_ranks(plan: Plan, mesh: Mesh) -> None:
+    """Raise InputError where the ring has other ranks than the plan."""
+    if mesh.ring != len(plan.layout):
+        raise InputError(
+            f"the plan is for {len(plan.layout)} ranks, and the ring has {mesh.ring}: set `gpus`, or make a plan for "
+            f"so many"
+        )

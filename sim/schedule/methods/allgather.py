@@ -37,12 +37,24 @@ def build(workload: Workload, mesh: Mesh, options: AllGatherOptions = AllGatherO
     """Return attention over keys gathered along the axis ring."""
     mesh.only("allgather", "ring")
     layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
+    return build_over("allgather", layout, AllGatherAttention, workload, mesh, options)
+
+
+def build_over(
+    name: str,
+    layout: tuple[Tokens, ...],
+    attention: type[AllGatherAttention],
+    workload: Workload,
+    mesh: Mesh,
+    options: AllGatherOptions,
+) -> Schedule:
+    """Return attention over keys gathered along the axis ring, whose rank i has ``layout[i]``."""
     everyone = Communicator(name="gather", groups=mesh.groups("ring"))
     plan = AttentionPlan(
-        name="allgather",
+        name=name,
         communicators=(everyone,) if mesh.ring > 1 else (),
         shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
-        attention=lambda b: AllGatherAttention(b, everyone, layout, options),
+        attention=lambda b: attention(b, everyone, layout, options),
         wire_bytes=lambda work: _wire_bytes(work, options, mesh.ring),
         source="arXiv:2407.21783 §3.3.2",
     )
@@ -53,13 +65,14 @@ class AllGatherAttention:
     """Attention of one rank's queries to the keys of its group; ``layout[i]`` are the tokens of its member i."""
 
     def __init__(
-        self, builder: ProgramBuilder, everyone: Communicator, layout: tuple[Tokens, ...], options: SumOptions
+        self, builder: ProgramBuilder, everyone: Communicator, layout: tuple[Tokens, ...], options: AllGatherOptions
     ) -> None:
         self._b = builder
         self._everyone = everyone
         self._size = len(layout)
         self._options = options
-        own = layout[everyone.position(builder.rank)]
+        self._position = everyone.position(builder.rank)
+        own = layout[self._position]
         self.saved_shard = all_heads(builder.workload.model, own)
         self._blocks = blocks(mask_of(builder.workload), own, (Span(0, builder.workload.seq),))
         # In the order of positions, chunk i lies at place order[i] of what was gathered rank by rank.
@@ -146,7 +159,7 @@ class AllGatherAttention:
 def _wire_bytes(workload: Workload, options: SumOptions, size: int) -> int:
     """Over all ranks: forward P(P-1) shards of KV; backward as many again, and as many of dKV."""
     model = workload.model
-    shard = 2 * workload.batch * workload.seq // size * model.num_kv_heads * model.head_dim
+    whole = 2 * workload.batch * workload.seq * model.num_kv_heads * model.head_dim
     element = DTYPE_BYTES[workload.dtype]
     backward = element + DTYPE_BYTES[gradient_dtype(workload, options)]
-    return size * (size - 1) * shard * (element * workload.forward + backward * workload.backward)
+    return (size - 1) * whole * (element * workload.forward + backward * workload.backward)

@@ -20,14 +20,14 @@ from sim.options import OverlapOptions, SumOptions
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
-from sim.schedule.ir.plan import Plan
+from sim.schedule.ir.plan import Plan, require_ranks
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.movement import Attended, Division, Movement, Rows, movement
+from sim.schedule.write.movement import Attended, Division, Held, Movement, Rows, movement, num_rows, starts
 from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
@@ -52,11 +52,7 @@ def build(
     layers around ranks without any.
     """
     mesh.only(name, "ring")
-    if mesh.ring != len(plan.layout):
-        raise InputError(
-            f"the plan is for {len(plan.layout)} ranks, and the ring has {mesh.ring}: set `gpus`, or make a plan for "
-            f"so many"
-        )
+    require_ranks(plan, mesh)
     for rank, tokens in enumerate(plan.layout) if workload.scope != "attention" else ():
         if not num_tokens(tokens):
             raise InputError(
@@ -81,13 +77,13 @@ def build(
 
 
 Bundle = tuple[View, ...]
-"""Tensors of the same rows."""
+"""Tensors of the same rows, or of the same buffer of them."""
 
 Pair = tuple[Bundle, Bundle]
 """Of queries, and of keys."""
 
-Made = tuple[dict[Rows, Bundle], dict[Rows, Bundle]]
-"""By rows, of queries, and of keys."""
+Made = tuple[dict[Held, Bundle], dict[Held, Bundle]]
+"""By buffer, of queries, and of keys."""
 
 Homecoming = tuple[list[tuple[Rows, Bundle]], list[tuple[Rows, Bundle]]]
 """What arrives of own queries, and of own keys: of which rows, and where it lies."""
@@ -110,54 +106,57 @@ class PlannedAttention:
         self._ring, self._position = fetch.group_of(builder.rank), fetch.position(builder.rank)
         self._flow = flow
         self._divisions = flow[self._position]
-        self._own = Rows(self._position, 0, num_tokens(shard.tokens))
+        self._own: Held = (Rows(self._position, 0, num_tokens(shard.tokens)),)
+        self._arrived: list[tuple[View, View]] = []
         self._options = options
         self.saved_shard = shard
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """Division by division; what others have computed of own queries is merged a division later."""
-        b, own, sums = self._b, self._own, dict[Rows, SoftmaxAccumulator]()
+        b, own, sums = self._b, self._own, dict[Held, SoftmaxAccumulator]()
         parts = Counter(one.queries for division in self._divisions for one in division.attended)
-        parts[own] += sum(rows.owner == own.owner for _, one in self._others() for rows in one.last_queries)
-        if own.size:
+        parts[own] += sum(
+            rows.owner == self._position for _, one in self._others() for held in one.last_queries for rows in held
+        )
+        if num_rows(own):
             sums[own] = SoftmaxAccumulator(b, q, parts[own])
         arrived: list[tuple[Rows, Bundle]] = []
         for at, queries, keys in self._tour((q,), (k, v)):
-            for rows in self._divisions[at].queries:
-                sums[rows] = SoftmaxAccumulator(b, queries[rows][0], parts[rows], "attention")
+            for held in self._divisions[at].queries:
+                sums[held] = SoftmaxAccumulator(b, queries[held][0], parts[held], "attention")
             for one in self._divisions[at].attended:
                 keys_at, values_at = keys[one.keys]
                 sums[one.queries].attend(one.block, keys_at, values_at, _named(one))
             self._merge(sums, arrived)
-            made: Made = ({rows: (sums[rows].out, sums[rows].lse) for rows in self._divisions[at].last_queries}, {})
-            like = (sums[own].out, sums[own].lse) if own.size else ()
+            made: Made = ({held: (sums[held].out, sums[held].lse) for held in self._divisions[at].last_queries}, {})
+            like = (sums[own].out, sums[own].lse) if num_rows(own) else ()
             arrived, _ = self._bring_home(at, made, (like, ()), "out", b.workload.dtype)
         self._merge(sums, arrived)
-        if not own.size:
+        if not num_rows(own):
             batch, none, heads, _ = q.slices
             return q, Saved(q, k, v, out=q, lse=View(q.buffer, (batch, heads, none)))
         return sums[own].out, Saved(q, k, v, sums[own].out, sums[own].lse)
 
-    def _merge(self, sums: dict[Rows, SoftmaxAccumulator], arrived: list[tuple[Rows, Bundle]]) -> None:
+    def _merge(self, sums: dict[Held, SoftmaxAccumulator], arrived: list[tuple[Rows, Bundle]]) -> None:
         for rows, (out, lse) in arrived:
             sums[self._own].merge((out, lse), "from another", slice(rows.begin, rows.end))
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """Division by division again; gradients of what was fetched go home after the last one that adds to them."""
         b, own, delta = self._b, self._own, saved.lse
-        dq, dk, dv = dict[Rows, GradientSum](), dict[Rows, GradientSum](), dict[Rows, GradientSum]()
-        if own.size:
-            delta = b.lse("delta", own.size, saved.q.shape[2], "attention")
+        dq, dk, dv = dict[Held, GradientSum](), dict[Held, GradientSum](), dict[Held, GradientSum]()
+        if num_rows(own):
+            delta = b.lse("delta", num_rows(own), saved.q.shape[2], "attention")
             b.add(Delta(label="delta", out=saved.out, dout=dout, delta=delta))
             likes = {"dq": saved.q, "dk": saved.k, "dv": saved.v}
             dq[own], dk[own], dv[own] = new_sums(b, self._options, likes)
         arrived: Homecoming = ([], [])
         for at, queries, keys in self._tour((saved.q, dout, saved.lse, delta), (saved.k, saved.v)):
             division = self._divisions[at]
-            for rows in division.queries:
-                (dq[rows],) = self._of_others({"dq": queries[rows][0]})
-            for rows in division.keys:
-                dk[rows], dv[rows] = self._of_others(dict(zip(("dk", "dv"), keys[rows], strict=True)))
+            for held in division.queries:
+                (dq[held],) = self._of_others({"dq": queries[held][0]})
+            for held in division.keys:
+                dk[held], dv[held] = self._of_others(dict(zip(("dk", "dv"), keys[held], strict=True)))
             for one in division.attended:
                 q, dout_of, lse, delta_of = queries[one.queries]
                 operands = Saved(q, keys[one.keys][0], keys[one.keys][1], out=q, lse=lse)  # delta serves for out
@@ -165,19 +164,19 @@ class PlannedAttention:
                 attend_backward(b, one.block, operands, dout_of, sums, _named(one), delta_of)
             self._add(arrived, dq, dk, dv)
             made: Made = (
-                {rows: (dq[rows].total,) for rows in division.last_queries},
-                {rows: (dk[rows].total, dv[rows].total) for rows in division.last_keys},
+                {held: (dq[held].total,) for held in division.last_queries},
+                {held: (dk[held].total, dv[held].total) for held in division.last_keys},
             )
             like, dtype = ((saved.q,), (saved.k, saved.v)), gradient_dtype(b.workload, self._options)
             arrived = self._bring_home(at, made, like, "gradients", dtype)
         self._add(arrived, dq, dk, dv)
-        if not own.size:
+        if not num_rows(own):
             return saved.q, saved.k, saved.v
         for total in (dq[own], dk[own], dv[own]):
             total.fill()
         return dq[own].finished("dq"), dk[own].finished("dk"), dv[own].finished("dv")
 
-    def _add(self, arrived: Homecoming, *sums: dict[Rows, GradientSum]) -> None:
+    def _add(self, arrived: Homecoming, *sums: dict[Held, GradientSum]) -> None:
         """Add what others have summed of dq, and of dk and dv."""
         for some, found in zip((sums[:1], sums[1:]), arrived, strict=True):
             for rows, bundle in found:
@@ -194,12 +193,15 @@ class PlannedAttention:
                 if peer != self._position:
                     yield peer, division
 
-    def _tour(self, queries: Bundle, keys: Bundle) -> Iterator[tuple[int, dict[Rows, Bundle], dict[Rows, Bundle]]]:
+    def _tour(self, queries: Bundle, keys: Bundle) -> Iterator[tuple[int, dict[Held, Bundle], dict[Held, Bundle]]]:
         """Yield each division with the queries and keys that are held by then, having asked for what the next needs."""
         own, held, packed = (queries, keys), ({self._own: queries}, {self._own: keys}), dict[View, View]()
         for at in range(len(self._divisions) + 1):
+            arrived, self._arrived = self._arrived, []
             if at < len(self._divisions):
                 self._fetch_for(at, own, held, packed)
+            for view, into in arrived:
+                self._b.copy(view, into, "unpack")
             if at:
                 yield at - 1, *held
 
@@ -208,35 +210,53 @@ class PlannedAttention:
         mine, sends, recvs = self._divisions[at], [], []
         for peer, division in self._others(at):
             for wanted, bundle in zip((division.queries, division.keys), own, strict=True):
-                for rows in wanted:
-                    if rows.owner == self._position:
-                        sends += [(peer, self._in_one_piece(_part(view, rows), packed)) for view in bundle]
+                for rows in (rows for coming in wanted for rows in coming if rows.owner == self._position):
+                    parts = [_part(view, rows.begin, rows.end) for view in bundle]
+                    sends += [(peer, self._in_one_piece(part, packed)) for part in parts]
         for wanted, bundle, into in zip((mine.queries, mine.keys), own, held, strict=True):
-            for rows in wanted:
-                into[rows] = tuple([self._room(view, rows, "fetched") for view in bundle])
-                recvs += [(rows.owner, view) for view in into[rows]]
+            for coming in wanted:
+                into[coming] = tuple([self._room(view, num_rows(coming), "fetched") for view in bundle])
+                for rows, begin in zip(coming, starts(coming), strict=False):
+                    recvs += [(rows.owner, self._place(view, begin, begin + rows.size)) for view in into[coming]]
         self._swap(self._fetch, sends, recvs, f"fetch {at}")
 
     def _bring_home(self, at: int, made: Made, like: Pair, what: str, dtype: Dtype) -> Homecoming:
         """Append the return of what was made of others' queries and keys; return what arrives of own ones."""
-        sends = [(rows.owner, view) for of_side in made for rows, bundle in of_side.items() for view in bundle]
+        sends = [
+            (rows.owner, self._in_one_piece(_part(view, begin, begin + rows.size), {}))
+            for of_side in made
+            for going, bundle in of_side.items()
+            for rows, begin in zip(going, starts(going), strict=False)
+            for view in bundle
+        ]
         recvs: list[tuple[int, View]] = []
         arrived: Homecoming = ([], [])
         for peer, division in self._others(at):
             for ended, bundle, found in zip((division.last_queries, division.last_keys), like, arrived, strict=True):
-                for rows in ended if bundle else ():
+                for rows in (rows for going in ended for rows in going) if bundle else ():
                     if rows.owner == self._position:
-                        into = tuple([self._room(view, rows, f"{what} from another", dtype) for view in bundle])
+                        into = tuple([self._room(view, rows.size, f"{what} from another", dtype) for view in bundle])
                         found.append((rows, into))
                         recvs += [(peer, view) for view in into]
         self._swap(self._return, sends, recvs, f"return {what} {at}")
         return arrived
 
-    def _room(self, like: View, rows: Rows, name: str, dtype: Dtype | None = None) -> View:
-        """Return a new buffer for rows of a tensor, or of a log-sum-exp or delta."""
+    def _room(self, like: View, size: int, name: str, dtype: Dtype | None = None) -> View:
+        """Return a new buffer for so many rows of a tensor, or of a log-sum-exp or delta."""
         if len(like.shape) == 3:
-            return self._b.lse(name, rows.size, like.shape[1], "communication")
-        return self._b.tensor(name, rows.size, like.shape[2], "communication", dtype)
+            return self._b.lse(name, size, like.shape[1], "communication")
+        return self._b.tensor(name, size, like.shape[2], "communication", dtype)
+
+    def _place(self, view: View, begin: int, end: int) -> View:
+        """Return where some rows of a buffer can arrive: there, or in one of their own to be copied from, where they
+        have gaps.
+        """
+        part = _part(view, begin, end)
+        if self._b.parts_are_contiguous(Split(part, 0, 1)):
+            return part
+        alone = self._room(view, end - begin, "arrived", self._b.dtype(view))
+        self._arrived.append((alone, part))
+        return alone
 
     def _in_one_piece(self, view: View, packed: dict[View, View]) -> View:
         """Return what can be sent: the view itself, or a copy where it has gaps, one for all who get it."""
@@ -260,12 +280,21 @@ class PlannedAttention:
 
 
 def _named(one: Attended) -> str:
-    return f"q{one.queries.owner} kv{one.keys.owner}"
+    return f"q{_owners(one.queries)} kv{_owners(one.keys)}"
 
 
-def _part(view: View, rows: Rows) -> View:
+def _owners(held: Held) -> str:
+    owners = sorted({rows.owner for rows in held})
+    return "+".join(map(str, owners)) if len(owners) <= _SPELLED else f"{owners[0]}+…+{owners[-1]}"
+
+
+_SPELLED = 3
+"""Ranks that a label names one by one."""
+
+
+def _part(view: View, begin: int, end: int) -> View:
     """Return rows of a tensor, bshd, or of a log-sum-exp or delta, bhs."""
-    part = slice(rows.begin, rows.end)
+    part = slice(begin, end)
     return view[:, :, part] if len(view.shape) == 3 else view[:, part]
 
 
@@ -274,8 +303,8 @@ def _wire_bytes(workload: Workload, options: SumOptions, flow: Movement) -> int:
     dK and dV, and of queries q, dout, lse and delta, and dq back.
     """
     divisions = [division for of_rank in flow for division in of_rank]
-    keys = workload.batch * sum(rows.size for division in divisions for rows in division.keys)
-    queries = workload.batch * sum(rows.size for division in divisions for rows in division.queries)
+    keys = workload.batch * sum(num_rows(held) for division in divisions for held in division.keys)
+    queries = workload.batch * sum(num_rows(held) for division in divisions for held in division.queries)
     model, element = workload.model, DTYPE_BYTES[workload.dtype]
     wide, summed = DTYPE_BYTES[accumulation_dtype(workload.dtype)], DTYPE_BYTES[gradient_dtype(workload, options)]
     kv, q = 2 * keys * model.num_kv_heads * model.head_dim, queries * model.num_heads * model.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -50,15 +51,16 @@ class AttentionRules(NamedTuple):
         where the block is not what the mask asks for.
 
         ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices, or
-        its parts of several documents.
+        its parts.
         """
         self._same_keys(k, v)
         out, probs = [], []
-        for piece, keys, _ in self._blocks(q, k, band, ratio):
+        for piece, keys, _ in self._blocks(self._at_parts(q, k, band), ratio):
             _, layer, at, _ = piece.content
             partial = Content("out", layer, at)
             for key in keys:
-                partial = seeing(partial, key.content.tokens, ONE)
+                if _pairs(self.mask, piece.content.tokens, key.content.tokens):
+                    partial = seeing(partial, key.content.tokens, ONE)
             out.append(Piece(piece.box, partial))
             probs.append(Piece(piece.box, Content("probs", layer, at, _in_memory_order(keys))))
         return out, probs
@@ -76,22 +78,28 @@ class AttentionRules(NamedTuple):
                 self.same_queries(name, q, pieces)
         dq: list[Piece] = []
         sums: dict[Piece, Content] = {}
-        for piece, keys, offset in self._blocks(q, k, band, ratio):
+        block = self._at_parts(q, k, band)
+        for piece, keys, offset in self._blocks(block, ratio):
             queries = piece.content
             for _, kept in common([piece], operands.get("probs", [])):
                 if kept.content.seen != _in_memory_order(keys):
                     raise ScheduleError(f"{brief(kept.content)} of other keys, or in another order")
             partial = Content("dq", queries.layer, queries.at)
             for key in keys:
-                partial = seeing(partial, key.content.tokens, ONE)
+                meets = _pairs(self.mask, queries.tokens, key.content.tokens) > 0
+                if meets:
+                    partial = seeing(partial, key.content.tokens, ONE)
                 first, last = piece.box[HEADS]
                 part = key.clipped(replaced(key.box, HEADS, (first // ratio, -(-last // ratio))))
                 assert part is not None
                 low, width = offset + first % ratio, min(ratio, last - first)
                 summed = sums.get(part) or Content("dk", part.content.layer, part.content.at)
-                sums[part] = seeing(summed, queries.tokens, Span(low, low + width))
+                sums[part] = seeing(summed, queries.tokens, Span(low, low + width)) if meets else summed
             dq.append(Piece(piece.box, partial))
         dk = [Piece(part.box, content) for part, content in sums.items()]
+        seen = {replaced(piece.box, HEADS, (0, 0)) for piece in dk}
+        left = [key for key in block.k if block.apart and replaced(key.box, HEADS, (0, 0)) not in seen]  # of no part
+        dk += [Piece(key.box, Content("dk", key.content.layer, key.content.at)) for key in left]
         return dq, dk, [Piece(box, Content("dv", layer, at, seen)) for box, (_, layer, at, seen) in dk]
 
     def same_queries(self, name: str, queries: list[Piece], pieces: list[Piece]) -> None:
@@ -129,32 +137,47 @@ class AttentionRules(NamedTuple):
             if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:3] != y.content[1:3]:
                 raise ScheduleError(f"{brief(x.content)} and {brief(y.content)} used as keys and values of one block")
 
-    def _blocks(
-        self, q: list[Piece], k: list[Piece], band: Local, ratio: int
-    ) -> Iterator[tuple[Piece, list[Piece], int]]:
+    def _at_parts(self, q: list[Piece], k: list[Piece], band: Local) -> _Operands:
+        """Return the operands of a block; cut where its parts begin and end if these leave out some of what the mask
+        keeps, which is attended elsewhere then.
+        """
+        size = _extent(q), _extent(k)
+        if isinstance(band, Band) or all(
+            _keeps(self.mask, band, (x.content.tokens, y.content.tokens), (x.box[TOKENS][0], y.box[TOKENS][0]), size)
+            for x in q
+            for y in k
+        ):
+            return _Operands(q, k, band, size)
+        rows, columns = (
+            sorted({edge for span in spans for edge in (span.start, span.stop)})
+            for spans in ([part.rows for part in band], [part.columns for part in band])
+        )
+        return _Operands(_cut(q, rows), _cut(k, columns), band, size, apart=True)
+
+    def _blocks(self, block: _Operands, ratio: int) -> Iterator[tuple[Piece, list[Piece], int]]:
         """Yield pieces of q, each with the pieces of k for all of its heads and with the number, within the group of
         its key/value head, of the query head that meets each first; checks that the heads belong together and that the
         band keeps just what the mask keeps.
         """
-        whole_block = _extent(q), _extent(k)
-        for whole in q:
+        for whole in block.q:
+            k, locals_ = block.met_by(whole)
             if whole.content.tensor != "q":
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
             low, high = whole.box[HEADS]
-            cuts = {low, high} | {ratio * edge for key in k for edge in key.box[HEADS]}
+            cuts = {low, high} | {ratio * edge for key in block.k for edge in key.box[HEADS]}
             edges = sorted(cut for cut in cuts if low <= cut <= high)
             for first, last in pairwise(edges):
                 piece = whole.clipped(replaced(whole.box, HEADS, (first, last)))
                 assert piece is not None
-                keys = [
-                    key
-                    for key in k
+                found = [
+                    (key, local)
+                    for key, local in zip(k, locals_, strict=True)
                     if key.box[HEADS][0] * ratio <= first
                     and last <= key.box[HEADS][1] * ratio
                     and meet(key.box[BATCH], whole.box[BATCH])
                 ]
                 offsets = set()
-                for key in keys:
+                for key, local in found:
                     mine, other = piece.content, key.content
                     if key.box[BATCH] != piece.box[BATCH] or (mine.layer, mine.batch) != (other.layer, other.batch):
                         raise ScheduleError(f"{brief(piece.content)} attends to another sequence or layer")
@@ -167,14 +190,50 @@ class AttentionRules(NamedTuple):
                         )
                     offsets.add(offset)
                     row, column = piece.box[TOKENS][0], key.box[TOKENS][0]
-                    if not _keeps(self.mask, band, (mine.tokens, other.tokens), (row, column), whole_block):
+                    if not _keeps(self.mask, local, (mine.tokens, other.tokens), (row, column), block.size):
                         raise ScheduleError(
-                            f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {band}, "
+                            f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {local}, "
                             f"which is not what the mask {self.mask} keeps of them"
                         )
-                if len(offsets) != 1:
+                if len(offsets) != 1 and (found or not block.apart):
                     raise ScheduleError(f"{brief(piece.content)} attends to no one set of key/value heads")
-                yield piece, keys, offsets.pop()
+                yield piece, [key for key, _ in found], offsets.pop() if offsets else 0
+
+
+class _Operands(NamedTuple):
+    """Queries and keys of a block."""
+
+    q: list[Piece]
+    k: list[Piece]
+    band: Local
+    size: tuple[int, int]
+    apart: bool = False
+    """Whether only pairs within one part are attended here: pieces then end where parts do."""
+
+    def met_by(self, queries: Piece) -> tuple[list[Piece], list[Local]]:
+        """Return the keys that a piece of the queries attends to, and by which mask each."""
+        if not self.apart:
+            return self.k, [self.band] * len(self.k)
+        assert not isinstance(self.band, Band)
+        first, last = queries.box[TOKENS]
+        found = [
+            (key, (part,))
+            for part in self.band
+            if part.rows.start <= first and last <= part.rows.stop
+            for key in self.k
+            if part.columns.start <= key.box[TOKENS][0] and key.box[TOKENS][1] <= part.columns.stop
+        ]
+        return [key for key, _ in found], [local for _, local in found]
+
+
+def _cut(pieces: list[Piece], edges: list[int]) -> list[Piece]:
+    """Return pieces cut along the tokens."""
+    found: list[Piece] = []
+    for piece in pieces:
+        start, stop = piece.box[TOKENS]
+        cuts = [start, *edges[bisect_right(edges, start) : bisect_left(edges, stop)], stop]
+        found += [one for cut in pairwise(cuts) if (one := piece.clipped(replaced(piece.box, TOKENS, cut)))]
+    return found
 
 
 def _extent(pieces: list[Piece]) -> int:
@@ -186,7 +245,9 @@ def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, i
     """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column."""
     if isinstance(mask, Band) and isinstance(local, Band):
         return keeps_mask(mask, local, *tokens, at[0] - at[1])
-    return keeps_documents(mask, (DocumentBlock(*size, local),) if isinstance(local, Band) else local, *tokens, *at)
+    if isinstance(local, Band):
+        local = (DocumentBlock(Span(0, size[0]), Span(0, size[1]), local),)
+    return keeps_documents(mask, local, *tokens, *at)
 
 
 def _in_memory_order(keys: list[Piece]) -> Seen:

@@ -202,10 +202,10 @@ def _dtype_problem(op: ops.Kernel | ops.HostAdamW, program: Program, workload: W
 
 def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
     """Return what does not fit of the parts of several documents."""
-    parts = op.documents or ()
-    held, size = (sum(p.rows for p in parts), sum(p.columns for p in parts)), (op.q.shape[1], op.k.shape[1])
-    if held != size or any(part.rows < 0 or part.columns < 0 for part in parts):
-        return f"has parts of {held[0]}x{held[1]} for {size[0]}x{size[1]} queries and keys"
+    for part in op.documents or ():
+        for span, size in ((part.rows, op.q.shape[1]), (part.columns, op.k.shape[1])):
+            if span.step != 1 or not 0 <= span.start < span.stop <= size:
+                return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
     if op.kernel != "flash" or op.band != FULL:
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
@@ -259,9 +259,12 @@ def _parts_problem(op: ops.Copy | ops.Fold) -> str:
     """Return where parts of one shape do not fall to parts of the other side."""
     source, target = op.source, op.target
     for split in (source, target):
-        known = 0 <= split.dim < min(3, len(split.view.shape))
-        if split.sizes or not known or split.parts < 1 or split.view.shape[split.dim] % split.parts:
+        known = 0 <= split.dim < min(3, len(split.view.shape)) and split.parts >= 1
+        each = len(split.sizes) in {0, split.parts} and min(split.sizes, default=1) >= 1
+        if not (known and each and split.starts[-1] == split.view.shape[split.dim]):
             return f"cuts {split.view.shape} along dimension {split.dim} into {split.sizes or split.parts} parts"
+    if source.sizes or target.sizes:
+        return _sizes_problem(op)
     if source.part_shape != target.part_shape:
         return f"takes parts {source.part_shape} for parts {target.part_shape}"
     if isinstance(op, ops.Fold):
@@ -269,6 +272,18 @@ def _parts_problem(op: ops.Copy | ops.Fold) -> str:
     order = op.order or range(source.parts)
     fits = len(order) == target.parts and all(0 <= part < source.parts for part in order)
     return "" if fits else f"takes parts {tuple(order)} of {source.parts} for {target.parts}"
+
+
+def _sizes_problem(op: ops.Copy | ops.Fold) -> str:
+    """Return where parts of several sizes do not fall to parts of the same size."""
+    source, target = op.source, op.target
+    shapes = [[split.part(number).shape for number in range(split.parts)] for split in (source, target)]
+    order = op.order if isinstance(op, ops.Copy) and op.order else tuple(range(source.parts))
+    if isinstance(op, ops.Fold) or not all(0 <= part < source.parts for part in order):
+        return f"takes parts {order} of sizes {source.sizes}: a copy does, of parts that there are"
+    if [shapes[0][part] for part in order] != shapes[1]:
+        return f"takes parts {order} of sizes {source.sizes} for sizes {target.sizes}"
+    return ""
 
 
 def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], program: Program) -> str:

@@ -7,6 +7,7 @@ mask keeps of all of them, one kernel does it, without the rows and columns that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Block(NamedTuple):
     columns: slice
     band: Band
     documents: tuple[DocumentBlock, ...] = ()
-    """Of several documents, which one variable-length kernel attends to; then ``band`` is FULL."""
+    """Parts that one variable-length kernel attends to, as of several documents; then ``band`` is FULL."""
 
 
 @lru_cache(maxsize=65536)
@@ -97,14 +98,34 @@ def _packed(mask: Documents, queries: Span, keys: Span) -> Block | None:
         assert band is not None
         return _moved(_trimmed(band, rows.stop - rows.start, columns.stop - columns.start), rows.start, columns.start)
     parts = tuple(
-        DocumentBlock(rows.stop - rows.start, columns.stop - columns.start, NOTHING if band is None else band)
+        DocumentBlock(_after(rows, met[0][0]), _after(columns, met[0][1]), band)
         for rows, columns, band in met
+        if band is not None
     )
     return Block(slice(rows.start, met[-1][0].stop), slice(columns.start, met[-1][1].stop), FULL, parts)
 
 
-NOTHING = Band(left=-1, right=0)
-"""The band of a part that keeps no pair."""
+def together(several: Sequence[Block]) -> Block:
+    """Return blocks of the same queries and keys as one."""
+    if len(several) == 1:
+        return several[0]
+    rows, columns = (
+        slice(min(side.start for side in sides), max(side.stop for side in sides))
+        for sides in ([one.rows for one in several], [one.columns for one in several])
+    )
+    parts = []
+    for one in several:
+        row, column = _after(one.rows, rows), _after(one.columns, columns)
+        parts += [
+            DocumentBlock(part.rows.moved(row.start), part.columns.moved(column.start), part.band)
+            for part in one.documents
+        ] or [DocumentBlock(row, column, one.band)]
+    return Block(rows, columns, FULL, tuple(sorted(parts, key=lambda part: part[:2])))
+
+
+def _after(part: slice, first: slice) -> Span:
+    """Return rows or columns counted from the first ones."""
+    return Span(part.start - first.start, part.stop - first.start)
 
 
 def _joined(tokens: Tokens) -> Tokens:

@@ -1,14 +1,17 @@
 """What a plan makes ranks fetch, attend and return, division by division: the rows of others that its tasks need.
 
 A rank holds its own rows, and those that it has fetched, each once: the first division that needs a row fetches it.
-Rows that no kept pair needs stay where they are.
+Rows that no kept pair needs stay where they are. What comes and goes with the same divisions lies in one buffer, and a
+division takes one kernel for each pair of buffers, whatever the number of blocks: so DCP's kernel takes a list of them
+(arXiv:2510.10620).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Mask, Span, Tokens
 from sim.schedule.ir.plan import Plan, Task
-from sim.schedule.write.blocks import Block, blocks
+from sim.schedule.write.blocks import Block, blocks, together
 
 
 class Rows(NamedTuple):
@@ -34,11 +37,25 @@ class Rows(NamedTuple):
         return self.end - self.begin
 
 
-class Attended(NamedTuple):
-    """One kernel: rows of queries and keys that are held, each in a buffer, and the block of these buffers."""
+Held = tuple[Rows, ...]
+"""Rows that lie in one buffer, one behind the other: a rank's own, or those that come and go together."""
 
-    queries: Rows
-    keys: Rows
+
+def num_rows(held: Held) -> int:
+    """Return how many a buffer has."""
+    return sum(rows.size for rows in held)
+
+
+def starts(held: Held) -> list[int]:
+    """Return where each rows of a buffer begin in it, and where the last ones end."""
+    return [0, *accumulate(rows.size for rows in held)]
+
+
+class Attended(NamedTuple):
+    """One kernel: a buffer of queries, one of keys, and the block of these."""
+
+    queries: Held
+    keys: Held
     block: Block
 
 
@@ -46,12 +63,12 @@ class Division(NamedTuple):
     """What a rank does in one division."""
 
     attended: tuple[Attended, ...]
-    queries: tuple[Rows, ...]
+    queries: tuple[Held, ...]
     """Which it needs for the first time, of other ranks."""
-    keys: tuple[Rows, ...]
-    last_queries: tuple[Rows, ...]
+    keys: tuple[Held, ...]
+    last_queries: tuple[Held, ...]
     """Which of those that it has fetched, now or before, it needs for the last time: their results go home."""
-    last_keys: tuple[Rows, ...]
+    last_keys: tuple[Held, ...]
 
 
 Movement = tuple[tuple[Division, ...], ...]
@@ -68,8 +85,9 @@ def movement(plan: Plan, mask: Mask, seq: int) -> Movement:
     found = tuple(_of_rank(rank, tasks, numbers, plan.layout, places, mask) for rank, tasks in enumerate(plan.tasks))
     attended = [np.zeros(num_tokens(tokens), dtype=bool) for tokens in plan.layout]
     for one in (one for divisions in found for division in divisions for one in division.attended):
-        (rank, begin, _), rows = one.queries, one.block.rows
-        attended[rank][begin + rows.start : begin + rows.stop] = True
+        for span in _spans(one.block):
+            for rows in _rows(one.queries, span):
+                attended[rows.owner][rows.begin : rows.end] = True
     for rank, of_rank in enumerate(attended):
         for row in np.flatnonzero(~of_rank)[:1].tolist():
             token = cut(plan.layout[rank], row, row + 1)[0].start
@@ -147,19 +165,17 @@ def _of_rank(
     by_division: dict[int, list[Task]] = defaultdict(list)
     for task in tasks:
         by_division[task.division].append(task)
-    queries, keys = (_Held(Rows(rank, 0, num_tokens(layout[rank]))) for _ in range(2))
+    own = Rows(rank, 0, num_tokens(layout[rank]))
+    pairs = [
+        [pair for task in by_division[number] for pair in _needed(task, layout, places, mask)] for number in numbers
+    ]
+    queries, keys = (_Buffers(own, [[pair[side] for pair in of] for of in pairs]) for side in (0, 1))
     found = []
-    for number in numbers:
-        pairs = [pair for task in by_division[number] for pair in _needed(task, layout, places, mask)]
-        fetched = queries.fetch([one for one, _ in pairs]), keys.fetch([one for _, one in pairs])
-        parts = ((q, k) for some, others in pairs for q in queries.parts(some) for k in keys.parts(others))
-        found.append((tuple(_kernels(_joined(_joined(parts)), layout, mask)), fetched))
-    last_queries = _last_uses(rank, [[one.queries for one in attended] for attended, _ in found])
-    last_keys = _last_uses(rank, [[one.keys for one in attended] for attended, _ in found])
-    return tuple(
-        Division(attended, *fetched, *lasts)
-        for (attended, fetched), *lasts in zip(found, last_queries, last_keys, strict=True)
-    )
+    for at, of in enumerate(pairs):
+        parts = ((q, k) for some, others in of for q in queries.parts(some) for k in keys.parts(others))
+        kernels = tuple(_kernels(_joined(_joined(parts)), layout, mask))
+        found.append(Division(kernels, queries.coming(at), keys.coming(at), queries.going(at), keys.going(at)))
+    return tuple(found)
 
 
 def _needed(task: Task, layout: tuple[Tokens, ...], places: _Places, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
@@ -178,106 +194,122 @@ def _part(rows: Rows, of: slice) -> Rows:
     return Rows(rows.owner, rows.begin + of.start, rows.begin + of.stop)
 
 
-class _Held:
-    """Which rows a rank holds: its own in one buffer, others in one for all that follow each other when fetched."""
+class Side(NamedTuple):
+    """Some of what is in a buffer."""
 
-    def __init__(self, own: Rows) -> None:
-        self._own = own
-        self._of: dict[int, list[Rows]] = defaultdict(list)
-        self._of[own.owner].append(own)
+    held: Held
+    begin: int
+    end: int
 
-    def fetch(self, needed: Iterable[Rows]) -> tuple[Rows, ...]:
-        """Return what is needed and not yet held, by owners; from now on it is."""
-        by_owner: dict[int, set[Rows]] = defaultdict(set)
-        for rows in needed:
-            by_owner[rows.owner].add(rows)
-        fetched: list[Rows] = []
-        for owner, wanted in sorted(by_owner.items()):
-            held = self._of[owner]
-            missing = [part for rows in _union(sorted(wanted)) for part in _without(rows, held)]
-            self._of[owner] = sorted(held + missing)
-            fetched += missing
-        return tuple(fetched)
+
+class _Buffers:
+    """In which buffer a rank holds rows, of queries or of keys; ``needed`` are those of each division."""
+
+    def __init__(self, own: Rows, needed: Sequence[Sequence[Rows]]) -> None:
+        by_owner: dict[int, dict[Rows, tuple[int, int]]] = defaultdict(dict)
+        for at, some in enumerate(needed):
+            for rows in some:
+                if rows.owner != own.owner:
+                    first, _ = by_owner[rows.owner].get(rows, (at, at))
+                    by_owner[rows.owner][rows] = first, at
+        self._of: dict[tuple[int, int], list[Rows]] = defaultdict(list)
+        for _, wanted in sorted(by_owner.items()):
+            for rows, when in _uses(wanted):
+                self._of[when].append(rows)
+        self._places: dict[int, list[tuple[Rows, Held, int]]] = defaultdict(list)
+        for held in ((own,), *map(tuple, self._of.values())):
+            for rows, start in zip(held, starts(held), strict=False):
+                self._places[rows.owner].append((rows, held, start))
+        for places in self._places.values():
+            places.sort()
+
+    def coming(self, at: int) -> tuple[Held, ...]:
+        """Return what a division needs first."""
+        return tuple(tuple(held) for (first, _), held in sorted(self._of.items()) if first == at)
+
+    def going(self, at: int) -> tuple[Held, ...]:
+        """Return what a division needs last."""
+        return tuple(tuple(held) for (_, last), held in sorted(self._of.items()) if last == at)
 
     def parts(self, rows: Rows) -> Iterator[Side]:
-        """Yield the rows piece by piece, each with all that is in its buffer."""
-        held = self._of[rows.owner]
-        for at in range(bisect_right(held, rows.begin, key=_end), len(held)):
-            if held[at].begin >= rows.end:
+        """Yield where rows lie, piece by piece."""
+        places = self._places[rows.owner]
+        for place, held, start in places[bisect_right(places, rows.begin, key=lambda found: found[0].end) :]:
+            if place.begin >= rows.end:
                 return
-            begin, end = max(rows.begin, held[at].begin), min(rows.end, held[at].end)
-            yield Side(held[at], Rows(rows.owner, begin, end))
+            begin, end = max(rows.begin, place.begin), min(rows.end, place.end)
+            yield Side(held, start + begin - place.begin, start + end - place.begin)
 
 
-class Side(NamedTuple):
-    """Rows, and all that is in their buffer."""
-
-    held: Rows
-    rows: Rows
-
-
-def _end(rows: Rows) -> int:
-    return rows.end
-
-
-def _union(wanted: list[Rows]) -> list[Rows]:
-    """Return sorted rows of one owner, each once: those that follow each other as one."""
-    found: list[Rows] = []
-    for rows in wanted:
-        if found and rows.begin <= found[-1].end:
-            found[-1] = found[-1]._replace(end=max(found[-1].end, rows.end))
+def _uses(wanted: dict[Rows, tuple[int, int]]) -> list[tuple[Rows, tuple[int, int]]]:
+    """Return rows of one owner in order, each once, with the first and the last division that needs them."""
+    edges = sorted({edge for rows in wanted for edge in (rows.begin, rows.end)})
+    needed: list[list[tuple[int, int]]] = [[] for _ in edges]
+    for rows, when in wanted.items():
+        for at in range(bisect_left(edges, rows.begin), bisect_left(edges, rows.end)):
+            needed[at].append(when)
+    found: list[tuple[Rows, tuple[int, int]]] = []
+    owner = next(iter(wanted)).owner
+    for (begin, end), times in zip(pairwise(edges), needed, strict=False):
+        if not times:
+            continue
+        when = min(first for first, _ in times), max(last for _, last in times)
+        if found and found[-1][0].end == begin and found[-1][1] == when:
+            found[-1] = found[-1][0]._replace(end=end), when
         else:
-            found.append(rows)
+            found.append((Rows(owner, begin, end), when))
     return found
 
 
-def _without(rows: Rows, held: list[Rows]) -> Iterator[Rows]:
-    """Yield what is not among others, which are sorted, and of which no two overlap."""
-    begin = rows.begin
-    for at in range(bisect_right(held, begin, key=_end), len(held)):
-        if held[at].begin >= rows.end:
-            break
-        if begin < held[at].begin:
-            yield Rows(rows.owner, begin, held[at].begin)
-        begin = held[at].end
-    if begin < rows.end:
-        yield Rows(rows.owner, begin, rows.end)
+def _tokens_of(side: Side, layout: tuple[Tokens, ...]) -> Tokens:
+    return tuple(span for rows in _rows(side.held, slice(side.begin, side.end)) for span in _tokens(rows, layout))
+
+
+def _rows(held: Held, part: slice) -> Iterator[Rows]:
+    """Yield which rows lie in a part of a buffer."""
+    for rows, start in zip(held, starts(held), strict=False):
+        begin, end = max(part.start, start), min(part.stop, start + rows.size)
+        if begin < end:
+            yield Rows(rows.owner, rows.begin + begin - start, rows.begin + end - start)
 
 
 def _joined(pairs: Iterable[tuple[Side, Side]]) -> list[tuple[Side, Side]]:
     """Return pairs with their sides exchanged, and as one where second sides that follow each other in a buffer meet
     the same first one. Those that overlap stay apart, so that ``check`` finds what is attended twice.
     """
-    groups: dict[tuple[Side, Rows], list[Rows]] = defaultdict(list)
+    groups: dict[tuple[Side, Held], list[Side]] = defaultdict(list)
     for first, second in pairs:
-        groups[first, second.held].append(second.rows)
+        groups[first, second.held].append(second)
     found = []
-    for (first, held), seconds in groups.items():
-        runs: list[Rows] = []
-        for rows in sorted(seconds):
-            if runs and runs[-1].end == rows.begin:
-                runs[-1] = runs[-1]._replace(end=rows.end)
+    for (first, _), seconds in groups.items():
+        runs: list[Side] = []
+        for side in sorted(seconds):
+            if runs and runs[-1].end == side.begin:
+                runs[-1] = runs[-1]._replace(end=side.end)
             else:
-                runs.append(rows)
-        found += [(Side(held, run), first) for run in runs]
+                runs.append(side)
+        found += [(run, first) for run in runs]
     return found
 
 
 def _kernels(pairs: Iterable[tuple[Side, Side]], layout: tuple[Tokens, ...], mask: Mask) -> Iterator[Attended]:
-    """Yield the kernels of pairs of queries and keys."""
+    """Yield a kernel for each pair of buffers."""
+    found: dict[tuple[Held, Held], list[Block]] = defaultdict(list)
     for queries, keys in pairs:
-        for block in blocks(mask, _tokens(queries.rows, layout), _tokens(keys.rows, layout)):
-            inside = block._replace(rows=_in_buffer(queries, block.rows), columns=_in_buffer(keys, block.columns))
-            yield Attended(queries.held, keys.held, inside)
+        found[queries.held, keys.held] += [
+            block._replace(rows=_after(queries, block.rows), columns=_after(keys, block.columns))
+            for block in blocks(mask, _tokens_of(queries, layout), _tokens_of(keys, layout))
+        ]
+    for (some, others), parts in found.items():
+        yield Attended(some, others, together(parts))
 
 
-def _in_buffer(side: Side, of: slice) -> slice:
-    """Return a slice of rows as one of their buffer."""
-    begin = side.rows.begin - side.held.begin
-    return slice(begin + of.start, begin + of.stop)
+def _after(side: Side, of: slice) -> slice:
+    """Return a slice of some of a buffer as one of all of it."""
+    return slice(side.begin + of.start, side.begin + of.stop)
 
 
-def _last_uses(rank: int, used: list[list[Rows]]) -> list[tuple[Rows, ...]]:
-    """Return per division which rows of others are used there for the last time."""
-    last = {rows: at for at, some in enumerate(used) for rows in some if rows.owner != rank}
-    return [tuple(sorted(rows for rows, where in last.items() if where == at)) for at in range(len(used))]
+def _spans(block: Block) -> list[slice]:
+    """Return which rows a block attends."""
+    start = block.rows.start
+    return [slice(start + part.rows.start, start + part.rows.stop) for part in block.documents] or [block.rows]
