@@ -60,7 +60,8 @@ def reach(simulation: Simulation, by: By, seconds: Callable[[Trace], float] | No
     expected_s, seeds_s = simulation.trace.step_time_s, simulation.step_times_s
     longer = simulation.profile.beside_communication - 1 if simulation.profile and by == "points" else 0.0
     low_s = min(low.step_time_s, expected_s) - (expected_s - seeds_s[0])
-    high_s = max(high.step_time_s + longer * overlapped_s(high, critical_rank(high)), expected_s)
+    beside_s = longer * overlapped_s(high, critical_rank(high)) if longer else 0.0
+    high_s = max(high.step_time_s + beside_s, expected_s)
     return Reach(_log(expected_s, low_s), _log(high_s + seeds_s[-1] - expected_s, expected_s))
 
 

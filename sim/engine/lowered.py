@@ -6,8 +6,9 @@ is distinct among them: kernel uses, copies, messages, collectives, kinds of iss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
@@ -144,7 +145,10 @@ class Lowered:
         starts = dict(zip((program.rank for program in programs), zip(names, before, strict=False), strict=True))
         streams = {(rank, fragment): _streams(fragment, *starts[rank]) for rank, fragment in numbered}
         self.ops["stream"] = together([streams[of] for of in fragments])
-        self.stream_ops = np.argsort(self.ops["stream"], kind="stable").astype(INT)
+        self.stream_ops = np.empty(self.num_ops, INT)
+        for (begin, end), start in zip(pairwise(self.first), before, strict=False):  # in 16 bits numpy sorts by radix
+            own = (self.ops["stream"][begin:end] - start).astype(np.uint16)
+            self.stream_ops[begin:end] = begin + own.argsort(kind="stable")
         self.streams = np.zeros(before[-1], STREAM)
         ends = np.cumsum(np.bincount(self.ops["stream"], minlength=before[-1]))
         self.streams["ops_end"], self.streams["ops"][1:] = ends, ends[:-1]
@@ -339,12 +343,9 @@ class _Met:
         ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops))
         into.ops["transfers_end"], into.ops["transfers"][1:] = ends, ends[:-1]
         numbers = self._group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
-        keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], numbers])
-        distinct, self.transfer_message = np.unique(keys, axis=0, return_inverse=True)
-        self.transfer_message = self.transfer_message.reshape(-1)
+        distinct, self.transfer_message = _distinct(pairs[:, 0], pairs[:, 1], sent["nbytes"], numbers)
         self.messages = [
-            MessageKey(source, target, nbytes, self._groups[number])
-            for source, target, nbytes, number in distinct.tolist()
+            MessageKey(source, target, nbytes, self._groups[number]) for source, target, nbytes, number in distinct
         ]
 
     def _find_group_of(self, ranks: int) -> Array:
@@ -358,12 +359,11 @@ class _Met:
 
     def _set_exchanges(self, exchanges: Array, into: Lowered) -> None:
         """Set which Exchanges hold the same compute units."""
-        numbers = self._group_of[exchanges["communicator"], into.op_rank[exchanges["op"]]] if len(exchanges) else []
-        keys = np.column_stack([numbers, exchanges["peers"], exchanges["nbytes"]])
-        distinct, which = np.unique(keys, axis=0, return_inverse=True)
+        found = self._group_of[exchanges["communicator"], into.op_rank[exchanges["op"]]] if len(exchanges) else []
+        distinct, which = _distinct(np.array(found, np.int64), exchanges["peers"], exchanges["nbytes"])
         self.op_exchange = np.full(into.num_ops, -1, INT)
-        self.op_exchange[exchanges["op"]] = which.reshape(-1)
-        self.exchanges = [ExchangeKey(self._groups[group], *rest) for group, *rest in distinct.astype(int).tolist()]
+        self.op_exchange[exchanges["op"]] = which
+        self.exchanges = [ExchangeKey(self._groups[group], *rest) for group, *rest in distinct]
 
     def _set_groups(self, collectives: Array, into: Lowered) -> None:
         """Let the n-th collectives of all members of a group be one."""
@@ -392,6 +392,20 @@ class _Met:
         into.ops["group"][self.members] = np.repeat(np.arange(len(counts)), counts)
         self.group_call = np.array(group_call, INT)
         self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
+
+
+def _distinct(*columns: Array) -> tuple[list[tuple[int, ...]], Array]:
+    """Return which rows there are, in their order, and of each row which of them it is. Rows are sorted as one number
+    each: numpy compares rows byte by byte.
+    """
+    values, codes = zip(*(np.unique(column, return_inverse=True) for column in columns), strict=True)
+    sizes = [max(len(some), 1) for some in values]
+    if math.prod(sizes) > np.iinfo(np.int64).max:
+        rows, which = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
+        return [tuple(row) for row in rows.tolist()], which.reshape(-1)
+    numbers, which = np.unique(np.ravel_multi_index(codes, sizes), return_inverse=True)
+    found = (some[of].tolist() for some, of in zip(values, np.unravel_index(numbers, sizes), strict=True))
+    return list(zip(*found, strict=True)), which
 
 
 def kind_of(op: ops.Op) -> int:

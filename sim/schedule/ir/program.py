@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from sim.errors import InputError
+from sim.garbage import garbage_collection_off
 from sim.mesh import Mesh
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
 from sim.schedule.ir.declare import rebound
@@ -28,7 +29,7 @@ from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
-from sim.schedule.ir.written import pieces
+from sim.schedule.ir.written import Pieces
 from sim.workload import DTYPE_BYTES, Dtype, Workload
 
 
@@ -105,6 +106,17 @@ class Fragment:
         if self.alike:
             return self.alike.boxes
         return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of ``columns`` and ``boxes``; raises OverflowError where there are none."""
+        if self.alike:
+            return self.alike.digest
+        arrays = (self.columns.stream, self.columns.access_ends, self.columns.accesses, self.boxes)
+        found = hashlib.blake2b(repr((self.columns.streams, self.columns.syncs, list(map(len, arrays)))).encode())
+        for array in arrays:
+            found.update(np.ascontiguousarray(array).data)
+        return found.digest()
 
     @cached_property
     def formed(self) -> list[Formed]:
@@ -313,7 +325,7 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
-        return b"".join(pieces(self))
+        return b"".join(Pieces().of(self))
 
     @staticmethod
     def from_json(data: bytes) -> Program:
@@ -335,7 +347,7 @@ class Program:
 
 
 class _Written(Data, frozen=True, kw_only=True):
-    """A program as JSON, in the order of ``pieces``."""
+    """A program as JSON, in the order of ``Pieces``."""
 
     rank: int
     buffers: tuple[Buffer, ...]
@@ -438,6 +450,7 @@ class Schedule:
             self._programs[rank] = self._built(rank)
         return self._programs[rank]
 
+    @garbage_collection_off()
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
         replica, role = mesh.replica(rank), mesh.role(rank)
@@ -506,9 +519,10 @@ class Schedule:
 
     def _pieces(self) -> Iterator[bytes]:
         yield b'{"header":%b,"programs":[' % msgspec.json.encode(self.header)
+        pieces = Pieces()
         for place, rank in enumerate(self.header.mesh.first_replica if self.replicated else range(self.num_ranks)):
             yield b"," if place else b""
-            yield from pieces(self.program(rank))
+            yield from pieces.of(self.program(rank))
         yield b"]}"
 
     @staticmethod
