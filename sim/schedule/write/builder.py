@@ -351,8 +351,8 @@ class ProgramBuilder:
         """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
         pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
         """
-        places = {self.place(view) for view in (source, target)}
-        stream = FETCH if self.place(target) == "hbm" else OFFLOAD
+        places = self.place(source), self.place(target)
+        stream = FETCH if places[1] == "hbm" else OFFLOAD
         self.add(HostCopy(label=label, stream=stream, source=source, target=target), layer)
         if "pageable" in places:
             self.add(HostSync(label="pageable memory", streams=(stream,)))
