@@ -27,7 +27,7 @@ from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Exchange, Message, Op
+from sim.schedule.ir.ops import Communication, Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.schedule.ir.written import Pieces
 from sim.workload import DTYPE_BYTES, Dtype, Workload
@@ -106,6 +106,11 @@ class Fragment:
         if self.alike:
             return self.alike.boxes
         return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
+
+    @cached_property
+    def communication(self) -> list[int]:
+        """Which of its ops are communication."""
+        return [at for at, op in enumerate(self.ops) if isinstance(op, Communication)]
 
     @cached_property
     def digest(self) -> bytes:
@@ -271,6 +276,14 @@ class Program:
     def num_ops(self) -> int:
         """How many ops all calls have."""
         return sum(len(call.fragment.ops) for call in self.calls)
+
+    @property
+    def communication(self) -> Iterator[tuple[int, Op]]:
+        """Ops that are communication, with their numbers."""
+        first = 0
+        for call in self.calls:
+            yield from ((first + at, self.ops[first + at]) for at in call.fragment.shared.communication)
+            first += len(call.fragment.ops)
 
     @property
     def boxes(self) -> Array:

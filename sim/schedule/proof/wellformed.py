@@ -38,7 +38,8 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     ops_of, formed = program.ops, program.formed
     places = {form: index for index, (form, _) in reversed(list(enumerate(formed)))}  # the first op of each
-    peers = [index for index, (form, _) in enumerate(formed) if isinstance(form.op, ops.Exchange)]
+    exchanges = {form for form in places if isinstance(form.op, ops.Exchange)}  # whose peers are no part of it
+    peers = [index for index, (form, _) in enumerate(formed) if form in exchanges] if exchanges else []
     for index in sorted({*places.values(), *peers}):
         op, (form, _) = ops_of[index], formed[index]
         problem = "" if form in sound else _form_problem(op, program, inputs, schedule)

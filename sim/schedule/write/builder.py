@@ -140,8 +140,10 @@ class ProgramBuilder:
         writing, count = self._writing, len(self._buffers)
         if not (writing.ops or writing.inputs or writing.outputs or count > writing.first):
             return
-        used = [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
-        used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
+        used: list[int] = []
+        if writing.first:  # else there is nothing that it could be given
+            used += [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
+            used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
         given = tuple(dict.fromkeys([number for number in used if number < writing.first]))
         order = (*given, *range(writing.first, count))
         fragment = self._end({number: at for at, number in enumerate(order)})
