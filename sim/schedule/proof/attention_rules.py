@@ -110,7 +110,7 @@ class AttentionRules(NamedTuple):
 
     def complete(self, content: Content) -> bool:
         """Return whether everything that the mask keeps has been summed into this content, of every member."""
-        if self.members > 1 and differs(content._replace(at=(content.tokens,))):  # heads do not matter
+        if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
             alone = self._replace(members=1)
             found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}
             if len(found) > 1:
