@@ -463,7 +463,6 @@ class Schedule:
             self._programs[rank] = self._built(rank)
         return self._programs[rank]
 
-    @garbage_collection_off()
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
         replica, role = mesh.replica(rank), mesh.role(rank)
@@ -492,7 +491,10 @@ class Schedule:
     @property
     def programs(self) -> list[Program]:
         """The programs of all ranks, in their order."""
-        return [self.program(rank) for rank in range(self.num_ranks)]
+        if len(self._programs) == self.num_ranks:
+            return [self._programs[rank] for rank in range(self.num_ranks)]
+        with garbage_collection_off():
+            return [self.program(rank) for rank in range(self.num_ranks)]
 
     def first(self, replicas: int) -> Schedule:
         """Return the schedule of the first so many replicas, which communicate among themselves only.
