@@ -6,6 +6,7 @@ the same run. The targets are those that Longstep was designed for, on one core 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -153,6 +154,7 @@ class Taken(NamedTuple):
 
 def timed(case: Case) -> tuple[Taken, int, int]:
     """Run a case once; return also its ops and the events of one play."""
+    gc.collect()  # no case pays for what another one left
     clock = Stopwatch()
     schedule = clock.of(case.build)
     clock.of(lambda: schedule.programs, more=True)
