@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.kept import kept
 from sim.schedule.ir.ops import KINDS, Activity
@@ -20,6 +22,10 @@ Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _ONE: dict[PartName, int] = {part: 1 << 15 * number for number, part in enumerate(PARTS) if part != "idle"}
 """One op at a part, in a number that counts them for all parts, 15 bits each: a rank has fewer streams."""
 _SOME = {part: one * ((1 << 15) - 1) for part, one in _ONE.items()}
+_AT = np.array([*_ONE.values()])
+_CHANGES = np.concatenate([[_ONE["synchronisation"]], _AT - _ONE["synchronisation"], -_AT, [0]])
+"""What an edge may change that number by: when an op is posted, begins, and ends, at each part; the start of a rank."""
+_START = len(_CHANGES) - 1
 
 
 class _Spent(NamedTuple):
@@ -63,37 +69,62 @@ def critical_rank(trace: Trace) -> int:
     return min(range(trace.num_ranks), key=lambda rank: (waiting_s(breakdown(trace, rank)), rank))
 
 
+_MOST = 1 << 17
+"""Edges of a block of ranks: so many that what is made of them stays in a processor's cache."""
+
+
 class _Edges(NamedTuple):
     """When what goes on may change, whatever the times: at the start, and where an op is posted, begins or ends.
 
-    All edges of a rank follow each other, those of a stream in its order, so that their times are nearly sorted.
+    All edges of a rank follow each other, those of a stream in its order, so that their times are nearly sorted. Those
+    of some ranks are a block.
     """
 
+    first: int
+    """The number of the first rank."""
+    ops: slice
+    """Those of these ranks."""
     bounds: list[int]
     """(ranks + 1,): where the edges of each rank begin, and where the last ones end."""
-    columns: Integers
-    """(edges,): which of the times posted, begun and ended of all ops, one behind the other, and 0 behind those."""
-    changes: Integers
-    """(edges,): by what the number of ops at each part changes."""
+    columns: NDArray[np.int32]
+    """(edges,): which of the times posted, begun and ended of these ops, one behind the other, and 0 behind those."""
+    changes: NDArray[np.int8]
+    """(edges,): by which of ``_CHANGES`` the number of ops at each part changes."""
 
 
 @kept
-def _edges(ops: Ops) -> _Edges:
-    count, numbers = len(ops.kinds), {name: number for number, name in enumerate(dict.fromkeys(ops.streams))}
-    ranks = np.repeat(np.arange(len(ops.starts) - 1), np.diff(ops.starts))
-    streams = np.array([numbers[name] for name in ops.streams], np.int64)
+def _edges(ops: Ops) -> list[_Edges]:
+    """Return the edges of all ranks in blocks, of one rank at least."""
+    names = {name: number for number, name in enumerate(dict.fromkeys(ops.streams))}
+    parts = {kind: [*_ONE].index(KINDS[kind].meta.activity) for kind in set(ops.kinds)}
+    found, first = [], 0
+    while first < len(ops.starts) - 1:
+        last = max(first + 1, bisect_right(ops.starts, ops.starts[first] + _MOST // 3) - 1)
+        begin, end = ops.starts[first], ops.starts[last]
+        streams = np.array([names[name] for name in ops.streams[begin:end]], np.int64)
+        at_work = np.array([parts[kind] for kind in ops.kinds[begin:end]], np.int8)
+        starts = np.array(ops.starts[first : last + 1]) - begin
+        found.append(_Edges(first, slice(begin, end), *_of_block(streams, at_work, starts)))
+        first = last
+    return found
+
+
+def _of_block(
+    streams: Integers, at_work: NDArray[np.int8], starts: Integers
+) -> tuple[list[int], NDArray[np.int32], NDArray[np.int8]]:
+    """Return bounds, columns and changes of ranks whose ops begin there, and are at these parts when they work."""
+    count = len(streams)
+    ranks = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     order = np.lexsort((streams, ranks))
-    one = {kind: _ONE[KINDS[kind].meta.activity] for kind in set(ops.kinds)}
-    at_work = np.array([one[kind] for kind in ops.kinds], np.int64)[order]
-    waiting = np.full(count, _ONE["synchronisation"])  # when posted; what only waits does so to its end
-    changes = np.stack([waiting, at_work - waiting, -at_work], axis=1)
-    columns = order[:, np.newaxis] + np.array([0, count, 2 * count])
-    some = changes != 0
-    before = np.append(0, np.cumsum(some.sum(axis=1)))[ops.starts]
-    return _Edges(
+    at_work = at_work[order]
+    changes = np.stack([np.zeros_like(at_work), 1 + at_work, 1 + len(_ONE) + at_work], axis=1)
+    columns = (order[:, np.newaxis] + np.array([0, count, 2 * count])).astype(np.int32)
+    some = _CHANGES[changes] != 0  # what only waits does so to its end
+    before = np.append(0, np.cumsum(some.sum(axis=1)))[starts]
+    return (
         (before + np.arange(len(before))).tolist(),
         np.insert(columns[some], before[:-1], 3 * count),
-        np.insert(changes[some], before[:-1], 0),
+        np.insert(changes[some], before[:-1], _START),
     )
 
 
@@ -102,20 +133,29 @@ def _spent(trace: Trace) -> _Spent:
     """Return the parts of all ranks. Seconds are added one by one in the order of time, and an op that takes none
     divides no span of others: so the sums are, to the bit, those of a walk from edge to edge.
     """
-    bounds, columns, changes = _edges(trace.ops)
-    some = trace.ended_s > trace.posted_s
-    times = [np.where(some, column, 0.0) for column in (trace.posted_s, trace.begun_s, trace.ended_s)]
+    blocks = [_of_edges(trace, edges) for edges in _edges(trace.ops)]
+    none = _Spent(np.zeros((0, len(PARTS))), np.zeros(0))
+    return _Spent(*map(np.concatenate, zip(none, *blocks, strict=True)))
+
+
+def _of_edges(trace: Trace, edges: _Edges) -> _Spent:
+    """Return the parts of the ranks of a block."""
+    _, ops, bounds, columns, changes = edges
+    posted_s, begun_s, ended_s = (column[ops] for column in (trace.posted_s, trace.begun_s, trace.ended_s))
+    some = ended_s > posted_s
+    times = [np.where(some, column, 0.0) for column in (posted_s, begun_s, ended_s)]
     at = np.concatenate([*times, [0.0]])[columns]
     order = np.concatenate([start + at[start:stop].argsort(kind="stable") for start, stop in pairwise(bounds)])
-    at, going = at[order], np.cumsum(changes[order])  # a rank leaves nothing going to the next one
+    at, going = at[order], np.cumsum(_CHANGES[changes[order]])  # a rank leaves nothing going to the next one
     until = np.append(at[1:], 0.0)
     until[np.array(bounds[1:]) - 1] = trace.step_time_s
     part = np.full(len(at), PARTS.index("idle"))
     for name in reversed(_SOME):
         part[going & _SOME[name] != 0] = PARTS.index(name)
-    rank = np.repeat(np.arange(trace.num_ranks), np.diff(bounds))
+    count = len(bounds) - 1
+    rank = np.repeat(np.arange(count), np.diff(bounds))
     both = (going & _SOME["compute"] != 0) & (going & _SOME["communication"] != 0)
-    parts, overlapped = np.zeros(trace.num_ranks * len(PARTS)), np.zeros(trace.num_ranks)
+    parts, overlapped = np.zeros(count * len(PARTS)), np.zeros(count)
     np.add.at(parts, rank * len(PARTS) + part, until - at)
     np.add.at(overlapped, rank[both], (until - at)[both])
     return _Spent(parts.reshape(-1, len(PARTS)), overlapped)

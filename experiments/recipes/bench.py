@@ -6,6 +6,7 @@ the same run. The targets are those that Longstep was designed for, on one core 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import View
-from sim.schedule.methods import ring, ulysses
+from sim.schedule.methods import fpdt, ring, ulysses
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import all_heads, attention_program
 from sim.schedule.write.builder import ProgramBuilder
@@ -158,6 +159,7 @@ class Taken(NamedTuple):
 
 def timed(case: Case) -> tuple[Taken, int, int]:
     """Run a case once; return also its ops and the events of one play."""
+    gc.collect()  # no case pays for what another one left
     clock = Stopwatch()
     schedule = clock.of(case.build)
     clock.of(lambda: schedule.programs, more=True)
@@ -231,16 +233,47 @@ def equal_replicas(replicas: int) -> float:
     return min(clock.taken)
 
 
-def large_step() -> float:
-    """Return the CPU time of a step of 64 layers on 64 GPUs with all techniques, from nothing to a report."""
+def large_step(*, bound: bool = False) -> float:
+    """Return the CPU time of a step of 64 layers on 64 GPUs with all techniques, from nothing to a report with its
+    interval, or with what bounds it.
+    """
     clock = Stopwatch()
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=8)
-    clock.of(lambda: _played(everything_on("4M", 64, 64), spec))
+    clock.of(lambda: _played(everything_on("4M", 64, 64), spec, with_interval=not bound, with_bound=bound))
     return clock.taken[0]
 
 
-def _played(schedule: Schedule, spec: ClusterSpec) -> Report:
-    return report(Prepared(check(schedule)).play(Cluster(spec), load_profile("h100-sxm")))
+def bounded_step() -> float:
+    """Return the CPU time of the same with what bounds it."""
+    return large_step(bound=True)
+
+
+def long_fpdt() -> float:
+    """Return the CPU time of one layer of FPDT's attention at 5M tokens on 8 GPUs, from nothing to a report with its
+    interval.
+    """
+    clock = Stopwatch()
+    workload = Workload(model=load_model("llama3-8b"), seq=5 * 2**20, dtype="bf16")
+    spec = load_cluster("hgx-h100")
+    clock.of(lambda: _played(fpdt.build(workload, Mesh(ulysses=8)), spec, with_interval=True, with_bound=False))
+    return clock.taken[0]
+
+
+def _played(schedule: Schedule, spec: ClusterSpec, *, with_interval: bool = False, with_bound: bool = True) -> Report:
+    simulation = Prepared(check(schedule)).play(Cluster(spec), load_profile("h100-sxm"))
+    return report(simulation, with_interval=with_interval, with_bound=with_bound)
+
+
+def once(timed: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds that a function of this module says it takes in a process of its own, and the most memory, in
+    bytes, that the process had, imports included.
+    """
+    code = (
+        f"import resource; from experiments.recipes import bench; bench.native.library(); "
+        f"print(bench.{timed.__name__}(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return float(said[0]), float(said[1])
 
 
 def single_imports() -> float:
@@ -322,7 +355,14 @@ def bench(console: Console) -> None:
     table = Table("other", "measured", "target", title="Least of five runs", title_justify="left")
     table.add_row(f"all-to-all of {messages} single messages, 512 ranks: play", seconds(play_s), seconds(0.3))
     table.add_row("ulysses (8) in 512 data-parallel replicas: all", seconds(equal_replicas(512)), seconds(0.2))
-    table.add_row("step of 64 layers, everything on, P = 64: all, once", seconds(large_step()), seconds(15.0))
+    for name, function, target_s, target in (
+        ("step of 64 layers, everything on, P = 64", large_step, 15.0, ", 1 GB"),
+        ("the same with what bounds it instead of an interval", bounded_step, 0.0, ""),
+        ("one layer of attention by FPDT at 5M, P = 8", long_fpdt, 5.0, ""),
+    ):
+        taken_s, peak_bytes = once(function)
+        measured = f"{seconds(taken_s)}, {peak_bytes / 1e9:.2f} GB"
+        table.add_row(f"{name}: all, once", measured, seconds(target_s) + target if target_s else "")
     for name, intervals, target in (("breakdowns", False, seconds(10)), ("breakdowns and 90 % intervals", True, "")):
         taken_s = thousand(intervals=intervals)
         table.add_row(f"1,000 what-ifs of 32 layers with {name}, all cores (wall time)", seconds(taken_s), target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -53,14 +53,16 @@ def reach(simulation: Simulation, by: By, seconds: Callable[[Trace], float] | No
     communication take at the upper end as much longer as ``profile.beside_communication`` says; measured steps have
     that in them.
     """
-    low, high = bounds(simulation, by)
+    ends = bounds(simulation, by)
     if seconds:
-        expected_s, low_s, high_s = map(seconds, (simulation.trace, low, high))
+        expected_s, low_s, high_s = map(seconds, (simulation.trace, *ends))
         return Reach(_log(expected_s, low_s), _log(high_s, expected_s))
     expected_s, seeds_s = simulation.trace.step_time_s, simulation.step_times_s
     longer = simulation.profile.beside_communication - 1 if simulation.profile and by == "points" else 0.0
-    low_s = min(low.step_time_s, expected_s) - (expected_s - seeds_s[0])
-    high_s = max(high.step_time_s + longer * overlapped_s(high, critical_rank(high)), expected_s)
+    low_s = min(next(ends).step_time_s, expected_s) - (expected_s - seeds_s[0])
+    high = next(ends)
+    beside_s = longer * overlapped_s(high, critical_rank(high)) if longer else 0.0
+    high_s = max(high.step_time_s + beside_s, expected_s)
     return Reach(_log(expected_s, low_s), _log(high_s + seeds_s[-1] - expected_s, expected_s))
 
 
@@ -69,8 +71,8 @@ def _log(larger_s: float, smaller_s: float) -> float:
     return max(math.log(larger_s / smaller_s), 0.0) if smaller_s > 0 and larger_s > 0 else 0.0
 
 
-def bounds(simulation: Simulation, by: By) -> tuple[Trace, Trace]:
-    """Return the step, simulated with all costs at their lower and at their upper bounds.
+def bounds(simulation: Simulation, by: By) -> Iterator[Trace]:
+    """Yield the step, simulated with all costs at their lower and at their upper bounds.
 
     All points of a kernel move together, as they do where a table was made at another clock or by another version: as
     far as sources disagree, and ``by`` points to where one of twenty leave-one-out predictions lies beyond. At the
@@ -81,8 +83,7 @@ def bounds(simulation: Simulation, by: By) -> tuple[Trace, Trace]:
     checked, cluster, profile, noise = simulation.checked, simulation.cluster, simulation.profile, simulation.noise
     assert profile is not None
     ends = _by_sources(profile) if by == "sources" else _by_points(profile)
-    low, high = (simulate(checked, cluster, end, noise, engine=simulation.engine).trace for end in ends)
-    return low, high
+    return (simulate(checked, cluster, end, noise, engine=simulation.engine).trace for end in ends)
 
 
 @kept

@@ -6,8 +6,9 @@ is distinct among them: kernel uses, copies, messages, collectives, kinds of iss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
@@ -126,25 +127,23 @@ class Lowered:
         return self.first[-1]
 
     def _lower_programs(self, programs: Sequence[Program]) -> None:
-        """Set what follows from each rank's program alone."""
-        fragments = [(program.rank, call.fragment) for program in programs for call in program.calls]
-        numbered = {of: self._numbered(*of) for of in dict.fromkeys(fragments)}
-        all_of = [numbered[of] for of in fragments]
-        self.ops["kind"] = together([_facts(fragment.shared).kind for _, fragment in fragments])
-        self.ops["issue"] = together([of.issue for of in all_of])
-        self.op_use = together([of.use for of in all_of])
-        """Number of the kernel use of each op, -1 for others."""
-        self.op_copy = together([of.copy for of in all_of])
-        """Number of the copy between a GPU and its host, or of the kernel of that; -1 for others."""
-        names = [
-            list(dict.fromkeys(name for call in p.calls for name in _facts(call.fragment.shared).streams))
-            for p in programs
-        ]
-        before = np.cumsum([0, *map(len, names)]).tolist()
-        starts = dict(zip((program.rank for program in programs), zip(names, before, strict=False), strict=True))
-        streams = {(rank, fragment): _streams(fragment, *starts[rank]) for rank, fragment in numbered}
-        self.ops["stream"] = together([streams[of] for of in fragments])
-        self.stream_ops = np.argsort(self.ops["stream"], kind="stable").astype(INT)
+        """Set what follows from each rank's program alone, rank by rank, since arrays of all are large."""
+        self.op_use, self.op_copy, self.stream_ops = (np.empty(self.num_ops, INT) for _ in range(3))
+        names: list[list[str]] = []
+        before = [0]
+        for program, (begin, end) in zip(programs, pairwise(self.first), strict=True):
+            fragments = [call.fragment for call in program.calls]
+            names.append(list(dict.fromkeys(name for one in fragments for name in _facts(one.shared).streams)))
+            numbered = {one: self._numbered(program.rank, one, names[-1]) for one in dict.fromkeys(fragments)}
+            found, own = [numbered[one] for one in fragments], self.ops[begin:end]
+            own["kind"] = together([_facts(one.shared).kind for one in fragments])
+            own["issue"] = together([of.issue for of in found])
+            self.op_use[begin:end] = together([of.use for of in found])
+            self.op_copy[begin:end] = together([of.copy for of in found])
+            streams = together([of.stream for of in found])
+            own["stream"] = streams + before[-1]
+            self.stream_ops[begin:end] = begin + streams.astype(np.uint16).argsort(kind="stable")  # in 16 bits by radix
+            before.append(before[-1] + len(names[-1]))
         self.streams = np.zeros(before[-1], STREAM)
         ends = np.cumsum(np.bincount(self.ops["stream"], minlength=before[-1]))
         self.streams["ops_end"], self.streams["ops"][1:] = ends, ends[:-1]
@@ -157,13 +156,14 @@ class Lowered:
             for start, of_rank in zip(before, names, strict=False)
         ]
 
-    def _numbered(self, rank: int, fragment: Fragment) -> _Numbered:
-        """Return what is distinct in a fragment by the numbers that it has here."""
+    def _numbered(self, rank: int, fragment: Fragment, streams: list[str]) -> _Numbered:
+        """Return what is distinct in a fragment by the numbers that it has here; ``streams`` are those of the rank."""
         facts, alone = _facts(fragment.shared), fragment.program(rank)
         issues = [self.issues.number(key, one) for key, one in facts.issues]
         uses = [self.uses.number(use, use) for use in facts.uses]
         copies = [self.copies.number((rank, *key), (alone, op)) for key, op in facts.copies]
         return _Numbered(
+            np.array([streams.index(name) for name in facts.streams], INT)[facts.stream],
             np.array(issues, INT)[facts.issue],
             np.array([*uses, -1], INT)[facts.use],
             np.array([*copies, -1], INT)[facts.copy],
@@ -174,16 +174,14 @@ class Lowered:
         waits = [found.waits_array for found in checked.dependencies]
         counts = together([np.diff(of_rank.ends, prepend=0) for of_rank in waits])
         self.waits = together([of_rank.items + start for of_rank, start in zip(waits, self.first, strict=False)])
-        self.ops["waits_end"] = np.cumsum(counts)
+        self.ops["waits_end"] = np.cumsum(counts, dtype=INT)
         self.ops["waits"] = self.ops["waits_end"] - counts
-        kernels = np.zeros(len(self.streams) + 1, bool)
-        kernels[self.programs["compute_stream"]] = True
-        kernels[-1] = False
-        last = np.where(kernels[self.ops["stream"]], np.arange(self.num_ops), -1)
-        last = np.maximum.accumulate(np.concatenate([[-1], last]))[:-1]  # before each op, of any rank
-        waits_behind = np.isin(self.ops["kind"], (EXCHANGE, COLLECTIVE, HOST_COPY))
-        own = last >= np.array(self.first[:-1])[self.op_rank]
-        self.ops["behind"] = np.where(waits_behind & own, last, -1)
+        for begin, end, compute in self.programs.tolist():
+            own = self.ops[begin:end]
+            last = np.maximum.accumulate(np.where(own["stream"] == compute, np.arange(begin, end), -1))
+            communicates = np.isin(own["kind"], (EXCHANGE, COLLECTIVE, HOST_COPY))
+            own["behind"] = -1
+            own["behind"][1:] = np.where(communicates[1:], last[:-1], -1)
 
 
 @kept
@@ -219,9 +217,13 @@ class _Facts(NamedTuple):
 class _Numbered(NamedTuple):
     """Numbers per op of a fragment, or -1."""
 
+    stream: Array
+    """Among those of the rank."""
     issue: Array
     use: Array
+    """Of the kernel use, -1 for others."""
     copy: Array
+    """Of the copy between a GPU and its host, or of the kernel of that; -1 for others."""
 
 
 _SIDE = np.dtype([("op", INT), ("communicator", INT), ("receives", INT), ("peer", INT), ("nbytes", np.int64)])
@@ -263,12 +265,6 @@ def _facts(fragment: Fragment) -> _Facts:
         np.array(sides, _SIDE), np.array(exchanges, _EXCHANGE), np.array(collectives, _COLLECTIVE), communicators.found,
         kinds.found,
     )  # fmt: skip
-
-
-def _streams(fragment: Fragment, names: list[str], first: int) -> Array:
-    """Return the numbers of the streams of a fragment's ops, of which the first of a rank's names has the first."""
-    facts = _facts(fragment.shared)
-    return np.array([names.index(name) + first for name in facts.streams], INT)[facts.stream]
 
 
 def _by_peer(messages: Iterable[ops.Message], program: Program) -> Iterable[tuple[int, int]]:
@@ -336,15 +332,12 @@ class _Met:
         of_op = np.concatenate([sent["op"], taken["op"]])
         order = np.argsort(of_op, kind="stable")  # an op's sends, then its receives
         self.transfers_of = (np.arange(len(of_op)) % max(len(sent), 1))[order].astype(INT)
-        ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops))
+        ends = np.cumsum(np.bincount(of_op, minlength=into.num_ops), dtype=INT)
         into.ops["transfers_end"], into.ops["transfers"][1:] = ends, ends[:-1]
         numbers = self._group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
-        keys = np.column_stack([pairs.astype(np.int64), sent["nbytes"], numbers])
-        distinct, self.transfer_message = np.unique(keys, axis=0, return_inverse=True)
-        self.transfer_message = self.transfer_message.reshape(-1)
+        distinct, self.transfer_message = _distinct(pairs[:, 0], pairs[:, 1], sent["nbytes"], numbers)
         self.messages = [
-            MessageKey(source, target, nbytes, self._groups[number])
-            for source, target, nbytes, number in distinct.tolist()
+            MessageKey(source, target, nbytes, self._groups[number]) for source, target, nbytes, number in distinct
         ]
 
     def _find_group_of(self, ranks: int) -> Array:
@@ -358,12 +351,11 @@ class _Met:
 
     def _set_exchanges(self, exchanges: Array, into: Lowered) -> None:
         """Set which Exchanges hold the same compute units."""
-        numbers = self._group_of[exchanges["communicator"], into.op_rank[exchanges["op"]]] if len(exchanges) else []
-        keys = np.column_stack([numbers, exchanges["peers"], exchanges["nbytes"]])
-        distinct, which = np.unique(keys, axis=0, return_inverse=True)
+        found = self._group_of[exchanges["communicator"], into.op_rank[exchanges["op"]]] if len(exchanges) else []
+        distinct, which = _distinct(np.array(found, np.int64), exchanges["peers"], exchanges["nbytes"])
         self.op_exchange = np.full(into.num_ops, -1, INT)
-        self.op_exchange[exchanges["op"]] = which.reshape(-1)
-        self.exchanges = [ExchangeKey(self._groups[group], *rest) for group, *rest in distinct.astype(int).tolist()]
+        self.op_exchange[exchanges["op"]] = which
+        self.exchanges = [ExchangeKey(self._groups[group], *rest) for group, *rest in distinct]
 
     def _set_groups(self, collectives: Array, into: Lowered) -> None:
         """Let the n-th collectives of all members of a group be one."""
@@ -392,6 +384,20 @@ class _Met:
         into.ops["group"][self.members] = np.repeat(np.arange(len(counts)), counts)
         self.group_call = np.array(group_call, INT)
         self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
+
+
+def _distinct(*columns: Array) -> tuple[list[tuple[int, ...]], Array]:
+    """Return which rows there are, in their order, and of each row which of them it is. Rows are sorted as one number
+    each: numpy compares rows byte by byte.
+    """
+    values, codes = zip(*(np.unique(column, return_inverse=True) for column in columns), strict=True)
+    sizes = [max(len(some), 1) for some in values]
+    if math.prod(sizes) > np.iinfo(np.int64).max:
+        rows, which = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
+        return [tuple(row) for row in rows.tolist()], which.reshape(-1)
+    numbers, which = np.unique(np.ravel_multi_index(codes, sizes), return_inverse=True)
+    found = (some[of].tolist() for some, of in zip(values, np.unravel_index(numbers, sizes), strict=True))
+    return list(zip(*found, strict=True)), which
 
 
 def kind_of(op: ops.Op) -> int:

@@ -182,7 +182,7 @@ def run(
     """Return the times of all ops with some noise, and the number of events that it took; ``steps_s`` are set to the
     step times of the other worlds that a library was compiled for.
     """
-    times = Times(*np.empty((len(Times._fields), lowered.num_ops)))
+    times = Times(*(np.empty(lowered.num_ops) for _ in Times._fields))
     arrays: dict[str, Any] = {name: getattr(lowered, name) for name in _SCORE_ARRAYS}
     counts = (len(lowered.programs), lowered.num_ops, len(lowered.streams), len(lowered.transfers), len(lowered.groups))
     score = _Score(**dict(zip(_SCORE_COUNTS, counts, strict=True)), **_pointers(arrays))

@@ -36,9 +36,9 @@ def flattened(schedule: Schedule) -> Schedule:
 
 
 def by_all_ops(schedule: Schedule) -> bool:
-    """Return whether the flat proof accepts a schedule."""
+    """Return whether the flat proof, rank by rank, accepts a schedule."""
     try:
-        proof._prove(Checked(schedule))
+        proof._prove(Checked(schedule), by_classes=False)
     except InputError:
         return False
     return True

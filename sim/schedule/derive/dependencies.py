@@ -109,19 +109,27 @@ def derive_compiled(program: Program) -> Dependencies | None:
     """Return the dependencies by ``sim/native/derive.c``; None where there is no compiler, or sizes are beyond it."""
     try:
         library = load("derive")
+        key = _key(program)
+        if found := _DERIVED.get(key):
+            return found
         columns, whole = program.columns, program.boxes
     except (UnavailableError, OverflowError):
         return None
     if np.any((columns.accesses["buffer"] < 0) | (columns.accesses["buffer"] >= len(whole))):
         return None  # what is no program is not for C
-    arrays = (columns.stream, columns.access_ends, columns.accesses, whole)
-    digest = hashlib.blake2b(repr((columns.streams, columns.syncs, list(map(len, arrays)))).encode())
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
-    found = _DERIVED.get(key := digest.digest())
-    if found is None and (found := _derive(library, columns, whole)) is not None:
+    found = _derive(library, columns, whole)
+    if found is not None:
         _DERIVED[key] = found
     return found
+
+
+def _key(program: Program) -> bytes:
+    """Return a digest of all that dependencies are derived from; raises OverflowError where there are no arrays."""
+    digest = hashlib.blake2b()
+    for fragment, given, first, _ in program.calls:
+        digest.update(fragment.digest)
+        digest.update(repr((given, first)).encode())
+    return digest.digest()
 
 
 _DERIVED: WeakValueDictionary[bytes, Dependencies] = WeakValueDictionary()

@@ -14,18 +14,27 @@ from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
 from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
-from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.program import Program, Schedule
 
 
 class Interpreter(ABC):
     """One run of a schedule, rank after rank as far as each gets."""
 
-    def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        matching: Matching,
+        dependencies: list[Dependencies],
+        programs: list[Program] | None = None,
+    ) -> None:
+        """Take what to play: the programs of all ranks, or others, numbered from 0, that matching and dependencies are
+        of.
+        """
         self._schedule = schedule
         self._matching = matching
         self._dependencies = dependencies
-        self._programs = schedule.programs
-        self._begun = [0] * schedule.num_ranks
+        self._programs = programs or schedule.programs
+        self._begun = [0] * len(self._programs)
         self._under_way: list[set[int]] = [set() for _ in self._programs]
         """Per rank the ops that have begun and not ended, which are communication."""
         self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}

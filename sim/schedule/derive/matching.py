@@ -50,7 +50,7 @@ def match(schedule: Schedule) -> Matching:
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for program in schedule.programs:
         rank, groups_of = program.rank, _Groups(schedule, program.rank)
-        for index, op in enumerate(program.ops):
+        for index, op in program.communication:
             if isinstance(op, ops.Exchange):
                 group = groups_of[op.communicator]
                 for peer, _ in (*op.sends, *op.recvs):

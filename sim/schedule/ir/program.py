@@ -21,14 +21,15 @@ import msgspec
 import numpy as np
 
 from sim.errors import InputError
+from sim.garbage import garbage_collection_off
 from sim.mesh import Mesh
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Exchange, Message, Op
+from sim.schedule.ir.ops import Communication, Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
-from sim.schedule.ir.written import pieces
+from sim.schedule.ir.written import Pieces
 from sim.workload import DTYPE_BYTES, Dtype, Workload
 
 
@@ -105,6 +106,22 @@ class Fragment:
         if self.alike:
             return self.alike.boxes
         return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
+
+    @cached_property
+    def communication(self) -> list[int]:
+        """Which of its ops are communication."""
+        return [at for at, op in enumerate(self.ops) if isinstance(op, Communication)]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of ``columns`` and ``boxes``; raises OverflowError where there are none."""
+        if self.alike:
+            return self.alike.digest
+        arrays = (self.columns.stream, self.columns.access_ends, self.columns.accesses, self.boxes)
+        found = hashlib.blake2b(repr((self.columns.streams, self.columns.syncs, list(map(len, arrays)))).encode())
+        for array in arrays:
+            found.update(np.ascontiguousarray(array).data)
+        return found.digest()
 
     @cached_property
     def formed(self) -> list[Formed]:
@@ -261,6 +278,14 @@ class Program:
         return sum(len(call.fragment.ops) for call in self.calls)
 
     @property
+    def communication(self) -> Iterator[tuple[int, Op]]:
+        """Ops that are communication, with their numbers."""
+        first = 0
+        for call in self.calls:
+            yield from ((first + at, self.ops[first + at]) for at in call.fragment.shared.communication)
+            first += len(call.fragment.ops)
+
+    @property
     def boxes(self) -> Array:
         """(buffers, 2 * DIMS): the edges of all buffers; raises OverflowError where one has more dimensions."""
         return np.concatenate([call.fragment.boxes for call in self.calls] or [np.zeros((0, 2 * DIMS), INT)])
@@ -313,7 +338,7 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
-        return b"".join(pieces(self))
+        return b"".join(Pieces().of(self))
 
     @staticmethod
     def from_json(data: bytes) -> Program:
@@ -335,7 +360,7 @@ class Program:
 
 
 class _Written(Data, frozen=True, kw_only=True):
-    """A program as JSON, in the order of ``pieces``."""
+    """A program as JSON, in the order of ``Pieces``."""
 
     rank: int
     buffers: tuple[Buffer, ...]
@@ -466,7 +491,10 @@ class Schedule:
     @property
     def programs(self) -> list[Program]:
         """The programs of all ranks, in their order."""
-        return [self.program(rank) for rank in range(self.num_ranks)]
+        if len(self._programs) == self.num_ranks:
+            return [self._programs[rank] for rank in range(self.num_ranks)]
+        with garbage_collection_off():
+            return [self.program(rank) for rank in range(self.num_ranks)]
 
     def first(self, replicas: int) -> Schedule:
         """Return the schedule of the first so many replicas, which communicate among themselves only.
@@ -506,9 +534,10 @@ class Schedule:
 
     def _pieces(self) -> Iterator[bytes]:
         yield b'{"header":%b,"programs":[' % msgspec.json.encode(self.header)
+        pieces = Pieces()
         for place, rank in enumerate(self.header.mesh.first_replica if self.replicated else range(self.num_ranks)):
             yield b"," if place else b""
-            yield from pieces(self.program(rank))
+            yield from pieces.of(self.program(rank))
         yield b"]}"
 
     @staticmethod

@@ -56,13 +56,14 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return tuple([stop - start for start, stop in self.slices])
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> View:
-        keys = key if isinstance(key, tuple) else (key,)
-        boxes = []
-        for (start, stop), part in zip(self.slices, keys, strict=False):
-            begin, end, _ = part.indices(stop - start)
-            boxes.append((start + begin, start + end))
-        slices = (*boxes, *self.slices[len(keys) :])
-        return self if slices == self.slices else View(self.buffer, slices)
+        slices = list(self.slices)
+        for at, part in enumerate(key if isinstance(key, tuple) else (key,)):
+            if part.start is not None or part.stop is not None:
+                start, stop = slices[at]
+                begin, end, _ = part.indices(stop - start)
+                slices[at] = start + begin, start + end
+        cut = tuple(slices)
+        return self if cut == self.slices else View(self.buffer, cut)
 
 
 class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):

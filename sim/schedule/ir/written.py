@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,19 +21,42 @@ _FEW = 2
 """Calls of a fragment for which a template is not worth its while."""
 
 
-def pieces(program: Program) -> Iterator[bytes]:
-    """Yield the JSON of a program, which is that of all of its buffers, ops and ports, piece by piece."""
-    calls = program.calls
-    often = Counter(id(call.fragment) for call in calls)
-    yield b'{"rank":%d,"buffers":[' % program.rank
-    yield from _listed(map(_buffers, calls))
-    yield b'],"ops":['
-    yield from _listed(_ops(call) if often[id(call.fragment)] > _FEW else _items(call.ops) for call in calls)
+class Pieces:
+    """The JSON of programs, one after the other. What a call has in common with one of the program before is not
+    written again.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[object, bytes] = {}
+
+    def of(self, program: Program) -> Iterator[bytes]:
+        """Yield the JSON of a program, which is that of all of its buffers, ops and ports, piece by piece."""
+        calls = program.calls
+        often = Counter(id(call.fragment) for call in calls)
+        before, self._before = self._before, {}
+
+        def known(kind: str, call: Call, write: Callable[[Call], bytes]) -> bytes:
+            fragment, given, first, layer = call
+            key = (kind, id(fragment.shared), given, first, layer)
+            found = self._before[key] = before[key] if key in before else write(call)
+            return found
+
+        def ops(call: Call) -> bytes:
+            return _ops(call) if often[id(call.fragment)] > _FEW else _items(call.ops)
+
+        yield b'{"rank":%d,"buffers":[' % program.rank
+        yield from _listed(known("buffers", call, _buffers) for call in calls)
+        yield b'],"ops":['
+        yield from _listed(known("ops", call, ops) for call in calls)
+        yield from _ports(calls)
+        yield b"]}"
+
+
+def _ports(calls: Sequence[Call]) -> Iterator[bytes]:
     yield b'],"inputs":['
     yield from _listed(_items(call.ports(call.fragment.inputs)) for call in calls)
     yield b'],"outputs":['
     yield from _listed(_items(call.ports(call.fragment.outputs)) for call in calls)
-    yield b"]}"
 
 
 def _listed(parts: Iterable[bytes]) -> Iterator[bytes]:

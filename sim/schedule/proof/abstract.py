@@ -29,8 +29,14 @@ from sim.schedule.proof.token_rules import TokenRules, check_positions
 class AbstractPlayer(Interpreter):
     """Plays all ranks on contents."""
 
-    def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
-        super().__init__(schedule, matching, dependencies)
+    def __init__(
+        self,
+        schedule: Schedule,
+        matching: Matching,
+        dependencies: list[Dependencies],
+        programs: list[Program] | None = None,
+    ) -> None:
+        super().__init__(schedule, matching, dependencies, programs)
         self._rules = attention_rules(schedule)
         self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
         self._state_rules = StateRules(schedule.header.workload, self._rules)
@@ -49,7 +55,7 @@ class AbstractPlayer(Interpreter):
             raise ScheduleError(f"{describe(self._schedule, self._at)}: {error}", grid) from error
         for program, memory in zip(self._programs, self.memory, strict=True):
             for port in program.outputs:
-                check_output(port, program, memory, self._rules)
+                check_output(port, program, memory.read(port.view), self._rules)
         check_owners(self._schedule)
 
     def kernel(self, key: Key, op: ops.Kernel | ops.HostAdamW) -> None:
@@ -94,7 +100,7 @@ class AbstractPlayer(Interpreter):
             memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
         elif isinstance(op, ops.Fold):
             found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-            folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
+            folded = [reduce(sum_of, found[i : i + each]) for i in range(0, len(found), each)]
             memory.write_parts(op.target, folded)
         elif isinstance(op, ops.TokenKernel | ops.Accumulate):
             self._equation(memory, op)
@@ -128,12 +134,16 @@ class AbstractPlayer(Interpreter):
         given = [memory.read(view) for view in op.reads]
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
-            check_positions(given[0], op.tokens, self._rules.mask)
+            self._check_positions(given[0], op)
         source, target = ({piece.content.tensor for piece in pieces} - {ZERO} for pieces in (given[0], into))
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):
-            memory.write(view, _sum(into, pieces) if adds else pieces)
+            memory.write(view, sum_of(into, pieces) if adds else pieces)
+
+    def _check_positions(self, pieces: list[Piece], op: ops.Rope) -> None:
+        """Raise where a rotary embedding turns what it is given by other positions."""
+        check_positions(pieces, op.tokens, self._rules.mask)
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Interpreter."""
@@ -160,7 +170,7 @@ class AbstractPlayer(Interpreter):
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                summed = reduce(_sum, parts)
+                summed = reduce(sum_of, parts)
                 self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
 
     def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
@@ -190,10 +200,10 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     return AttentionRules(mask_of(workload), workload.seq, batch, workload.model)
 
 
-def check_output(port: Port, program: Program, memory: AbstractMemory, rules: AttentionRules) -> None:
-    """Raise where an output is not what its port says, or not complete."""
+def check_output(port: Port, program: Program, held: list[Piece], rules: AttentionRules) -> None:
+    """Raise where what the view of an output holds is not what its port says, or not complete."""
     where = f"rank {program.rank} output {port.name}"
-    for piece, expected in common(memory.read(port.view), port_pieces(port, program)):
+    for piece, expected in common(held, port_pieces(port, program)):
         if piece.content[:3] != expected.content[:3]:
             raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
         if not rules.complete(piece.content):
@@ -212,7 +222,7 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
             raise ScheduleError(f"merges {brief(x.content)} with {brief(y.content)} that saw other keys")
 
 
-def _sum(a: list[Piece], b: list[Piece]) -> list[Piece]:
+def sum_of(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return the sum of two operands of one shape."""
     for piece in (*a, *b):
         if not _adds_up(piece.content.tensor):

@@ -51,8 +51,7 @@ class AbstractMemory:
         self._read: list[dict[Slices, list[Piece]]] = [{} for _ in program.buffers]
         """What was read of parts since they were written."""
         for port in program.inputs:
-            pieces = port_pieces(port, program)
-            self.write(port.view, [piece._replace(content=rules.completed(piece.content)) for piece in pieces])
+            self.write(port.view, given_pieces(port, program, rules))
 
     def hold(self, number: int, held: Held) -> None:
         """Put contents in place of what a buffer held."""
@@ -95,15 +94,16 @@ class AbstractMemory:
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
         """Put pieces, in the coordinates of each part, in place of what was there."""
+        self.write(split.view, self.side_by_side(split, parts))
+
+    def side_by_side(self, split: Split, parts: list[list[Piece]]) -> list[Piece]:
+        """Return pieces, in the coordinates of each part, in those of the view that is split."""
         axis = self._axis(split)
-        self.write(
-            split.view,
-            [
-                piece.moved(_along(axis, start))
-                for start, pieces in zip(split.starts, parts, strict=False)
-                for piece in pieces
-            ],
-        )
+        return [
+            piece.moved(_along(axis, start))
+            for start, pieces in zip(split.starts, parts, strict=False)
+            for piece in pieces
+        ]
 
     def _axis(self, split: Split) -> int:
         """Return which axis a split cuts; raises where it cuts a dimension that is along none."""
@@ -169,6 +169,11 @@ def _box(buffer: Buffer, slices: Slices) -> Box:
         elif bounds != (0, extent):
             raise ScheduleError(f"a view cuts dimension {dim!r} of buffer {buffer.name!r}; views cut {_CUT}")
     return tuple(box)  # type: ignore[return-value]
+
+
+def given_pieces(port: Port, program: Program, rules: AttentionRules) -> list[Piece]:
+    """Return what the view of an input holds when the program starts, in the view's coordinates."""
+    return [piece._replace(content=rules.completed(piece.content)) for piece in port_pieces(port, program)]
 
 
 def port_pieces(port: Port, program: Program) -> list[Piece]:

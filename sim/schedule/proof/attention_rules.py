@@ -13,18 +13,22 @@ from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pa
 from sim.schedule.model.scope import is_sum, num_terms, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
+    FAR,
     HEADS,
     TOKENS,
     Content,
     Piece,
     Seen,
+    Unclassed,
     brief,
     common,
+    differs,
     meet,
     replaced,
     seeing,
     spell,
 )
+from sim.schedule.proof.members import content_of_member, span_of_member
 from sim.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
@@ -38,6 +42,8 @@ class AttentionRules(NamedTuple):
     seq: int
     batch: int
     model: ModelSpec
+    members: int = 1
+    """Of each class of ranks whose contents are of all of its members, see ``members``."""
 
     @property
     def group(self) -> int:
@@ -111,7 +117,13 @@ class AttentionRules(NamedTuple):
                 raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
 
     def complete(self, content: Content) -> bool:
-        """Return whether everything that the mask keeps has been summed into this content."""
+        """Return whether everything that the mask keeps has been summed into this content, of every member."""
+        if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
+            alone = self._replace(members=1)
+            found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}
+            if len(found) > 1:
+                raise Unclassed
+            return found.pop()
         whole, tokens = Span(0, self.seq), content.tokens
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
@@ -181,8 +193,10 @@ class AttentionRules(NamedTuple):
                     mine, other = piece.content, key.content
                     if key.box[BATCH] != piece.box[BATCH] or (mine.layer, mine.batch) != (other.layer, other.batch):
                         raise ScheduleError(f"{brief(piece.content)} attends to another sequence or layer")
-                    offset = _head_offset(
-                        piece.content.heads, key.content.heads, first - key.box[HEADS][0] * ratio, ratio, self.group
+                    offset = _head_offset_of_all(
+                        (piece.content.heads, key.content.heads),
+                        (first - key.box[HEADS][0] * ratio, ratio, self.group),
+                        self.members,
                     )
                     if offset is None:
                         raise ScheduleError(
@@ -242,7 +256,11 @@ def _extent(pieces: list[Piece]) -> int:
 
 
 def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, int], size: tuple[int, int]) -> bool:
-    """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column."""
+    """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column; raises
+    Unclassed where that depends on the member of a class.
+    """
+    if any(span.stop > FAR // 2 for span in tokens):
+        raise Unclassed
     if isinstance(mask, Band) and isinstance(local, Band):
         return keeps_mask(mask, local, *tokens, at[0] - at[1])
     if isinstance(local, Band):
@@ -261,6 +279,18 @@ def _pairs(mask: Mask, queries: Span, keys: Span) -> int:
 
 
 @lru_cache(maxsize=4096)
+def _head_offset_of_all(heads: tuple[Span, Span], by: tuple[int, int, int], members: int) -> int | None:
+    """Return ``_head_offset``, of every member of a class; raises Unclassed where it depends on that."""
+    q_heads, kv_heads = heads
+    found = {
+        _head_offset(span_of_member(q_heads, member), span_of_member(kv_heads, member), *by)
+        for member in range(members)
+    }
+    if len(found) > 1:
+        raise Unclassed
+    return found.pop()
+
+
 def _head_offset(q_heads: Span, kv_heads: Span, first: int, ratio: int, group: int) -> int | None:
     """Return which query head of its group each key/value head meets first; None if heads do not belong together.
 

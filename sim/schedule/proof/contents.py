@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
@@ -21,6 +22,17 @@ BATCH, TOKENS, HEADS, FEATURES = range(4)
 """The axes, in the order of boxes and contents."""
 AXIS_OF = {"b": BATCH, "s": TOKENS, "i": TOKENS, "h": HEADS, "e": FEATURES, "o": FEATURES}
 """Which axis a dimension of a buffer is along; others are never cut."""
+
+FAR = 1 << 64
+"""The number of the member of a class of ranks that stands for all of them, see ``members``."""
+
+
+_STOP = attrgetter("stop")
+
+
+class Unclassed(Exception):  # noqa: N818 - nothing went wrong
+    """Ranks cannot be proved as one class: each has to be by itself."""
+
 
 Interval = tuple[int, int]
 Box = tuple[Interval, Interval, Interval, Interval]
@@ -87,6 +99,12 @@ class Piece(NamedTuple):
         (b0, b1), (s0, s1), (h0, h1), (f0, f1) = self.box
         b, s, h, f = by
         return Piece(((b0 + b, b1 + b), (s0 + s, s1 + s), (h0 + h, h1 + h), (f0 + f, f1 + f)), self.content)
+
+
+def differs(content: Content) -> bool:
+    """Return whether a content differs from member to member of a class of ranks."""
+    _, _, at, seen = content
+    return max(map(_STOP, at)) > FAR // 2 or any(max(a.stop, b.stop) > FAR // 2 for a, b in seen)
 
 
 def volume(box: Box) -> int:
@@ -209,7 +227,9 @@ def _added(a: Seen, b: Seen) -> tuple[Seen, Span | None]:
 
 
 def _overlap(a: Span, b: Span) -> bool:
-    """Return whether two spans share a position."""
+    """Return whether two spans share a position; raises Unclassed where that depends on the member of a class."""
+    if abs(a.start - b.start) > FAR // 2:
+        raise Unclassed
     if a.start >= b.stop or b.start >= a.stop:
         return False
     if a.step == 1 or b.step == 1:

@@ -13,7 +13,7 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import tensor_of
-from sim.schedule.proof.contents import FEATURES, HEADS, Interval, Piece, common, replaced, spell, union
+from sim.schedule.proof.contents import FAR, FEATURES, HEADS, Interval, Piece, Unclassed, common, replaced, spell, union
 from sim.workload import ModelSpec
 
 
@@ -76,6 +76,8 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
         axis, width, count = found
         for piece in pieces:
             (low, high), span = piece.box[axis], piece.content.at[axis]
+            if span.stop > FAR // 2:
+                raise Unclassed
             bounds = (low, high, span.start, span.stop)
             if span.step != 1 or any(bound % width for bound in bounds):
                 return []

@@ -13,7 +13,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, UNIT_KINDS, Unit, tensor_of, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Box, Content, Piece, Seen, brief
+from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs
 from sim.schedule.proof.token_rules import behind
 from sim.workload import ModelSpec, Workload
 
@@ -73,6 +73,8 @@ class StateRules(NamedTuple):
         """
         if not twice or content.tensor != d(w_embed).name:
             return content.seen
+        if differs(content):
+            raise Unclassed
         later = behind(self.workload.seq)
         head = tuple([(tokens.moved(-later), batch) for tokens, batch in content.seen if tokens.start >= later])
         embedding = tuple([box for box in content.seen if box[0].start < later])
@@ -104,6 +106,8 @@ class StateRules(NamedTuple):
                 raise ScheduleError(f"updates {brief(weights.content)} with {brief(piece.content)}")
         if not self.attention.complete(gradient.content):
             raise ScheduleError(f"updates with {brief(gradient.content)}, which is not complete yet")
+        if any(differs(piece.content) for piece in squares):
+            raise Unclassed
         _check_norm(self.workload, tuple([piece.content for piece in squares]))
         return [
             [_named(piece, updated(tensor).name)]

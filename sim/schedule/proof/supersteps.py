@@ -26,7 +26,9 @@ from sim.schedule.ir.views import Buffer
 from sim.schedule.model.scope import tensor_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
-from sim.schedule.proof.contents import ZERO, Content, Piece
+from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
+from sim.schedule.proof.contents import ZERO, Content, Piece, Unclassed
+from sim.schedule.proof.members import of_member
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.wellformed import check_program
 
@@ -50,16 +52,17 @@ _LOST = _Kept(-1, None, None)
 
 
 class Supersteps:
-    """The supersteps of a schedule; raises Declined where it has none."""
+    """The supersteps of a schedule; raises Declined where it has none.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Ranks are played by classes where calls have these, which may prove less: then Unclassed or ScheduleError is raised.
+    """
+
+    def __init__(self, schedule: Schedule, *, by_classes: bool = False) -> None:
         self._schedule = schedule
         self.programs = schedule.programs
         counts = {len(program.calls) for program in self.programs}
         if counts == {1} or len(counts) > 1:
             raise Declined
-        for program in self.programs:
-            _check_bindings(program)
         self.all = list(zip(*(program.calls for program in self.programs), strict=True))
         sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
@@ -68,6 +71,12 @@ class Supersteps:
         self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
         """How often the same fragments meet."""
         alone = {kind: self._alone(kind, [0] * len(kind)) for kind in self.kinds}
+        self.classes: Classes = [[program.rank] for program in self.programs]
+        """What ranks are played as one."""
+        if by_classes:
+            self.classes = _classes(self.programs, alone.values())
+        for ranks in self.classes:
+            _check_bindings(self.programs[ranks[0]])
         self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
         fragments = dict.fromkeys(fragment.shared for kind in self.kinds for fragment in kind)
         derived = {fragment: derive(fragment.program(rank=0)) for fragment in fragments}
@@ -78,8 +87,8 @@ class Supersteps:
         self._rules = attention_rules(schedule)
         self._numbers: dict[Held, int] = {}
         self._contents: list[Held] = []
-        self._held: list[list[_Kept]] = [[] for _ in self.programs]
-        """Per rank and buffer."""
+        self._held: list[list[_Kept]] = [[] for _ in self.classes]
+        """Per class and buffer."""
         self._remembered: dict[object, list[tuple[list[_Kept], list[_Kept]]]] = {}
 
     @property
@@ -89,8 +98,11 @@ class Supersteps:
 
     def held(self, rank: int, number: int) -> Held:
         """Return what a buffer of a rank holds."""
-        kept = self._held[rank][number]
-        return self._moved(kept)
+        ((of_class, member),) = [
+            (own, ranks.index(rank)) for own, ranks in zip(self._held, self.classes, strict=True) if rank in ranks
+        ]
+        pieces, complete = self._moved(of_class[number])
+        return Held(tuple(of_member(list(pieces), member)), complete)
 
     def _moved(self, kept: _Kept) -> Held:
         return _moved(self._contents[kept.contents], kept.layer or 0, kept.sequence or 0)
@@ -103,49 +115,53 @@ class Supersteps:
     def play(self) -> None:
         """Play all supersteps; raises ScheduleError or Declined where that does not prove them."""
         held, remembered = self._held, self._remembered
-        for calls in self.all:
+        for of_ranks in self.all:
+            calls = [of_ranks[ranks[0]] for ranks in self.classes]
             given = [
                 [
-                    _LOST if place in call.fragment.overwritten else held[rank][number]
+                    _LOST if place in call.fragment.overwritten else of_class[number]
                     for place, number in enumerate(call.given)
                 ]
-                for rank, call in enumerate(calls)
+                for of_class, call in zip(held, calls, strict=True)
             ]
-            layers = [kept.layer for of_rank in given for kept in of_rank if kept.layer is not None]
+            layers = [kept.layer for of_class in given for kept in of_class if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
             base = min(layers, default=0)
-            sequences = [kept.sequence for of_rank in given for kept in of_rank if kept.sequence is not None]
+            sequences = [kept.sequence for of_class in given for kept in of_class if kept.sequence is not None]
             takes = any(call.fragment.inputs for call in calls)  # whose sequences do not count from another
             first = 0 if takes else min(sequences, default=0)
             # The layer of a call matters by its inputs only.
             own = [call.layer - base if call.fragment.inputs else 0 for call in calls]
-            kind = tuple([call.fragment for call in calls])
-            seen = kind, tuple(own), tuple([tuple(_later(of_rank, -base, -first)) for of_rank in given])
+            kind = tuple([call.fragment for call in of_ranks])
+            seen = kind, tuple(own), tuple([tuple(_later(of_class, -base, -first)) for of_class in given])
             if seen not in remembered:
                 remembered[seen] = self._play(*seen)
-            for rank, (call, (after, made)) in enumerate(zip(calls, remembered[seen], strict=True)):
-                of_rank = held[rank]
+            for of_class, call, (after, made) in zip(held, calls, remembered[seen], strict=True):
                 for number, kept in zip(call.given, _later(after, base, first), strict=True):
-                    of_rank[number] = kept
-                of_rank += _later(made, base, first)
+                    of_class[number] = kept
+                of_class.extend(_later(made, base, first))
         self._check_outputs()
         check_owners(self._schedule)
 
     def _play(
-        self, kind: Sequence[Fragment], layers: Sequence[int], given: Sequence[Sequence[_Kept]]
+        self, kind: tuple[Fragment, ...], layers: Sequence[int], given: Sequence[Sequence[_Kept]]
     ) -> list[tuple[list[_Kept], list[_Kept]]]:
-        """Return per rank what the buffers that are given hold after one superstep, and what its own ones hold."""
-        fragments = tuple(kind)
-        player = AbstractPlayer(self._alone(kind, layers), self._matchings[fragments], self._dependencies[fragments])
-        for memory, of_rank in zip(player.memory, given, strict=True):
-            for number, kept in enumerate(of_rank):
+        """Return per class what the buffers that are given hold after one superstep, and what its own ones hold."""
+        of_ranks = [0] * len(kind)
+        for ranks, layer in zip(self.classes, layers, strict=True):
+            for rank in ranks:
+                of_ranks[rank] = layer
+        together = self._alone(kind, of_ranks), self._matchings[kind], self._dependencies[kind]
+        player = ClassPlayer(*together, self.classes) if len(self.classes[0]) > 1 else AbstractPlayer(*together)
+        for memory, of_class in zip(player.memory, given, strict=True):
+            for number, kept in enumerate(of_class):
                 if kept is not _LOST:
                     memory.hold(number, self._moved(kept))
         player.play()
         results = []
-        for memory, fragment, before in zip(player.memory, kind, given, strict=True):
-            held, count = memory.held(), len(before)
-            after = [self._kept(held[at]) if at in fragment.written else before[at] for at in range(count)]
+        for memory, ranks, before in zip(player.memory, self.classes, given, strict=True):
+            held, count, written = memory.held(), len(before), kind[ranks[0]].written
+            after = [self._kept(held[at]) if at in written else before[at] for at in range(count)]
             results.append((after, [self._kept(one) for one in held[count:]]))
         return results
 
@@ -163,18 +179,34 @@ class Supersteps:
     def _check_outputs(self) -> None:
         """Raise where an output does not hold what its port says; each looked at once per distinct contents."""
         known = set()
-        for rank, program in enumerate(self.programs):
-            for call in program.calls:
-                numbers = call.numbers
-                for place, port in enumerate(call.fragment.outputs):
-                    contents, layer, sequence = self._held[rank][numbers[port.view.buffer]]
-                    kept = _Kept(contents, 0 if layer is None else layer - call.layer, sequence)
-                    seen = (call.fragment, place, kept)
-                    if seen not in known:
-                        known.add(seen)
-                        memory = AbstractMemory(alone := call.fragment.program(rank), self._rules)
-                        memory.hold(port.view.buffer, self._moved(kept))
-                        check_output(port, alone, memory, self._rules)
+        for of_class, ranks in zip(self._held, self.classes, strict=True):
+            for member, rank in enumerate(ranks):
+                for call in self.programs[rank].calls:
+                    numbers = call.numbers
+                    for place, port in enumerate(call.fragment.outputs):
+                        contents, layer, sequence = of_class[numbers[port.view.buffer]]
+                        kept = _Kept(contents, 0 if layer is None else layer - call.layer, sequence)
+                        seen = (call.fragment, place, kept, member)
+                        if seen not in known:
+                            known.add(seen)
+                            memory = AbstractMemory(alone := call.fragment.program(rank), self._rules)
+                            memory.hold(port.view.buffer, self._moved(kept))
+                            check_output(port, alone, of_member(memory.read(port.view), member), self._rules)
+
+
+def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule]) -> Classes:
+    """Return the classes of ranks, which are those of every superstep; raises Unclassed where there are none."""
+    found = [classes_of(superstep) for superstep in supersteps]
+    if not all(found):
+        raise Unclassed
+    for ranks in found[0]:
+        first, *others = (
+            [(call.given, call.first, call.layer, len(call.fragment.own)) for call in programs[rank].calls]
+            for rank in ranks
+        )
+        if any(other != first for other in others):
+            raise Unclassed
+    return found[0]
 
 
 def _check_bindings(program: Program) -> None:

@@ -36,7 +36,12 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     kept = {port.view.buffer: port.tensor for port in program.inputs}
     updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
-    for index, (op, (form, _)) in enumerate(zip(program.ops, program.formed, strict=True)):
+    ops_of, formed = program.ops, program.formed
+    places = {form: index for index, (form, _) in reversed(list(enumerate(formed)))}  # the first op of each
+    exchanges = {form for form in places if isinstance(form.op, ops.Exchange)}  # whose peers are no part of it
+    peers = [index for index, (form, _) in enumerate(formed) if form in exchanges] if exchanges else []
+    for index in sorted({*places.values(), *peers}):
+        op, (form, _) = ops_of[index], formed[index]
         problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
             sound.add(form)

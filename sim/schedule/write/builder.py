@@ -140,8 +140,10 @@ class ProgramBuilder:
         writing, count = self._writing, len(self._buffers)
         if not (writing.ops or writing.inputs or writing.outputs or count > writing.first):
             return
-        used = [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
-        used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
+        used: list[int] = []
+        if writing.first:  # else there is nothing that it could be given
+            used += [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
+            used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
         given = tuple(dict.fromkeys([number for number in used if number < writing.first]))
         order = (*given, *range(writing.first, count))
         fragment = self._end({number: at for at, number in enumerate(order)})
@@ -351,8 +353,8 @@ class ProgramBuilder:
         """Append a copy between the GPU's memory and its host's. From and to pageable memory CUDA copies by way of
         pinned memory of its own, and the host waits for that (CUDA Runtime API, API synchronization behavior).
         """
-        places = {self.place(view) for view in (source, target)}
-        stream = FETCH if self.place(target) == "hbm" else OFFLOAD
+        places = self.place(source), self.place(target)
+        stream = FETCH if places[1] == "hbm" else OFFLOAD
         self.add(HostCopy(label=label, stream=stream, source=source, target=target), layer)
         if "pageable" in places:
             self.add(HostSync(label="pageable memory", streams=(stream,)))
