@@ -28,6 +28,8 @@ class LayerOptions:
     and prefetched one layer ahead; or all of them in pinned memory, in the way of kernels, as torch's save_on_cpu."""
     offloaded: str = "all"
     """What of that goes to host memory: all, or a list of tensors, as x+out; the rest stays on the GPU."""
+    offload_from: int = 0
+    """First layer of which it does: what those before it save stays on the GPU."""
     checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
@@ -63,8 +65,14 @@ class LayerOptions:
         set at another scope.
         """
         found = dataclasses.asdict(self)
-        if self.offloaded == LayerOptions.offloaded:
-            del found["offloaded"]  # so that schedules without it keep their hash
+        for name, default in _LATER.items():
+            if found.get(name) == default:
+                del found[name]
+        if self.offload_from < 0 or (self.offload_from and self.activations == "hbm"):
+            raise InputError(
+                f"`set` schedule.offload_from={self.offload_from}: expected 0 or more, and above 0 only where `set` "
+                f"schedule.activations=save-on-cpu, host or pageable"
+            )
         for name in () if scope == "step" else OF_STEPS:
             if found.pop(name) != getattr(LayerOptions, name):
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
@@ -83,6 +91,9 @@ class LayerOptions:
             )
         return found
 
+
+_LATER = {"offloaded": "all", "offload_from": 0, "sums": "needed"}
+"""Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),

@@ -26,7 +26,15 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 """Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
 
 _InPlace: TypeAlias = (
-    ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
+    ops.Gemm
+    | ops.Accumulate
+    | ops.SwiGlu
+    | ops.SwiGluBackward
+    | ops.Embed
+    | ops.Unpack
+    | ops.Pack
+    | ops.Zero
+    | ops.Hold
 )
 """Most kernels: they hold nothing beside their operands."""
 

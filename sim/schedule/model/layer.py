@@ -130,7 +130,7 @@ def build_around(
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(role), plan.attention)
-        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen)
+        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (point, options.loss, options.micro_batches) if step else ()
         written = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques).program()
