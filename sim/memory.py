@@ -17,7 +17,7 @@ import numpy as np
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Kernel
+from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
 from sim.schedule.ir.program import Fragment, Program
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
@@ -92,6 +92,8 @@ class _Columns(NamedTuple):
     """Which ops are of the forward pass."""
     moves: list[bool]
     """Which ops copy to the host's memory or back."""
+    holds: list[bool]
+    """Which ops do nothing with what they touch."""
     counts: Integers
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
@@ -117,6 +119,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         list(map(_term, fragment.own)),
         [op.part == "forward" for op in fragment.ops],
         [stream in {OFFLOAD, FETCH} for stream in streams],
+        [type(op) is Hold for op in fragment.ops],
         *_touched(fragment),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
@@ -242,17 +245,18 @@ class _Held:
     @property
     def terms(self) -> Integers:
         """(buffers,): numbers of terms. What both passes use is saved, as is what is copied to the host or back; what
-        is there before the step or behind it, and is neither weight nor state, is other.
+        is there before the step or behind it, and is neither weight nor state, is other, as is what no op uses.
         """
         columns, ops = self.columns, np.repeat(np.arange(len(self.workspace)), self.columns.counts)
         forward, moves = np.array(columns.forward, bool)[ops], np.array(columns.moves, bool)[ops]
-        in_forward, in_backward, moved, callers = (np.zeros(len(columns.nbytes), bool) for _ in range(4))
+        in_forward, in_backward, moved, callers, used = (np.zeros(len(columns.nbytes), bool) for _ in range(5))
         in_forward[columns.touched[forward]] = in_backward[columns.touched[~forward]] = True
         moved[columns.touched[moves]] = callers[columns.inputs] = callers[columns.outputs] = True
+        used[columns.touched[~np.array(columns.holds, bool)[ops]]] = True
         found = np.array(columns.terms, np.int64)
         of_tokens = (found == TERMS.index("attention")) | (found == TERMS.index("temporaries"))
         found[of_tokens & ((in_forward & in_backward) | moved)] = TERMS.index("saved activations")
-        found[of_tokens & callers] = TERMS.index("other")
+        found[of_tokens & (callers | ~used)] = TERMS.index("other")
         return found
 
 

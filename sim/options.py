@@ -30,6 +30,9 @@ class LayerOptions:
     """What of that goes to host memory: all, or a list of tensors, as x+out; the rest stays on the GPU."""
     offload_from: int = 0
     """First layer of which it does: what those before it save stays on the GPU."""
+    rotary_table: bool = False
+    """Whether a table of rotary factors of all positions, in the data type of sums, stays on the GPU, as torchtitan's
+    freqs_cis; else kernels make those of their tokens."""
     checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
@@ -65,9 +68,6 @@ class LayerOptions:
         set at another scope.
         """
         found = dataclasses.asdict(self)
-        for name, default in _LATER.items():
-            if found.get(name) == default:
-                del found[name]
         if self.offload_from < 0 or (self.offload_from and self.activations == "hbm"):
             raise InputError(
                 f"`set` schedule.offload_from={self.offload_from}: expected 0 or more, and above 0 only where `set` "
@@ -76,6 +76,9 @@ class LayerOptions:
         for name in () if scope == "step" else OF_STEPS:
             if found.pop(name) != getattr(LayerOptions, name):
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
+        for name, default in _LATER.items():
+            if found.get(name) == default:
+                del found[name]
         if self.prefetch < 0:
             raise InputError(f"`set` schedule.prefetch={self.prefetch}: expected 0 or more")
         if self.optimiser == "host" and self.zero_stage == 0:
@@ -92,12 +95,12 @@ class LayerOptions:
         return found
 
 
-_LATER = {"offloaded": "all", "offload_from": 0, "sums": "needed"}
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed"}
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table"),
 )
 
 
