@@ -12,7 +12,7 @@ LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
-LossName = Literal["whole", "chunked"]
+LossName = Literal["whole", "chunked", "unfused"]
 MlpName = Literal["whole", "tiled", "mini"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -37,7 +37,9 @@ class LayerOptions:
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
-    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
+    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
+    and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
+    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""

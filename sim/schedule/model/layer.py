@@ -179,7 +179,7 @@ class LayerWriter(NamedTuple):
         b, layers = self.b, layers_of(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends = Loss(b, self.tokens, self.params, self.tiling, chunked=self.loss == "chunked")
+            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss)
         view = ends.enter()
         for unit in layers:
             view = self._forward(unit, view)
