@@ -170,17 +170,9 @@ def test_files_without_memory_show_no_table() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("mst_a100", []),
-        ("bpt_a100", []),
-        ("fpdt_a100", [("checkpoints on the host", "ZeRO-2"), ("checkpoints on the host", "ZeRO-3")]),
-    ],
-)
-def test_longest_contexts_that_were_published(name: str, wrong: list[tuple[str, str]]) -> None:
-    """Files say why some are wrong."""
+@pytest.mark.parametrize("name", ["mst_a100", "bpt_a100", "fpdt_a100"])
+def test_longest_contexts_that_were_published(name: str) -> None:
     found = predicted_memory(load_toml("case file", name, CaseFile, FOLDER, "`cases`"))
     judged = [row for row in [*longest_rows(found), *mark_rows(found)] if row[-1] in {"right", "wrong"}]
     assert len(judged) == len(found)
-    assert [(row[0], row[1]) for row in judged if row[-1] == "wrong"] == wrong
+    assert {row[-1] for row in judged} == {"right"}
