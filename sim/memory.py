@@ -16,7 +16,7 @@ import numpy as np
 
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.derive.workspace import adopted, workspace_bytes
 from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
 from sim.schedule.ir.program import Fragment, Program
 from sim.schedule.ir.views import Buffer, Category
@@ -100,6 +100,10 @@ class _Columns(NamedTuple):
     """Which: of all ops, one after the other."""
     written: Booleans
     """Which of these touches write."""
+    adopted: Integers
+    """Buffers that results of ops become: of all ops, one after the other."""
+    adopted_counts: Integers
+    """(ops,): how many of each op."""
     inputs: Integers
     outputs: Integers
 
@@ -109,6 +113,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
     alone, streams = fragment.program(rank=0), [op.stream for op in fragment.ops]
     kernels = [op if stream == COMPUTE else None for op, stream in zip(fragment.ops, streams, strict=True)]
+    results = [adopted(op, alone) for op in fragment.ops]
     return _Columns(
         streams,
         [workspace_bytes(cast("Kernel", op), alone) if op else 0 for op in kernels],
@@ -121,6 +126,8 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         [stream in {OFFLOAD, FETCH} for stream in streams],
         [type(op) is Hold for op in fragment.ops],
         *_touched(fragment),
+        np.array(list(chain.from_iterable(results)), np.int64),
+        np.array(list(map(len, results)), np.int64),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
 
@@ -149,9 +156,9 @@ def _of_program(program: Program) -> _Columns:
     calls = [(_of_fragment(call.fragment.shared)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
     found: dict[str, Any] = {}
     for name in _Columns._fields:
-        if name in {"touched", "inputs", "outputs"}:
+        if name in {"touched", "adopted", "inputs", "outputs"}:
             found[name] = _joined([numbers[own[name]] for own, numbers in calls])
-        elif name == "counts":
+        elif name in {"counts", "adopted_counts"}:
             found[name] = _joined([own[name] for own, _ in calls])
         elif name == "written":
             found[name] = _joined([own[name] for own, _ in calls]).astype(bool)
@@ -232,6 +239,9 @@ class _Held:
         self._exact = np.int64 if fits else object  # Python's integers
         self.nbytes = np.array(columns.nbytes, self._exact)
         self.workspace = np.array(columns.workspace, self._exact)
+        into, makers = columns.adopted, np.repeat(np.arange(len(columns.workspace)), columns.adopted_counts)
+        before = self.first[into] < makers
+        np.add.at(self.workspace, makers[before], self.nbytes[into[before]])
         self.on_gpu = np.array(columns.on_gpu, bool)
         self.alive = self.first < self.end
 
@@ -270,7 +280,7 @@ def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     by_term = dict.fromkeys(TERMS, 0)
     if columns.workspace:
         at_peak = int(in_use.argmax())
-        attends, own = columns.attends[at_peak], columns.workspace[at_peak]
+        attends, own = columns.attends[at_peak], int(held.workspace[at_peak])
         by_category["attention" if attends else "other"] = own
         by_term["attention" if attends else "temporaries"] = own
         for buffer in np.flatnonzero(held.on_gpu & (held.first <= at_peak) & (at_peak < held.end)).tolist():

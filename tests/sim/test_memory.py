@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.memory import Lifetime, lifetimes, walk, walks
 from sim.mesh import Mesh
 from sim.schedule.derive.dependencies import Dependencies, derive
-from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.derive.workspace import adopted, workspace_bytes
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import COMPUTE, STREAMS, Accumulate, Exchange, Hold, HostSync, Kernel, Message
 from sim.schedule.ir.program import Communicator, Program
@@ -147,6 +147,7 @@ def same_as_by_the_op(program: Program, dependencies: Dependencies) -> None:
         buffers.append(sum(buffer.nbytes for buffer in alive if buffer.place == "hbm"))
         host.append(sum(buffer.nbytes for buffer in alive if buffer.place != "hbm"))
         own = workspace_bytes(op, program) if isinstance(op, Kernel) else 0
+        own += sum(program.buffers[buffer].nbytes for buffer in adopted(op, program) if spans[buffer].first < index)
         assert found.in_use[index] == buffers[-1] + own
     assert found.buffer_peak_bytes == max(buffers)
     assert found.host_peak_bytes == max(host)
