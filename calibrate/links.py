@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +30,8 @@ _KINDS: dict[LinkKernel, str] = {
     "all_reduce": "AllReduce",
 }
 """What ops of each are called."""
+_LARGEST = 26
+"""Its power of two: the bytes of an embedding of 32000 x 512 in fp32."""
 _STEPS = 3
 _PER_STEP = 4
 _WARM = 2
@@ -64,16 +67,19 @@ class LinkTimes(NamedTuple):
 
 
 def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
-    """Return what is to be timed: four decades of size idle, and some of ring and Ulysses busy.
+    """Return what is to be timed: four decades of size idle, and some of ring and Ulysses busy. FSDP sends all of an
+    embedding at once, so its two go further.
 
     ``shared`` is for more ranks than cores, which are never all busy with something else: fewer sizes, idle only.
     """
-    kinds: tuple[LinkKernel, ...] = ("exchange", "all_to_all", "all_reduce") if quick else get_args(LinkKernel)
+    kinds: tuple[LinkKernel, ...] = get_args(LinkKernel)
+    each: Iterable[int] = (12, 16, 20, 22, 24) if quick else range(12, 25, 2)
     if shared:
-        return [LinkCase(kind, 2**n, "idle") for kind in kinds for n in ((12, 18, 24) if quick else (12, 16, 20, 24))]
-    sizes = (12, 16, 20, 22, 24) if quick else range(12, 25, 2)
-    idle = [LinkCase(kind, 2**n, "idle") for kind in kinds for n in sizes]
-    return idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 22, 24)]
+        each = (12, 18, 24) if quick else (12, 16, 20, 24)
+    of_states: Iterable[int] = (12, 20, _LARGEST) if quick else (*each, _LARGEST)
+    sizes = {kind: of_states if kind in {"all_gather", "reduce_scatter"} else each for kind in kinds}
+    idle = [LinkCase(kind, 2**n, "idle") for kind in kinds for n in sizes[kind]]
+    return idle if shared else idle + [LinkCase(kind, 2**n, "busy") for kind in kinds[:2] for n in (12, 22, 24)]
 
 
 class Played(NamedTuple):

@@ -16,8 +16,8 @@ import numpy as np
 
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Kernel
+from sim.schedule.derive.workspace import adopted, workspace_bytes
+from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
 from sim.schedule.ir.program import Fragment, Program
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
@@ -92,12 +92,18 @@ class _Columns(NamedTuple):
     """Which ops are of the forward pass."""
     moves: list[bool]
     """Which ops copy to the host's memory or back."""
+    holds: list[bool]
+    """Which ops do nothing with what they touch."""
     counts: Integers
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
     """Which: of all ops, one after the other."""
     written: Booleans
     """Which of these touches write."""
+    adopted: Integers
+    """Buffers that results of ops become: of all ops, one after the other."""
+    adopted_counts: Integers
+    """(ops,): how many of each op."""
     inputs: Integers
     outputs: Integers
 
@@ -107,6 +113,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
     alone, streams = fragment.program(rank=0), [op.stream for op in fragment.ops]
     kernels = [op if stream == COMPUTE else None for op, stream in zip(fragment.ops, streams, strict=True)]
+    results = [adopted(op, alone) for op in fragment.ops]
     return _Columns(
         streams,
         [workspace_bytes(cast("Kernel", op), alone) if op else 0 for op in kernels],
@@ -117,7 +124,10 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         list(map(_term, fragment.own)),
         [op.part == "forward" for op in fragment.ops],
         [stream in {OFFLOAD, FETCH} for stream in streams],
+        [type(op) is Hold for op in fragment.ops],
         *_touched(fragment),
+        np.array(list(chain.from_iterable(results)), np.int64),
+        np.array(list(map(len, results)), np.int64),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
 
@@ -146,9 +156,9 @@ def _of_program(program: Program) -> _Columns:
     calls = [(_of_fragment(call.fragment.shared)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
     found: dict[str, Any] = {}
     for name in _Columns._fields:
-        if name in {"touched", "inputs", "outputs"}:
+        if name in {"touched", "adopted", "inputs", "outputs"}:
             found[name] = _joined([numbers[own[name]] for own, numbers in calls])
-        elif name == "counts":
+        elif name in {"counts", "adopted_counts"}:
             found[name] = _joined([own[name] for own, _ in calls])
         elif name == "written":
             found[name] = _joined([own[name] for own, _ in calls]).astype(bool)
@@ -229,6 +239,9 @@ class _Held:
         self._exact = np.int64 if fits else object  # Python's integers
         self.nbytes = np.array(columns.nbytes, self._exact)
         self.workspace = np.array(columns.workspace, self._exact)
+        into, makers = columns.adopted, np.repeat(np.arange(len(columns.workspace)), columns.adopted_counts)
+        before = self.first[into] < makers
+        np.add.at(self.workspace, makers[before], self.nbytes[into[before]])
         self.on_gpu = np.array(columns.on_gpu, bool)
         self.alive = self.first < self.end
 
@@ -242,17 +255,18 @@ class _Held:
     @property
     def terms(self) -> Integers:
         """(buffers,): numbers of terms. What both passes use is saved, as is what is copied to the host or back; what
-        is there before the step or behind it, and is neither weight nor state, is other.
+        is there before the step or behind it, and is neither weight nor state, is other, as is what no op uses.
         """
         columns, ops = self.columns, np.repeat(np.arange(len(self.workspace)), self.columns.counts)
         forward, moves = np.array(columns.forward, bool)[ops], np.array(columns.moves, bool)[ops]
-        in_forward, in_backward, moved, callers = (np.zeros(len(columns.nbytes), bool) for _ in range(4))
+        in_forward, in_backward, moved, callers, used = (np.zeros(len(columns.nbytes), bool) for _ in range(5))
         in_forward[columns.touched[forward]] = in_backward[columns.touched[~forward]] = True
         moved[columns.touched[moves]] = callers[columns.inputs] = callers[columns.outputs] = True
+        used[columns.touched[~np.array(columns.holds, bool)[ops]]] = True
         found = np.array(columns.terms, np.int64)
         of_tokens = (found == TERMS.index("attention")) | (found == TERMS.index("temporaries"))
         found[of_tokens & ((in_forward & in_backward) | moved)] = TERMS.index("saved activations")
-        found[of_tokens & callers] = TERMS.index("other")
+        found[of_tokens & (callers | ~used)] = TERMS.index("other")
         return found
 
 
@@ -266,7 +280,7 @@ def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
     by_term = dict.fromkeys(TERMS, 0)
     if columns.workspace:
         at_peak = int(in_use.argmax())
-        attends, own = columns.attends[at_peak], columns.workspace[at_peak]
+        attends, own = columns.attends[at_peak], int(held.workspace[at_peak])
         by_category["attention" if attends else "other"] = own
         by_term["attention" if attends else "temporaries"] = own
         for buffer in np.flatnonzero(held.on_gpu & (held.first <= at_peak) & (at_peak < held.end)).tolist():

@@ -12,7 +12,7 @@ LayoutName = Literal["contiguous", "zigzag", "striped"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
-LossName = Literal["whole", "chunked"]
+LossName = Literal["whole", "chunked", "unfused"]
 MlpName = Literal["whole", "tiled", "mini"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -28,11 +28,18 @@ class LayerOptions:
     and prefetched one layer ahead; or all of them in pinned memory, in the way of kernels, as torch's save_on_cpu."""
     offloaded: str = "all"
     """What of that goes to host memory: all, or a list of tensors, as x+out; the rest stays on the GPU."""
+    offload_from: int = 0
+    """First layer of which it does: what those before it save stays on the GPU."""
+    rotary_table: bool = False
+    """Whether a table of rotary factors of all positions, in the data type of sums, stays on the GPU, as torchtitan's
+    freqs_cis; else kernels make those of their tokens."""
     checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
     only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
-    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked)."""
+    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
+    and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
+    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
@@ -63,11 +70,17 @@ class LayerOptions:
         set at another scope.
         """
         found = dataclasses.asdict(self)
-        if self.offloaded == LayerOptions.offloaded:
-            del found["offloaded"]  # so that schedules without it keep their hash
+        if self.offload_from < 0 or (self.offload_from and self.activations == "hbm"):
+            raise InputError(
+                f"`set` schedule.offload_from={self.offload_from}: expected 0 or more, and above 0 only where `set` "
+                f"schedule.activations=save-on-cpu, host or pageable"
+            )
         for name in () if scope == "step" else OF_STEPS:
             if found.pop(name) != getattr(LayerOptions, name):
                 raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
+        for name, default in _LATER.items():
+            if found.get(name) == default:
+                del found[name]
         if self.prefetch < 0:
             raise InputError(f"`set` schedule.prefetch={self.prefetch}: expected 0 or more")
         if self.optimiser == "host" and self.zero_stage == 0:
@@ -84,9 +97,12 @@ class LayerOptions:
         return found
 
 
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed"}
+"""Defaults that no header has, so that schedules without these options keep their hash."""
+
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table"),
 )
 
 

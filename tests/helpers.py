@@ -123,6 +123,7 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "usp of 2": Variant("usp", ulysses=2),
     "usp of 4": Variant("usp", {"layout": "striped", "ring_backward": "kv-at-hand"}, ulysses=4),
     "usp of 1": Variant("usp", ulysses=1),
+    "usp, sums as published": Variant("usp", {"sums": "published"}, ulysses=2),
     "usp, rings inside": Variant("usp", {"packed": True, "layout": "contiguous"}, ulysses=2, order=RING_INNER),
     "usp, queries travel": Variant("usp", {"ring_backward": "queries", "overlap": False}, ulysses=2),
     "upipe over rings": Variant("upipe", {"layout": "zigzag"}, ulysses=2),

@@ -19,7 +19,18 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
 from sim.errors import InputError, ScheduleError
 from sim.schedule.derive.matching import Key, describe
-from sim.schedule.ir.ops import Attend, AttendBackward, Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
+from sim.schedule.ir.ops import (
+    Attend,
+    AttendBackward,
+    Collective,
+    Exchange,
+    Hold,
+    HostAdamW,
+    HostCopy,
+    HostSync,
+    Kernel,
+    Op,
+)
 from sim.schedule.ir.program import require_checked
 from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import Checked
@@ -131,7 +142,8 @@ class _VirtualCluster:
         """Run a kernel, and see that it left alone what it only reads."""
         storage = self._storage[key[0]]
         written = {view.buffer for view in op.writes}
-        only_read = [(view, storage.read(view)) for view in op.reads if view.buffer not in written]
+        looked_at = () if isinstance(op, Hold) else op.reads
+        only_read = [(view, storage.read(view)) for view in looked_at if view.buffer not in written]
         versions = [tensor._version for _, tensor in only_read]  # noqa: SLF001 - torch has no public name for it
         if isinstance(op, Attend | AttendBackward):
             self.attention_s[key] = self._seconds(op, storage)

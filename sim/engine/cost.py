@@ -23,7 +23,7 @@ from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, AdamW, Barrier, Collective, Exchange, HostAdamW, HostCopy, Op
+from sim.schedule.ir.ops import FETCH, OFFLOAD, AdamW, Barrier, Collective, Exchange, Hold, HostAdamW, HostCopy, Op
 from sim.schedule.ir.program import Program
 from sim.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
@@ -126,6 +126,8 @@ class CostModel:
         return self._seconds(self._peak(rank, use), use)
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
+        if use.kernel == Hold.meta.kernel:
+            return 0.0, ""
         if use.loop:
             found_each = [(*self._seconds(peak, kernel), count) for kernel, count in use.loop]
             note = next((note for _, note, _ in found_each if note), "")
@@ -284,6 +286,8 @@ class CostModel:
         """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs."""
         if use and use.loop:
             return math.fsum(self.issue_s(op, kernel) * count for kernel, count in use.loop)
+        if isinstance(op, Hold):
+            return 0.0
         issue = self._profile.issue if self._profile else {}
         if isinstance(op, Exchange) and op.num_messages > 1:
             return self._issue_s(issue.get("exchange")) + op.num_messages * self._issue_s(issue.get("message"), 0.0)

@@ -17,7 +17,7 @@ from runtime.execution.cuda_attention import AtenFlash, Window
 from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes
-from sim.schedule.derive.workspace import embed_backward_bytes, flash_backward_bytes, workspace_bytes
+from sim.schedule.derive.workspace import adopted, embed_backward_bytes, flash_backward_bytes, workspace_bytes
 from sim.schedule.ir.ops import Attend, AttendBackward, Kernel, TiledKernel, TiledMlp, TiledMlpBackward
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
@@ -103,7 +103,8 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
     memory, found = Storage(program, META, rotations=rotations), []
     for port in program.inputs:
         memory.write(port.view)
-    ends = ends_at(lifetimes(program, checked.dependencies[0]), len(program.ops))
+    lives = lifetimes(program, checked.dependencies[0])
+    ends = ends_at(lives, len(program.ops))
     for index, op in enumerate(program.ops):
         memory.drop(ends[index])
         before = memory.in_use_bytes
@@ -116,7 +117,8 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
         beside = before + seen.peak_bytes - memory.in_use_bytes
         parts = [view for view in op.writes if view.shape != program.buffers[view.buffer].shape]
         taken = memory.in_use_bytes - before if parts else 0
-        found.append(Held(op, beside, workspace_bytes(op, program), taken))
+        twice = sum(program.buffers[one].nbytes for one in adopted(op, program) if lives[one].first < index)
+        found.append(Held(op, beside, workspace_bytes(op, program) + twice, taken))
     return found
 
 
@@ -129,11 +131,8 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
         [name for name, variant in VARIANTS.items() if "kernel" not in variant.options],
     ),
 )
-def test_every_kernel_holds_what_is_said(request: pytest.FixtureRequest, name: str, dtype: Dtype) -> None:
+def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
     """To the byte, but for log-sum-exps, which attention of parts of a buffer gives back early or holds twice."""
-    if name.startswith("fpdt in chunks") or name == "fpdt as published":
-        of_one_type = dtype == "fp32"  # dq then goes into a buffer that is there before: sim/schedule/README.md
-        request.applymarker(pytest.mark.xfail(of_one_type, reason="the walk lacks a copy of dq", strict=True))
     for ranks in (1, 4):
         workload = Workload(model=make_model(8, 4, head_dim=64), seq=64, dtype=dtype, scope="layer", layers=1, batch=2)
         checked = checked_or_refused(name, workload, ranks)

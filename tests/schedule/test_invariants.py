@@ -189,6 +189,7 @@ WIRE: dict[str, Callable[[int], int]] = {
     "ulysses, packed": ulysses_wire,
     "ulysses, blocking": ulysses_wire,
     "usp of 2": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1)),
+    "usp, sums as published": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1)),
     "usp of 4": ulysses_wire,
     "usp of 1": ring_wire,
     "usp, rings inside": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1)),

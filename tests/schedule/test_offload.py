@@ -22,7 +22,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, make_checked, make_model, sweep_but
+from tests.helpers import OFFLOADED, Variant, make_checked, make_model, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 
 LAYERS = 3
@@ -146,6 +146,22 @@ def test_save_on_cpu_copies_every_layer_and_nothing_ahead() -> None:
     order = [op.label for op in ops if op.label == "gradient dwq" or op.stream == FETCH]
     by_turns = [word for layer in reversed(range(LAYERS)) for word in (f"fetch layer {layer}", "gradient dwq")]
     assert [label for label, _ in groupby(order)] == by_turns
+
+
+@pytest.mark.parametrize("name", ["save-on-cpu", "host"])
+def test_first_layers_stay_on_the_gpu(name: str) -> None:
+    """Of four the first two, and of what is prefetched the last one, too; the result is that of one process."""
+    variant = Variant("ulysses", {"activations": name, "offload_from": 2})
+    workload = layers(layers=4, dtype="fp64")
+    checked = check(variant.build(workload, variant.mesh(2, workload.model)))
+    moved = [2, 3] if name == "save-on-cpu" else [2]
+    assert dict.fromkeys(op.label for op in copies(checked.schedule, OFFLOAD)) == {
+        f"offload layer {layer}": None for layer in moved
+    }
+    assert max(output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1)).values()) <= 1e-12
+    stays = Variant("ulysses", {"activations": name, "offload_from": 4})
+    with pytest.raises(InputError, match=f"leaves all of 4 layers on the GPU: allowed are 0 to {len(moved) + 1}"):
+        check(stays.build(workload, stays.mesh(2, workload.model)))
 
 
 def test_save_on_cpu_takes_as_long_as_its_copies() -> None:

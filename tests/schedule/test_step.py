@@ -104,6 +104,15 @@ def test_a_chunked_loss_of_several_sequences(dtype: str) -> None:
     assert {op.logits.shape[:2] for op in ops if isinstance(op, CrossEntropy)} == {(3, 4)}
 
 
+def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
+    """In bf16 the logits and a copy in fp32, in which the gradient is made; in fp32 there is none."""
+    checked = is_exact("zigzag", 2, step(dtype="bf16"), loss="unfused", rotary_table=True)
+    (op,) = [op for op in checked.schedule.program(0).ops if isinstance(op, CrossEntropy)]
+    assert checked.schedule.program(0).dtype(op.logits) == "fp32"
+    fused, unfused = (make_step("zigzag", 2, step(dtype="fp32"), loss=loss) for loss in ("whole", "unfused"))
+    assert fused.schedule.programs == unfused.schedule.programs
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""

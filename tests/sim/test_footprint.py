@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from sim.errors import InputError
 from sim.footprint import footprint
 from sim.memory import terms_in_use, walks
+from sim.options import LayerOptions
 from sim.schedule.ir.ops import AdamW, HostAdamW, ReduceScatter
 from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
@@ -67,15 +69,16 @@ def test_model_states_in_the_models_type_and_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "zigzag", "ulysses", "upipe"])
-@pytest.mark.parametrize("loss", ["whole", "chunked"])
+@pytest.mark.parametrize("loss", ["whole", "chunked", "unfused"])
 def test_saved_activations(name: str, loss: str) -> None:
     """Between the passes the head keeps beside the formula what enters it, one number a token, and its input with the
-    gradient of the logits, or with a loss in chunks the gradient of its input.
+    gradient of the logits, in fp32 where the loss is not fused, or with a loss in chunks the gradient of its input.
     """
     ranks = 1 if name == "single" else 4
     checked = make_step(name, ranks, workload(), loss=loss)
     tokens, own = 64 // ranks, 2
-    features = MODEL.embed_dim + (MODEL.embed_dim + MODEL.vocab_size if loss == "whole" else MODEL.embed_dim)
+    gradient = {"whole": MODEL.vocab_size, "unfused": 2 * MODEL.vocab_size, "chunked": 0}[loss]
+    features = 2 * MODEL.embed_dim + gradient
     said = footprint(checked.schedule.header).saved_bytes
     assert said == 3 * tokens * MODEL.embed_dim * own
     program, dependencies = checked.schedule.program(0), checked.dependencies[0]
@@ -106,3 +109,15 @@ def test_micro_batches() -> None:
 
 def test_no_formula_where_layers_leave_more() -> None:
     assert footprint(make_step("ring", 2, workload(), checkpoint="none").schedule.header).saved_bytes is None
+
+
+def test_a_rotary_table_of_all_positions_stays_on_the_gpu() -> None:
+    """Half as many complex numbers as a head has features, for each position; as long as the step lasts."""
+    without, table = (make_step("zigzag", 4, workload(), **options) for options in ({}, {"rotary_table": True}))
+    before, found = walks(without)[0], walks(table)[0]
+    nbytes = workload().seq * workload().model.head_dim // 2 * 8
+    assert found.in_use[1:-1] == [before_it + nbytes for before_it in before.in_use]
+    assert found.by_term["other"] == before.by_term["other"] + nbytes
+    assert without.schedule.hash == make_step("zigzag", 4, workload(), rotary_table=False).schedule.hash
+    with pytest.raises(InputError, match="schedule.rotary_table=True is of training steps"):
+        LayerOptions(rotary_table=True).of_scope("layer")

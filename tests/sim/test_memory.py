@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.memory import Lifetime, lifetimes, walk, walks
+from sim.mesh import Mesh
 from sim.schedule.derive.dependencies import Dependencies, derive
-from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.derive.workspace import adopted, workspace_bytes
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import COMPUTE, STREAMS, Accumulate, Exchange, HostSync, Kernel, Message
+from sim.schedule.ir.ops import COMPUTE, STREAMS, Accumulate, Exchange, Hold, HostSync, Kernel, Message
 from sim.schedule.ir.program import Communicator, Program
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_checked, make_model
+from tests.helpers import OFFLOADED, VARIANTS, Variant, by_tier, checked_or_refused, make_checked, make_model
 
 LINK = Communicator(name="link", groups=((0, 1),))
 
@@ -145,6 +147,7 @@ def same_as_by_the_op(program: Program, dependencies: Dependencies) -> None:
         buffers.append(sum(buffer.nbytes for buffer in alive if buffer.place == "hbm"))
         host.append(sum(buffer.nbytes for buffer in alive if buffer.place != "hbm"))
         own = workspace_bytes(op, program) if isinstance(op, Kernel) else 0
+        own += sum(program.buffers[buffer].nbytes for buffer in adopted(op, program) if spans[buffer].first < index)
         assert found.in_use[index] == buffers[-1] + own
     assert found.buffer_peak_bytes == max(buffers)
     assert found.host_peak_bytes == max(host)
@@ -208,6 +211,22 @@ def test_categories_and_workspace_at_the_peak() -> None:
         "attention": query + 2 * key + 2 * query + lse + 2 * query + lse,
     }
     assert found.peak_bytes == sum(found.by_category.values())
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_published_backward_function_holds_what_it_made_until_it_returns(ring: int) -> None:
+    """In bf16, of a tensor of query heads A bytes, of key heads A/2: q, k, v, out and dout 4 A, the kernel's dq, dk, dv
+    2 A, dq in fp32 2 A, dk and dv in fp32 twice 2 A, which a ring of one sends to itself. All of it is alive when the
+    last result is cast.
+    """
+    workload = Workload(model=make_model(8, 4), seq=64, dtype="bf16", scope="layer")
+    checked = check(Variant("usp", {"sums": "published"}).build(workload, Mesh(ring=ring, ulysses=2)))
+    program, dependencies = checked.schedule.program(0), checked.dependencies[0]
+    (at,) = [number for number, op in enumerate(program.ops) if isinstance(op, Hold)]
+    held, lives = program.ops[at].reads, lifetimes(program, dependencies)
+    query, lse = 64 // ring * 4 * 16 * 2, 64 // ring * 4 * 4
+    assert sum(map(program.nbytes, held)) == 12 * query + lse
+    assert all(lives[view.buffer].first < at - 1 < at < lives[view.buffer].end for view in held)
 
 
 def test_the_ring_holds_two_slots_whatever_the_number_of_ranks() -> None:

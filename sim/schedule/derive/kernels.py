@@ -24,6 +24,7 @@ from sim.schedule.ir.ops import (
     Embed,
     EmbedBackward,
     Gemm,
+    Hold,
     Kernel,
     Merge,
     StreamingKernel,
@@ -138,6 +139,8 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         return _embedding_use(op, program)
     if isinstance(op, TiledKernel):
         return _tiled_use(op, program)
+    if isinstance(op, Hold):
+        return KernelUse(op.meta.kernel, "", program.dtype(op.held[0]), (0,), 0, 0)
     return _streaming_use(op, program)
 
 

@@ -2,7 +2,8 @@
 
 Of fused attention by the code of flash-attention, of all others by how ``runtime`` writes them out on CUDA: each
 temporary that is alive at the worst moment. Results that cannot become the buffer that they are for (a part of it, or
-of another data type) are copied there, and so held twice.
+of another data type) are copied there, and so held twice. So are those whose buffer was there before: the walk, which
+knows that, counts them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 """Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
 
 _InPlace: TypeAlias = (
-    ops.Gemm | ops.Accumulate | ops.SwiGlu | ops.SwiGluBackward | ops.Embed | ops.Unpack | ops.Pack | ops.Zero
+    ops.Gemm
+    | ops.Accumulate
+    | ops.SwiGlu
+    | ops.SwiGluBackward
+    | ops.Embed
+    | ops.Unpack
+    | ops.Pack
+    | ops.Zero
+    | ops.Hold
 )
 """Most kernels: they hold nothing beside their operands."""
 
@@ -44,13 +53,11 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.Fold):
         return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
     if isinstance(op, ops.RmsNorm):
-        return _copied(op, program, _with_sums(op.x, program))
+        return _copied(op, program)
     if isinstance(op, ops.RmsNormBackward):
-        return _copied(op, program, [program.dtype(op.x)] * 2)
+        return _copied(op, program)
     if isinstance(op, ops.EmbedBackward):
-        return embed_backward_bytes(program.dtype(op.dout), op.dout.shape, op.dtable.shape[0]) + _copied(
-            op, program, [program.dtype(op.dout)]
-        )
+        return embed_backward_bytes(program.dtype(op.dout), op.dout.shape, op.dtable.shape[0]) + _copied(op, program)
     if isinstance(op, ops.CrossEntropy):
         rows, wide = min(LOSS_ROWS, math.prod(op.labels.shape)), DTYPE_BYTES[program.dtype(op.loss)]
         casts = program.dtype(op.logits) != program.dtype(op.loss)
@@ -85,7 +92,7 @@ def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
         if op.kernel != "flash":
             return _unfused(op, program)
         where_unseen = math.prod(op.lse.shape)  # a byte each
-        return program.nbytes(op.lse) + where_unseen + _copied(op, program, _with_sums(op.q, program))
+        return program.nbytes(op.lse) + where_unseen + _copied(op, program)
     if isinstance(op, ops.AttendBackward):
         return _attend_backward(op, program)
     if isinstance(op, ops.Merge):
@@ -101,7 +108,7 @@ def _attend_backward(op: ops.AttendBackward, program: Program) -> int:
         return _unfused(op, program)
     held = flash_backward_bytes(program.dtype(op.q), op.q.shape, op.k.shape)
     held += program.nbytes(op.lse)  # in the way that the kernel marks queries without keys
-    held += _copied(op, program, [program.dtype(op.q)] * 3)
+    held += _copied(op, program)
     if op.out:
         return held
     made = program.nbytes(op.q)
@@ -144,16 +151,31 @@ def _wide_bytes(view: View, program: Program) -> int:
     return math.prod(view.shape) * DTYPE_BYTES[accumulation_dtype(program.dtype(view))]
 
 
-def _with_sums(view: View, program: Program) -> list[Dtype]:
-    """Return the data types of a result like a view, and of one number per row of it."""
-    return [program.dtype(view), accumulation_dtype(program.dtype(view))]
+def _results(op: ops.Op, program: Program) -> list[tuple[View, Dtype]]:
+    """Return what a kernel makes in memory of its own, with the data types that it makes."""
+    if isinstance(op, ops.Attend | ops.AttendBackward) and op.kernel != "flash":
+        return []
+    if isinstance(op, ops.Attend | ops.RmsNorm):
+        own = program.dtype(op.q if isinstance(op, ops.Attend) else op.x)
+        return list(zip(op.writes, (own, accumulation_dtype(own)), strict=True))
+    if isinstance(op, ops.AttendBackward | ops.RmsNormBackward | ops.EmbedBackward):
+        own = program.dtype(op.reads[0])
+        return [(view, own) for view in op.writes]
+    return []
 
 
-def _copied(op: ops.Kernel, program: Program, made: list[Dtype]) -> int:
-    """Return the bytes of results, of the data types that the kernel makes, that are copied to where they belong."""
-    total = 0
-    for view, dtype in zip(op.writes, made, strict=True):
-        buffer, shape = program.buffers[view.buffer], view.shape
-        if buffer.dtype != dtype or shape != buffer.shape:
-            total += math.prod(shape) * DTYPE_BYTES[dtype]
-    return total
+def _fits(view: View, dtype: Dtype, program: Program) -> bool:
+    """Return whether a result can become the buffer that it is for."""
+    buffer = program.buffers[view.buffer]
+    return buffer.dtype == dtype and view.shape == buffer.shape
+
+
+def _copied(op: ops.Kernel, program: Program) -> int:
+    """Return the bytes of results that are copied to where they belong."""
+    made = _results(op, program)
+    return sum(math.prod(view.shape) * DTYPE_BYTES[dtype] for view, dtype in made if not _fits(view, dtype, program))
+
+
+def adopted(op: ops.Op, program: Program) -> list[int]:
+    """Return the buffers that results of an op become. One that is there before is held beside its result."""
+    return [view.buffer for view, dtype in _results(op, program) if _fits(view, dtype, program)]

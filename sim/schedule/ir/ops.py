@@ -178,6 +178,15 @@ class Zero(_Kernel, frozen=True, kw_only=True):
     into: Annotated[View, Out("...")]
 
 
+class Hold(_Kernel, frozen=True, kw_only=True):
+    """Nothing runs, but code holds these buffers here, though no op may use them any more: a function in Python does
+    until it returns.
+    """
+
+    meta = Meta("k", "hold", "other", "hold")
+    held: Annotated[tuple[View, ...], In(numbers="any")]
+
+
 class Copy(_Kernel, frozen=True, kw_only=True):
     """Part i of target = part i of source, or part ``order[i]``, in one kernel: layout copies, packing, casts."""
 
@@ -521,7 +530,9 @@ StreamingKernel: TypeAlias = (
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Copy | Fold
+Kernel: TypeAlias = (
+    AttentionKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Hold | Copy | Fold
+)  # fmt: skip
 Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import LayoutName, OverlapOptions, SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Tokens, mask_of
-from sim.schedule.ir.ops import Delta
+from sim.schedule.ir.ops import Delta, Hold
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -49,6 +50,11 @@ class RingOptions(HopOptions):
     ring_backward: Literal["own-kv", "kv-at-hand", "queries"] = "own-kv"
     """What travels in a ring's backward pass: keys from their owner on, dKV in P hops (ring-flash-attention); keys from
     where the forward pass left them, dKV in P - 1 hops (Transformer Engine); or queries (arXiv:2509.19836 §3.1)."""
+    sums: Literal["needed", "published"] = "needed"
+    """How partial results are summed: in fp32 where there are several, in buffers that are freed behind their last use;
+    or as ring-flash-attention and yunchang do it (yunchang 0.6.4 ring/zigzag_ring_flash_attn.py): in fp32 even where
+    there is one, a ring of one sends dK and dV to itself, and what the backward function makes and is given is held
+    until it returns."""
 
 
 def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) -> Schedule:
@@ -93,9 +99,14 @@ def ring_communicators(groups: tuple[tuple[int, ...], ...], options: HopOptions,
 
 
 def check_backward(workload: Workload, options: RingOptions) -> None:
-    """Raise InputError where the backward pass alone lacks what the forward pass leaves."""
+    """Raise InputError where the backward pass alone lacks what the forward pass leaves, or sums as another library."""
     if options.ring_backward == "kv-at-hand":
         needs_forward(workload, "ring_backward kv-at-hand")
+    if options.sums == "published" and options.ring_backward != "own-kv":
+        raise InputError(
+            f"`set` schedule.sums=published is how ring-flash-attention sums, which does not have schedule."
+            f"ring_backward={options.ring_backward}: leave out one of them"
+        )
 
 
 class RingAttention:
@@ -116,7 +127,7 @@ class RingAttention:
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """P - 1 hops of KV; every block is attended while the next KV is on its way."""
         parts = sum(len(self._blocks(self._position, source)) for source in range(self._size))
-        softmax = SoftmaxAccumulator(self._b, q, num_parts=parts)
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=parts, always=self._options.sums == "published")
         here: tuple[View, ...] = (k, v)
         for _, source, here in self._tour((k, v), "kv"):
             for block in self._blocks(self._position, source):
@@ -132,17 +143,29 @@ class RingAttention:
         if at_hand:
             saved = saved._replace(k=saved.more[0], v=saved.more[1])
         b, kv, names, way = self._b, (saved.k, saved.v), ("dk", "dv"), -1 if at_hand else 1
-        (dq,) = new_sums(b, self._options, {"dq": saved.q})
-        pool = sum_slots(b, self._rings.behind, self._options, dict(zip(names, kv, strict=True)), self._size)
+        published, ours = self._options.sums == "published", (saved.q, saved.k, saved.v)
+        made: list[View] = []
+        if published:
+            made = [b.like(f"d{name} of a block", view, "attention") for name, view in zip("qkv", ours, strict=True)]
+        parts = made or (None, None, None)
+        dq = GradientSum(b, "dq", b.gradient("dq sum", saved.q, self._options), part=parts[0])
+        likes = dict(zip(names, kv, strict=True))
+        pool = sum_slots(b, self._rings.behind, self._options, likes, self._size + published)
         hops = self._size - at_hand if self._size > 1 else 0
         for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
-            dk, dv = self._sums(names, pool[step % 2], empty=step == 0)
+            dk, dv = self._sums(names, pool[step % 2], parts[1:], empty=step == 0)
             for block in self._blocks(self._position, source):
                 operands = saved._replace(k=k, v=v)
                 attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
             self._send_sums(step, hops, (dk, dv), pool, way, f"send dkv{source}")
-        dk, dv = self._sums(names, pool[hops % 2], empty=False)
-        return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+        for here, there in zip(*pool, strict=True) if published and self._size == 1 else ():
+            b.copy(here, there, "send to itself")
+        dk, dv = self._sums(names, pool[max(hops, published) % 2], empty=False)
+        grads = dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
+        if published:
+            held = (*ours, saved.out, saved.lse, dout, *made, dq.total, *pool[0], *pool[1])
+            b.add(Hold(label="return", held=tuple(dict.fromkeys(map(b.whole, held)))))
+        return grads
 
     def _backward_of_queries(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """P - 1 hops of q, dout, lse and delta, and P hops of dq; dk and dv stay."""
@@ -176,8 +199,16 @@ class RingAttention:
                 self._hop(over, slots[step], slots[step + 1], way, f"send {what}{source}")
             yield step, source, slots[step]
 
-    def _sums(self, names: tuple[str, ...], totals: Sequence[View], *, empty: bool = True) -> list[GradientSum]:
-        return [GradientSum(self._b, name, view, empty=empty) for name, view in zip(names, totals, strict=True)]
+    def _sums(
+        self,
+        names: tuple[str, ...],
+        totals: Sequence[View],
+        parts: Sequence[View | None] = (None, None),
+        *,
+        empty: bool = True,
+    ) -> list[GradientSum]:
+        named = zip(names, totals, parts, strict=False)
+        return [GradientSum(self._b, name, view, empty=empty, part=part) for name, view, part in named]
 
     def _send_sums(
         self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[tuple[View, ...]], way: int, label: str

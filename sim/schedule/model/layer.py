@@ -19,6 +19,7 @@ from sim.mesh import Mesh
 from sim.options import AttentionName, LayerOptions, LossName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import Hold
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
@@ -130,10 +131,11 @@ def build_around(
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
             return attention_program(b, plan.shard(role), plan.attention)
-        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen)
+        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
         techniques = (point, options.loss, options.micro_batches) if step else ()
-        written = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques).program()
+        writer = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques)
+        written = (writer._replace(rotary_table=True) if options.rotary_table else writer).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
     return Schedule(header, program, replicated=not across_replicas)
@@ -153,22 +155,31 @@ class LayerWriter(NamedTuple):
     checkpoint: Checkpoint = EVERYTHING
     loss: LossName = "whole"
     micro_batches: int = 1
+    rotary_table: bool = False
 
     def program(self) -> Program:
         """Return the program of this rank."""
+        b, tables = self.b, list[View]()
+        if self.rotary_table:
+            shape = (b.workload.seq, b.workload.model.head_dim)
+            tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
+        for table in tables:
+            b.add(Hold(label="keep the rotary table", held=(table,)))
         for number in range(self.micro_batches):
-            self.b.take(number, self.micro_batches)
+            b.take(number, self.micro_batches)
             self._passes()
-        if self.b.workload.backward:
+        if b.workload.backward:
             self.params.update()
-        return self.b.build()
+        for table in tables:
+            b.add(Hold(label="keep the rotary table", held=(table,)))
+        return b.build()
 
     def _passes(self) -> None:
         """Append both passes over one micro-batch."""
         b, layers = self.b, layers_of(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends = Loss(b, self.tokens, self.params, self.tiling, chunked=self.loss == "chunked")
+            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss)
         view = ends.enter()
         for unit in layers:
             view = self._forward(unit, view)

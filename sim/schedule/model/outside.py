@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from sim.options import LossName
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Accumulate
@@ -32,7 +33,7 @@ from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import ModelSpec
+from sim.workload import Dtype, ModelSpec
 
 
 class Outside(Protocol):
@@ -100,12 +101,12 @@ class Loss:
         tokens: Tokens,
         params: Params,
         tiling: Tiling,
-        *,
-        chunked: bool,
+        form: LossName,
     ) -> None:
         self._b, self._tokens, (self._first, self._last) = b, tokens, ends_of(b.workload)
         self._head, self._layers = head_of(b.workload.model), b.workload.layers
-        self._params, self._tiling, self._chunked = params, tiling, chunked
+        self._params, self._tiling, self._chunked = params, tiling, form == "chunked"
+        self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
         self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
         self._weights: Values = {}
@@ -134,7 +135,11 @@ class Loss:
     def _score(self, last: View, given: View, weights: Values) -> Values:
         if self._chunked:
             return self._score_in_chunks(last, given, weights)
-        made = self._written(self._head.forward, self._layers, {x: last, labels: given, **weights})
+        norm_and_logits, to_loss = self._head.forward[:-1], self._head.forward[-1:]
+        made = self._written(norm_and_logits, self._layers, {x: last, labels: given, **weights})
+        if self._unfused:
+            made[logits] = self._cast(made[logits], "logits", self._b.sum_dtype)
+        made = self._written(to_loss, self._layers, made)
         return {tensor: made[tensor] for tensor in (x, rstd, h, d(logits), loss)}
 
     def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
@@ -176,6 +181,8 @@ class Loss:
         layer, gradients = self._layers, [d(weight) for weight in (norm_last, self._head.weight)]
         if self._chunked:
             self._params.reduce(gradients[1].later(layer), kept[gradients[1]])
+        if self._unfused:
+            kept = {**kept, d(logits): self._cast(kept[d(logits)], "dlogits", self._b.workload.dtype)}
         made = self._written(back(normed) if self._chunked else self._head.backward, layer, {**kept, **weights})
         return made[d(x)], {gradient: made[gradient] for gradient in gradients}
 
@@ -198,6 +205,12 @@ class Loss:
         for gradient, view in of_head.items():
             self._params.reduce(gradient, view)
         return self._params.reduced(self._first, room)
+
+    def _cast(self, view: View, name: str, dtype: Dtype) -> View:
+        """Append a copy in another data type; return it."""
+        copied = self._b.like(name, view, "other", dtype)
+        self._b.copy(view, copied, f"cast {name}")
+        return copied
 
     def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:
         """Append equations; return all values that are there then."""

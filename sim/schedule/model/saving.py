@@ -67,9 +67,11 @@ class Chosen(NamedTuple):
 class _Elsewhere(Keep):
     """Keeps what layers save, or what is chosen of it, in a host's memory of a kind."""
 
-    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None, *, waits: bool) -> None:
+    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None, first: int, *, waits: bool) -> None:
         super().__init__()
         self._b, self._place, self._chosen, self._waits = b, place, chosen, waits
+        self._first = first
+        """Number of the first layer that leaves the GPU."""
         self._stays: set[int] = set()
         """Numbers of buffers."""
 
@@ -106,18 +108,21 @@ class SaveOnCpu(_Elsewhere):
     behind the kernels before it (torch/autograd/graph.py, save_on_cpu with pin_memory).
     """
 
-    def __init__(self, b: ProgramBuilder, chosen: Chosen | None) -> None:
-        super().__init__(b, "host", chosen, waits=True)
+    def __init__(self, b: ProgramBuilder, chosen: Chosen | None, first: int) -> None:
+        super().__init__(b, "host", chosen, first, waits=True)
 
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
-        self._leave(kept)
-        self._kept[layer] = self._b.call(
-            "offload", layer, partial(self._copied, layer, self._place, "offload layer"), kept
-        )
+        if layer >= self._first:
+            self._leave(kept)
+            copied = partial(self._copied, layer, self._place, "offload layer")
+            kept = self._b.call("offload", layer, copied, kept)
+        self._kept[layer] = kept
 
     def restore(self, layer: int, _weights: Values, /) -> Kept:
         """See Saving."""
+        if layer < self._first:
+            return self._kept[layer]
         return self._b.call("fetch", layer, partial(self._copied, layer, "hbm", "fetch layer"), self._kept[layer])
 
 
@@ -129,22 +134,22 @@ class Offload(_Elsewhere):
     is copied back for a layer is not written before the kernels issued until then have ended.
     """
 
-    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None) -> None:
-        super().__init__(b, place, chosen, waits=False)
+    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None, first: int) -> None:
+        super().__init__(b, place, chosen, first, waits=False)
         self._last = b.workload.layers - 1
 
     def save(self, layer: int, kept: Kept, /) -> None:
         """See Saving."""
-        if layer < self._last:
+        if self._first <= layer < self._last:
             self._leave(kept)
             kept = self._b.call("offload", layer, partial(self._offloaded, layer), kept)
         self._kept[layer] = kept
 
     def restore(self, layer: int, _weights: Values, /) -> Kept:
         """See Saving."""
-        if layer and layer == self._last:
+        if layer > self._first and layer == self._last:
             self._b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
-        if layer:
+        if layer > self._first:
             fetched = partial(self._copied, layer - 1, "hbm", "fetch layer")
             self._kept[layer - 1] = self._b.call("fetch", layer - 1, fetched, self._kept[layer - 1])
         return self._kept[layer]
@@ -154,22 +159,27 @@ class Offload(_Elsewhere):
         return self._copied(layer, self._place, "offload layer", kept)
 
 
-def saving(b: ProgramBuilder, name: SavingName, chosen: Chosen | None = None) -> Saving:
-    """Return what an option names, for the layers of a builder, of all that they save or of what is chosen; raises
-    InputError where it would copy nothing.
+def saving(b: ProgramBuilder, name: SavingName, chosen: Chosen | None = None, first: int = 0) -> Saving:
+    """Return what an option names, for the layers of a builder from the ``first`` on, of all that they save or of what
+    is chosen; raises InputError where it would copy nothing.
     """
     workload = b.workload
     if name == "hbm":
         return Keep()
+    if first >= (least := workload.layers - (name != "save-on-cpu")) > 0:
+        raise InputError(
+            f"`set` schedule.offload_from={first} with schedule.activations={name} leaves all of {workload.layers} "
+            f"layers on the GPU: allowed are 0 to {least - 1}; set it lower, or leave out schedule.activations"
+        )
     if not workload.backward:
         raise InputError(
             f"`set` schedule.activations={name}: a forward pass alone saves nothing; leave it out, or set `passes` both"
         )
     if name == "save-on-cpu":
-        return SaveOnCpu(b, chosen)
+        return SaveOnCpu(b, chosen, first)
     if workload.layers == 1:
         raise InputError(
             f"`set` schedule.activations={name} keeps the last layer on the GPU, and there is one: set `layers` 2 or "
             f"more, or `set` schedule.activations=save-on-cpu"
         )
-    return Offload(b, name, chosen)
+    return Offload(b, name, chosen, first)

@@ -93,8 +93,8 @@ class AbstractPlayer(Interpreter):
             _check_pair(into_out, into_lse)
             memory.write(op.into_out, _united(into_out, out))
             memory.write(op.into_lse, _united(into_lse, lse))
-        elif isinstance(op, ops.Zero):
-            memory.zero(op.into)
+        elif isinstance(op, ops.Zero | ops.Hold):
+            list(map(memory.zero, op.writes))  # none of the latter
         elif isinstance(op, ops.Copy):
             found = memory.read_parts(op.source)
             memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)

@@ -50,9 +50,13 @@ def _all_rows(view: View) -> slice:
 
 
 class SoftmaxAccumulator:
-    """Attention of one set of queries to keys that come in ``num_parts`` partial results, merged by their lse."""
+    """Attention of one set of queries to keys that come in ``num_parts`` partial results, merged by their lse; with
+    ``always`` one alone is summed in the data type of sums, too.
+    """
 
-    def __init__(self, builder: ProgramBuilder, q: View, num_parts: int, category: Category = "saved") -> None:
+    def __init__(
+        self, builder: ProgramBuilder, q: View, num_parts: int, category: Category = "saved", *, always: bool = False
+    ) -> None:
         self._b = builder
         self._q = q
         self._left = num_parts
@@ -62,7 +66,7 @@ class SoftmaxAccumulator:
         self.lse = builder.lse("lse", tokens, heads, category)
         self._sum = self.out
         sum_dtype = accumulation_dtype(builder.workload.dtype)
-        if num_parts > 1 and sum_dtype != builder.workload.dtype:
+        if (num_parts > 1 or always) and sum_dtype != builder.workload.dtype:
             self._sum = builder.tensor("out sum", tokens, heads, "attention", sum_dtype)
 
     def attend(self, block: Block, k: View, v: View, label: str) -> None:
@@ -118,11 +122,17 @@ class SoftmaxAccumulator:
 
 
 class GradientSum:
-    """A running sum of gradients in ``total``, which holds nothing yet or (``empty=False``) what other ranks added."""
+    """A running sum of gradients in ``total``, which holds nothing yet or (``empty=False``) what other ranks added.
 
-    def __init__(self, builder: ProgramBuilder, name: str, total: View, *, empty: bool = True) -> None:
+    Parts are written to new buffers, or one after the other to ``part`` where it is given.
+    """
+
+    def __init__(
+        self, builder: ProgramBuilder, name: str, total: View, *, empty: bool = True, part: View | None = None
+    ) -> None:
         self._b = builder
         self._name = name
+        self._part = part
         self.total = total
         self._filled = _Filled() if empty else _Filled(_all_rows(total))
         self._pieces: list[tuple[slice, bool]] = []
@@ -135,6 +145,8 @@ class GradientSum:
         self._pieces = self._filled.take(rows)
         if self._pieces == [(rows, False)] and self._b.dtype(self.total) == self._b.dtype(like):
             return self.total[:, rows]
+        if self._part is not None:
+            return self._part[:, : like.shape[1]]
         return self._b.like(f"{self._name} part", like, "attention")
 
     def add(self, part: View, rows: slice, label: str) -> None:
