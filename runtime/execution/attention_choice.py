@@ -85,8 +85,11 @@ def needs_windows(program: Program) -> bool:
 
 
 def _blocks(op: Attend | AttendBackward) -> Iterator[tuple[Band, int, int]]:
-    """Yield the band, rows and columns of what kernels are called on: a block, or one of each document."""
-    if not op.documents:
+    """Yield the band, rows and columns of what kernels are called on: a block, one of each document, or of each run."""
+    if not (op.documents or op.sparse):
         yield op.band, op.q.shape[1], op.k.shape[1]
+    for rows in op.sparse or ():
+        for run in rows.runs:
+            yield run.band, rows.rows, run.columns
     for part in op.documents or ():
         yield part.band, part.rows, part.columns

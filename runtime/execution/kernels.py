@@ -10,7 +10,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.dense import run_token_kernel
-from runtime.execution.packed import packed_backward, packed_forward
+from runtime.execution.packed import packed_backward, packed_forward, sparse_backward, sparse_forward
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
 from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
@@ -98,10 +98,12 @@ def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str
     q, k, v = (storage.read(view) for view in op.reads)
     name = attention.name
     results: tuple[torch.Tensor, ...]
-    if op.kernel == "flash":
-        results = (
-            packed_forward(attention, (q, k, v), op.documents) if op.documents else attention.forward(q, k, v, op.band)
-        )
+    if op.documents:
+        results = packed_forward(attention, (q, k, v), op.documents)
+    elif op.sparse:
+        results = sparse_forward(attention, (q, k, v), op.sparse)
+    elif op.kernel == "flash":
+        results = attention.forward(q, k, v, op.band)
     elif op.kernel == "memory-efficient":
         results, name = chunked_forward(q, k, v, op.band), "eager chunks"
     elif op.kernel == "standard":
@@ -124,11 +126,12 @@ def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: Attent
         if op.delta:
             out, name = with_delta(delta, dout), f"{name}, out from delta"
         saved = q, k, v, out, lse
-        grads = (
-            packed_backward(attention, saved, dout, op.documents)
-            if op.documents
-            else attention.backward(saved, dout, op.band)
-        )
+        if op.documents:
+            grads = packed_backward(attention, saved, dout, op.documents)
+        elif op.sparse:
+            grads = sparse_backward(attention, saved, dout, op.sparse)
+        else:
+            grads = attention.backward(saved, dout, op.band)
     else:
         if op.out:
             out, delta = delta, torch.empty_like(lse)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sim.optimiser import ADAM
-from sim.schedule.ir.masks import Band, Documents, Mask
+from sim.schedule.ir.masks import Band, BlockSparse, Documents, Mask
 from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
@@ -159,7 +159,7 @@ def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
     positions = torch.arange(x.shape[2])
-    if not isinstance(mask, Band):
+    if isinstance(mask, Documents):
         positions -= torch.tensor(mask.edges)[_document(positions, mask)]
     angles = torch.outer(positions.to(x.dtype), frequencies)
     turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
@@ -173,6 +173,12 @@ def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:
     band = mask if isinstance(mask, Band) else mask.band
     if isinstance(mask, Documents):
         keep &= _document(rows, mask) == _document(columns, mask)
+    if isinstance(mask, BlockSparse):
+        size, kept = mask.blocks.size, mask.blocks.kept
+        table = torch.zeros(len(kept), len(kept), dtype=torch.bool)
+        for row, blocks in enumerate(kept):
+            table[row, list(blocks)] = True
+        keep &= table[rows // size, columns // size]
     if band.right is not None:
         keep &= columns <= rows + band.right
     if band.left is not None:

@@ -20,8 +20,9 @@ from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override, preset_names
 from sim.profile import Profile, load_profile, profile_names
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.setup.block_masks import block_mask_of
 from sim.setup.stacks import STACKS
-from sim.workload import FLOATS, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from sim.workload import FLOATS, BlockMask, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -116,10 +117,11 @@ def workload(
     passes: str = "both",
     seed: int = 0,
     documents: str | Sequence[int] | None = None,
+    block_mask: str | BlockMask | None = None,
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
     model's, and so are the ``layers`` of a step. ``documents`` are packed into each sequence, which is as long as they:
-    their lengths, or a file with them.
+    their lengths, or a file with them. ``block_mask`` keeps some blocks: see ``Setup``.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
@@ -141,6 +143,8 @@ def workload(
         lengths = lengths_of(documents)
         fields["seq"] = sum(lengths)
         fields |= {"documents": lengths} if len(lengths) > 1 else {}
+    if block_mask is not None:
+        fields["block_mask"] = block_mask_of(plain(block_mask), fields["seq"], mask, fields["seed"])
     return Workload(**fields)
 
 

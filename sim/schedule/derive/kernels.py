@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.derive.tiles import tiles
-from sim.schedule.ir.masks import FULL, Band, DocumentBlock, Span, count_pairs
+from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
     Attend,
     AttendBackward,
@@ -56,7 +56,8 @@ class KernelUse(NamedTuple):
     """Of a loop over tiles the kernels that it runs, and how often each; ``flops`` and ``hbm_bytes`` are theirs."""
 
     documents: tuple[tuple[KernelUse, int], ...] = ()
-    """Of attention to several documents in one kernel what each alone would be, and how many are alike."""
+    """Of attention to several documents, or of several blocks of queries to the keys that each keeps, in one kernel
+    what each alone would be, and how many are alike."""
 
     @property
     def each(self) -> tuple[tuple[KernelUse, int], ...]:
@@ -128,7 +129,7 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         backward = isinstance(op, AttendBackward)
         size = (program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
         return (
-            attention_use(backward, *size, op.documents or ())
+            attention_use(backward, *size, op.documents or gathered(op.sparse or ()))
             if op.kernel == "flash"
             else unfused_use(op.kernel, backward, *size)
         )
@@ -224,6 +225,21 @@ def attention_use(
     if not backward:
         return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
     return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved)
+
+
+def gathered(parts: tuple[RowBlock, ...]) -> tuple[DocumentBlock, ...]:
+    """Return what a block-sparse kernel does: each block of queries loops over the runs of keys that it keeps, as over
+    so many keys of a document of its own. Where only the last run has a band it is theirs; else each run is by itself.
+    """
+    found = []
+    for part in parts:
+        *before, last = part.runs or (Run(0, 0, FULL),)
+        if last.band.left is None and all(run.band == FULL for run in before):
+            ahead = sum(run.columns for run in before)
+            found.append(DocumentBlock(part.rows, ahead + last.columns, moved_band(last.band, 0, -ahead)))
+        else:
+            found += [DocumentBlock(part.rows, run.columns, run.band) for run in part.runs]
+    return tuple(found)
 
 
 def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,

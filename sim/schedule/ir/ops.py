@@ -13,7 +13,7 @@ import msgspec
 
 from sim.options import AttentionName
 from sim.schedule.ir.declare import In, InOut, Out, readers, side, writers
-from sim.schedule.ir.masks import Band, DocumentBlock, Tokens
+from sim.schedule.ir.masks import Band, DocumentBlock, RowBlock, Tokens
 from sim.schedule.ir.views import Data, Split, View
 
 COMPUTE = "compute"
@@ -115,6 +115,8 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """Of several documents, in a variable-length kernel; ``band`` is FULL then. A query without keys has out 0 and lse
     -inf."""
+    sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of a block-sparse mask; ``band`` is FULL then, too. So is a query without keys."""
 
 
 class AttendBackward(_Kernel, frozen=True, kw_only=True):
@@ -138,6 +140,8 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     kernel: AttentionName = "flash"
     probs: Annotated[View | None, In("bhqk")] = None
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+    sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
 
 

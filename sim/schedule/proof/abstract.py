@@ -62,7 +62,7 @@ class AbstractPlayer(Interpreter):
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
             out, probs = self._rules.attend(
-                memory.read(op.q), memory.read(op.k), memory.read(op.v), op.documents or op.band, ratio
+                memory.read(op.q), memory.read(op.k), memory.read(op.v), op.documents or op.sparse or op.band, ratio
             )
             memory.write(op.out, out)
             memory.write(op.lse, renamed(out, "lse"))
@@ -72,7 +72,7 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.attend_backward(saved, op.documents or op.band, ratio)
+            grads = self._rules.attend_backward(saved, op.documents or op.sparse or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
                 memory.write(view, pieces)
         elif isinstance(op, ops.Delta):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_documents, keeps_mask
+from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Parts, Span, count_pairs, keeps_mask, keeps_parts
 from sim.schedule.model.scope import is_sum, num_terms, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
@@ -26,7 +26,7 @@ from sim.schedule.proof.contents import (
 )
 from sim.workload import ModelSpec
 
-Local = Band | tuple[DocumentBlock, ...]
+Local = Band | Parts
 """What a block keeps by local indices."""
 
 
@@ -50,7 +50,7 @@ class AttentionRules(NamedTuple):
         where the block is not what the mask asks for.
 
         ``ratio`` is the number of query heads per key/value head in this block, ``band`` its mask by local indices, or
-        its parts of several documents.
+        its parts of several documents or blocks.
         """
         self._same_keys(k, v)
         out, probs = [], []
@@ -186,7 +186,7 @@ def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, i
     """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column."""
     if isinstance(mask, Band) and isinstance(local, Band):
         return keeps_mask(mask, local, *tokens, at[0] - at[1])
-    return keeps_documents(mask, (DocumentBlock(*size, local),) if isinstance(local, Band) else local, *tokens, *at)
+    return keeps_parts(mask, (DocumentBlock(*size, local),) if isinstance(local, Band) else local, *tokens, *at)
 
 
 def _in_memory_order(keys: list[Piece]) -> Seen:

@@ -202,12 +202,33 @@ def _dtype_problem(op: ops.Kernel | ops.HostAdamW, program: Program, workload: W
 
 def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
     """Return what does not fit of the parts of several documents."""
-    parts = op.documents or ()
+    parts = op.documents
+    if not parts:
+        return ""
     held, size = (sum(p.rows for p in parts), sum(p.columns for p in parts)), (op.q.shape[1], op.k.shape[1])
     if held != size or any(part.rows < 0 or part.columns < 0 for part in parts):
         return f"has parts of {held[0]}x{held[1]} for {size[0]}x{size[1]} queries and keys"
     if op.kernel != "flash" or op.band != FULL:
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
+    return ""
+
+
+def _parts_of_blocks(op: ops.Attend | ops.AttendBackward) -> str:
+    """Return what does not fit of the parts of a block-sparse mask: no column is in two runs of a row."""
+    parts = op.sparse
+    if not parts:
+        return ""
+    rows, columns = op.q.shape[1], op.k.shape[1]
+    if sum(part.rows for part in parts) != rows or any(part.rows < 1 for part in parts):
+        return f"has parts of {sum(part.rows for part in parts)} rows for {rows} queries"
+    for number, part in enumerate(parts):
+        at = 0
+        for run in part.runs:
+            if not (at <= run.start and run.columns >= 1 and run.start + run.columns <= columns):
+                return f"has runs {part.runs} in part {number}: expected rising ones within {columns} keys"
+            at = run.start + run.columns
+    if op.kernel != "flash" or op.band != FULL or op.documents:
+        return f"has blocks under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash, no documents"
     return ""
 
 
@@ -218,7 +239,7 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     if isinstance(op, ops.Attend | ops.AttendBackward):
         if (op.kernel == "standard") != (op.probs is not None):
             return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
-        if op.documents and (problem := _parts_of_documents(op)):
+        if problem := _parts_of_documents(op) or _parts_of_blocks(op):
             return problem
         if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
             return f"has out {op.out} and delta {op.delta}: give one of them"
