@@ -119,6 +119,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     the JSON of schedules, whose hashes are those of before there were documents."""
     block_mask: BlockMask | msgspec.UnsetType = msgspec.UNSET
     """Of what ``mask`` and ``window`` keep, the blocks that are kept. Unset where it is all of it."""
+    attention: Literal["linear"] | msgspec.UnsetType = msgspec.UNSET
+    """What attention computes, unset for softmax: a schedule of another function says so itself."""
     padding: Annotated[int, Meta(ge=0)] = 0
     """How many of the last tokens of ``seq`` only fill up the layout: zeros, with gradients of zero."""
     dtype: Dtype = "fp32"

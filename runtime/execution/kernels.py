@@ -10,6 +10,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.dense import run_token_kernel
+from runtime.execution.linear import linear_backward, linear_forward, state_product, state_sum
 from runtime.execution.packed import packed_backward, packed_forward, sparse_backward, sparse_forward
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
@@ -25,6 +26,8 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         return _attend(op, storage, attention)
     if isinstance(op, ops.AttendBackward):
         return _attend_backward(op, storage, attention)
+    if isinstance(op, ops.LinearKernel):
+        return _linear(op, storage)
     if isinstance(op, ops.Delta):
         delta_of(storage.read(op.out), storage.read(op.dout), storage.write(op.delta))
         return "eager delta"
@@ -55,6 +58,25 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
     if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
+
+
+def _linear(op: ops.LinearKernel, storage: Storage) -> str:
+    """Run a kernel of linear attention."""
+    if isinstance(op, ops.LinearAttend):
+        q, k, v = map(storage.read, op.reads)
+        linear_forward(q, k, v, storage.write(op.out), op.chunk)
+    elif isinstance(op, ops.LinearAttendBackward):
+        q, k, v, dout = map(storage.read, op.reads)
+        dq, dk, dv = map(storage.write, op.writes)
+        linear_backward(q, k, v, dout, (dq, dk, dv), op.chunk)
+    elif isinstance(op, ops.StateSum):
+        storage.put(op.state, state_sum(storage.read(op.a), storage.read(op.b), op.state.shape[1]))
+    elif isinstance(op, ops.StateProduct):
+        found = state_product(storage.read(op.x), storage.read(op.state), transposed=op.transposed)
+        storage.read(op.into).add_(found)
+    else:
+        assert_never(op)
+    return "eager linear attention"
 
 
 def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:

@@ -25,7 +25,11 @@ from sim.schedule.ir.ops import (
     EmbedBackward,
     Gemm,
     Kernel,
+    LinearAttend,
+    LinearAttendBackward,
+    LinearKernel,
     Merge,
+    StateSum,
     StreamingKernel,
     TiledKernel,
     TiledMlpBackward,
@@ -133,6 +137,8 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
             if op.kernel == "flash"
             else unfused_use(op.kernel, backward, *size)
         )
+    if isinstance(op, LinearKernel):
+        return _linear_use(op, program)
     if isinstance(op, Gemm):
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
@@ -153,6 +159,27 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     if program.dtype(op.out) != program.dtype(op.a):
         variant += f" into {program.dtype(op.out)}"
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+
+
+def _linear_use(op: LinearKernel, program: Program) -> KernelUse:
+    """Return a kernel of linear attention: products of D x D numbers a token, and of whole squares of scores in each
+    chunk. States of chunks stay on the chip: not all that run do that.
+    """
+    first, *_ = op.reads
+    batch, tokens, heads, dim = first.shape
+    each = 2 * dim**2 * tokens
+    if isinstance(op, LinearAttend | LinearAttendBackward):
+        full, kv_heads = tokens // op.chunk, op.k.shape[2]
+        scores = 2 * dim * (full * op.chunk**2 + (tokens - full * op.chunk) ** 2)
+        backward = isinstance(op, LinearAttendBackward)
+        name = f"attention_linear_{'backward' if backward else 'forward'}"
+        flops = heads * ((5 if backward else 2) * scores + (2 if backward else 1) * each)
+        flops += (3 if backward else 1) * kv_heads * each
+    else:
+        name = "attention_state_sum" if isinstance(op, StateSum) else "attention_state_product"
+        flops = heads * each
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    return KernelUse(name, "", program.dtype(first), (math.prod(first.shape),), batch * flops, moved)
 
 
 def _tiled_use(op: TiledKernel, program: Program) -> KernelUse:

@@ -145,6 +145,57 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     """As in Attend."""
 
 
+class LinearAttend(_Kernel, frozen=True, kw_only=True):
+    """out = causal linear attention of tokens that follow each other to themselves, ``chunk`` at a time: within a chunk
+    (q k^T * mask) v / sqrt(D), and of all chunks before by a state (arXiv:2401.04658 §3). q, out: bshd; k, v: bsgd.
+    """
+
+    meta = Meta("a", "linear attention", "attention")
+    q: Annotated[View, In("bshd")]
+    k: Annotated[View, In("bsgd")]
+    v: Annotated[View, In("bsgd")]
+    out: Annotated[View, Out("bshd")]
+    chunk: int
+
+
+class LinearAttendBackward(_Kernel, frozen=True, kw_only=True):
+    """dq, dk and dv of LinearAttend, from its inputs alone. dout, dq: bshd; dk, dv: bsgd."""
+
+    meta = Meta("l", "linear attention backward", "attention")
+    q: Annotated[View, In("bshd")]
+    k: Annotated[View, In("bsgd")]
+    v: Annotated[View, In("bsgd")]
+    dout: Annotated[View, In("bshd")]
+    dq: Annotated[View, Out("bshd")]
+    dk: Annotated[View, Out("bsgd")]
+    dv: Annotated[View, Out("bsgd")]
+    chunk: int
+
+
+class StateSum(_Kernel, frozen=True, kw_only=True):
+    """state = the sum of a^T b / sqrt(D) over tokens and over the heads that share it: of keys and values the state of
+    linear attention, of queries and dout its gradient. a, b: bshd; state: bgdd, in the accumulation data type.
+    """
+
+    meta = Meta("z", "state sum", "attention")
+    a: Annotated[View, In("bshd")]
+    b: Annotated[View, In("bshd")]
+    state: Annotated[View, Out("bgdd", "wide")]
+
+
+class StateProduct(_Kernel, frozen=True, kw_only=True):
+    """into += x state, or x state^T, per head: what linear attention has of tokens that a state stands for.
+
+    x, into: bshd; state: bgdd.
+    """
+
+    meta = Meta("p", "state product", "attention")
+    x: Annotated[View, In("bshd")]
+    state: Annotated[View, In("bgdd", "wide")]
+    into: Annotated[View, InOut("bshd")]
+    transposed: bool
+
+
 class Delta(_Kernel, frozen=True, kw_only=True):
     """delta = the sum of dout * out over the head dim, of the global out (arXiv:2307.08691 algorithm 2, line 4).
 
@@ -512,6 +563,7 @@ class HostSync(_Op, frozen=True, kw_only=True):
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
 Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
+LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
@@ -525,7 +577,9 @@ StreamingKernel: TypeAlias = (
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""
-Kernel: TypeAlias = AttentionKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Copy | Fold
+Kernel: TypeAlias = (
+    AttentionKernel | LinearKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Copy | Fold
+)
 Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 
 KINDS: dict[str, type[Op]] = {kind.__name__: kind for kind in get_args(Op)}

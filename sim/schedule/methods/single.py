@@ -14,7 +14,7 @@ from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
-from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.write.attention import Saved, Shard, all_heads, attention_flops, needs_forward
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
@@ -48,7 +48,7 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
         attention=lambda b: SingleAttention(b, local, kernel),
         wire_bytes=lambda _: 0,
         source=_SOURCES[kernel],
-        kernel=kernel,
+        flops=lambda work: attention_flops(work, kernel),
     )
     return build_around(plan, workload, mesh, options)
 

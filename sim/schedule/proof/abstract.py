@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache, reduce
 from typing import assert_never
 
@@ -14,13 +15,14 @@ from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
-from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.masks import CAUSAL, mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import is_sum, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
+from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
@@ -33,6 +35,7 @@ class AbstractPlayer(Interpreter):
         super().__init__(schedule, matching, dependencies)
         self._rules = attention_rules(schedule)
         self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
+        self._linear_rules = LinearRules(self._rules)
         self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
@@ -59,6 +62,32 @@ class AbstractPlayer(Interpreter):
 
     def _run(self, memory: AbstractMemory, op: ops.Kernel | ops.HostAdamW) -> None:
         """Write what a kernel makes of what it reads."""
+        if isinstance(op, ops.AttentionKernel):
+            self._attention(memory, op)
+        elif isinstance(op, ops.LinearKernel):
+            self._linear(memory, op)
+        elif isinstance(op, ops.Zero):
+            memory.zero(op.into)
+        elif isinstance(op, ops.Copy):
+            found = memory.read_parts(op.source)
+            memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
+        elif isinstance(op, ops.Fold):
+            found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
+            folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
+            memory.write_parts(op.target, folded)
+        elif isinstance(op, ops.TokenKernel | ops.Accumulate):
+            self._equation(memory, op)
+        elif isinstance(op, ops.TiledKernel):
+            self._tiled(memory, op)
+        elif isinstance(op, ops.StateKernel | ops.HostAdamW):
+            made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
+            for view, pieces in zip(op.writes, made, strict=True):
+                memory.write(view, pieces)
+        else:
+            assert_never(op)
+
+    def _attention(self, memory: AbstractMemory, op: ops.AttentionKernel) -> None:
+        """Write what a kernel of softmax attention makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
             out, probs = self._rules.attend(
@@ -87,25 +116,30 @@ class AbstractPlayer(Interpreter):
             _check_pair(into_out, into_lse)
             memory.write(op.into_out, _united(into_out, out))
             memory.write(op.into_lse, _united(into_lse, lse))
-        elif isinstance(op, ops.Zero):
-            memory.zero(op.into)
-        elif isinstance(op, ops.Copy):
-            found = memory.read_parts(op.source)
-            memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
-        elif isinstance(op, ops.Fold):
-            found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-            folded = [reduce(_sum, found[i : i + each]) for i in range(0, len(found), each)]
-            memory.write_parts(op.target, folded)
-        elif isinstance(op, ops.TokenKernel | ops.Accumulate):
-            self._equation(memory, op)
-        elif isinstance(op, ops.TiledKernel):
-            self._tiled(memory, op)
-        elif isinstance(op, ops.StateKernel | ops.HostAdamW):
-            made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
-            for view, pieces in zip(op.writes, made, strict=True):
-                memory.write(view, pieces)
         else:
             assert_never(op)
+
+    def _linear(self, memory: AbstractMemory, op: ops.LinearKernel) -> None:
+        """Write what a kernel of linear attention makes of what it reads."""
+        made: Sequence[list[Piece]]
+        if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            saved = dict(zip(("q", "k", "v", "dout"), [memory.read(view) for view in op.reads], strict=False))
+            if isinstance(op, ops.LinearAttend):
+                made = self._rules.attend(**saved, band=CAUSAL, ratio=ratio)[:1]
+            else:
+                made = self._rules.attend_backward(saved, CAUSAL, ratio)
+        elif isinstance(op, ops.StateSum):
+            a, b, ratio = memory.read(op.a), memory.read(op.b), op.a.shape[2] // op.state.shape[1]
+            made = [self._linear_rules.state_sum(a, b, ratio)]
+        elif isinstance(op, ops.StateProduct):
+            x, state, into = (memory.read(view) for view in op.reads)
+            ratio = op.x.shape[2] // op.state.shape[1]
+            made = [self._linear_rules.product(x, state, into, ratio, transposed=op.transposed)]
+        else:
+            assert_never(op)
+        for view, pieces in zip(op.writes, made, strict=True):
+            memory.write(view, pieces)
 
     def _tiled(self, memory: AbstractMemory, op: ops.TiledKernel) -> None:
         """Play what a tile does, for all tokens as one: each token by itself, gradients of weights summed, it makes the
@@ -237,7 +271,7 @@ _SUMS = {"weight gradient", "square"}
 @cache
 def _adds_up(name: str) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind in _SUMS or is_sum(name)
+    return name in {"dq", "dk", "dv", ZERO, *STATES} or tensor_of(name).kind in _SUMS or is_sum(name)
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

@@ -245,6 +245,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
             return f"has out {op.out} and delta {op.delta}: give one of them"
         heads, kv_heads = op.q.shape[2], op.k.shape[2]
         return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
+    if isinstance(op, ops.LinearKernel):
+        return _linear_problem(op)
     if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
@@ -257,18 +259,35 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     if isinstance(op, ops.CrossEntropy):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
         return _number_problem("count", op.count, "the number of labels", labels)
-    if isinstance(op, ops.Pack | ops.Unpack):
-        parts = op.gradients if isinstance(op, ops.Pack) else op.weights
-        elements = sum(math.prod(part.shape) for part in parts)
-        return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
-    if isinstance(op, ops.SquareSum):
-        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
+    if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
+        return _flat_problem(op)
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
         return _parts_problem(op)
     return ""
+
+
+def _flat_problem(op: ops.Pack | ops.Unpack | ops.SquareSum) -> str:
+    """Return what does not fit of a flat tensor."""
+    if isinstance(op, ops.SquareSum):
+        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
+    parts = op.gradients if isinstance(op, ops.Pack) else op.weights
+    elements = sum(math.prod(part.shape) for part in parts)
+    return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
+
+
+def _linear_problem(op: ops.LinearKernel) -> str:
+    """Return what does not fit of a kernel of linear attention."""
+    if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
+        if op.chunk < 1:
+            return f"has chunks of {op.chunk} tokens: allowed is 1 or more"
+        kv_heads = op.k.shape[2]
+    else:
+        kv_heads = op.state.shape[1]
+    heads = op.reads[0].shape[2]
+    return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
 def _number_problem(name: str, given: float, what: str, wanted: float) -> str:
