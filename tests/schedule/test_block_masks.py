@@ -77,8 +77,8 @@ def test_executed_block_masks_are_exact(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_under_block_masks_are_exact(name: str, mask: str, pattern: str) -> None:
     assert exact_or_refused(
-        name, 1 if name == "single" else 4, 3, model=make_model(), seq=64, dtype="fp64", scope="layer", layers=2, mask=mask,
-        block_mask=block_mask_of(pattern, 64, mask, 1),
+        name, 1 if name == "single" else 4, 3, model=make_model(), seq=64, dtype="fp64", scope="layer", layers=2,
+        mask=mask, block_mask=block_mask_of(pattern, 64, mask, 1),
     )  # fmt: skip
 
 

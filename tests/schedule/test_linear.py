@@ -151,3 +151,8 @@ def test_it_is_no_schedule_of_softmax_attention() -> None:
     workload = build(2).header.workload
     with pytest.raises(InputError, match="is of softmax attention"):
         NAMED["ring"].schedule(workload, Mesh(ring=2))
+    other = msgspec.structs.replace(
+        build(2).header, workload=msgspec.structs.replace(workload, attention=msgspec.UNSET)
+    )
+    with pytest.raises(ScheduleError, match="no kernel of the workload's softmax attention"):
+        check(Schedule(other, build(2).program))

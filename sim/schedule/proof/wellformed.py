@@ -232,21 +232,31 @@ def _parts_of_blocks(op: ops.Attend | ops.AttendBackward) -> str:
     return ""
 
 
+def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Workload) -> str:
+    """Return what does not fit of a kernel of attention."""
+    computes = "linear" if workload.attention == "linear" else "softmax"
+    if isinstance(op, ops.LinearKernel) != (computes == "linear"):
+        return f"is no kernel of the workload's {computes} attention"
+    if isinstance(op, ops.LinearKernel):
+        return _linear_problem(op)
+    if isinstance(op, ops.Delta | ops.Merge):
+        return ""
+    if (op.kernel == "standard") != (op.probs is not None):
+        return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
+    if problem := _parts_of_documents(op) or _parts_of_blocks(op):
+        return problem
+    if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
+        return f"has out {op.out} and delta {op.delta}: give one of them"
+    heads, kv_heads = op.q.shape[2], op.k.shape[2]
+    return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
+
+
 def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
     workload = schedule.header.workload
     model = workload.model
-    if isinstance(op, ops.Attend | ops.AttendBackward):
-        if (op.kernel == "standard") != (op.probs is not None):
-            return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
-        if problem := _parts_of_documents(op) or _parts_of_blocks(op):
-            return problem
-        if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
-            return f"has out {op.out} and delta {op.delta}: give one of them"
-        heads, kv_heads = op.q.shape[2], op.k.shape[2]
-        return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
-    if isinstance(op, ops.LinearKernel):
-        return _linear_problem(op)
+    if isinstance(op, ops.AttentionKernel | ops.LinearKernel):
+        return _attention_problem(op, workload)
     if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
