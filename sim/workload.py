@@ -74,6 +74,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
 
+class BlockMask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
+    """Which blocks of keys each block of queries attends to, of all sequences and heads alike."""
+
+    size: Count
+    """Tokens of a block; the last one may have fewer."""
+    kept: tuple[tuple[int, ...], ...]
+    """Per block of queries the numbers of the blocks of keys that it keeps, rising, its own among them."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for blocks that are no blocks of the sequence, or a block that does not see itself."""
+        for row, blocks in enumerate(self.kept):
+            if list(blocks) != sorted(set(blocks)) or not all(0 <= block < len(self.kept) for block in blocks):
+                raise InputError(
+                    f"`block_mask`: block {row} of queries keeps {_shortened(blocks)}: expected rising numbers of "
+                    f"blocks of keys, each 0 to {len(self.kept) - 1}"
+                )
+            if row not in blocks:
+                raise InputError(
+                    f"`block_mask`: block {row} of queries keeps {_shortened(blocks)}: expected {row} among them, so "
+                    f"that each token attends to itself"
+                )
+
+
+def _shortened(blocks: tuple[int, ...]) -> str:
+    few = ", ".join(map(str, blocks[:8]))
+    return f"[{few}{', …' if len(blocks) > 8 else ''}]"
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step's work of one context-parallel group; data-parallel replicas have sequences of their own each."""
 
@@ -89,6 +117,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens of each document of a packed sequence, in order; all sequences share them. No token attends to another
     document, positions restart in each, and its last token has no label. Unset where there is one: then it is not in
     the JSON of schedules, whose hashes are those of before there were documents."""
+    block_mask: BlockMask | msgspec.UnsetType = msgspec.UNSET
+    """Of what ``mask`` and ``window`` keep, the blocks that are kept. Unset where it is all of it."""
+    attention: Literal["linear"] | msgspec.UnsetType = msgspec.UNSET
+    """What attention computes, unset for softmax: a schedule of another function says so itself."""
     padding: Annotated[int, Meta(ge=0)] = 0
     """How many of the last tokens of ``seq`` only fill up the layout: zeros, with gradients of zero."""
     dtype: Dtype = "fp32"
@@ -116,6 +148,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"tokens may be padding, since no other sees them; set `mask` causal, or a `seq` that divides"
             )
         self._require_documents()
+        self._require_block_mask()
         if self.scope == "layer" and self.passes == "backward":
             raise InputError("pass backward: layers need their forward pass; set `passes` both, or `scope` attention")
         if self.scope == "step" and self.passes != "both":
@@ -135,6 +168,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InputError(
                 f"`documents` have {sum(self.documents)} tokens in all: expected the {self.real_seq} of the sequence; "
                 f"set `seq` to their sum"
+            )
+
+    def _require_block_mask(self) -> None:
+        """Raise InputError for a block mask of another length, or beside what it is not combined with."""
+        mask = self.block_mask
+        if mask is msgspec.UNSET:
+            return
+        if self.documents is not msgspec.UNSET or self.padding:
+            raise InputError(
+                "`block_mask` is of one sequence without padding: leave out `documents` and `pad`, or `block_mask`"
+            )
+        if (blocks := -(-self.seq // mask.size)) != len(mask.kept):
+            raise InputError(
+                f"`block_mask` has {len(mask.kept)} blocks of queries: `seq` {self.seq} has {blocks} of {mask.size} "
+                f"tokens; set `seq`, or change the mask"
             )
 
     @property

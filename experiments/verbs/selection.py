@@ -58,6 +58,9 @@ class Selection:
     documents: OptionalText = None
     """Tokens of each document packed into a sequence, which is as long as all: 5000,3000,192, or FILE.txt, .jsonl or
     .parquet with lengths."""
+    block_mask: OptionalText = None
+    """Block-sparse attention: topk:SIZE:K (each block of SIZE queries keeps its own block of keys and K - 1 drawn
+    ones), lambda:SIZE:FIRST:LAST (the first and the last ones), or FILE.toml with size and kept."""
     pad: bool = False
     """Fill up a length that does not divide with tokens that no other token sees."""
     dtype: OptionalText = None

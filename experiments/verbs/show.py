@@ -21,7 +21,7 @@ from sim.presets import preset_names
 from sim.profile import load_profile, profile_names
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import one_of
 from sim.setup.stacks import STACKS
 from sim.workload import load_model
@@ -187,7 +187,7 @@ def _clusters() -> Table:
 
 def _schedules() -> Table:
     table = Table("schedule", "paper", "bytes sent per rank, forward", title="schedules", title_justify="left")
-    for name, entry in SCHEDULES.items():
+    for name, entry in NAMED.items():
         table.add_row(name, entry.paper, entry.communication)
     table.add_row("my_module.py:build", "yours", "")
     return table

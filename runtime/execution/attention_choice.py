@@ -11,7 +11,7 @@ from runtime.execution.cuda_attention import HOPPER, AtenFlash, Cudnn, FlashAtte
 from sim.errors import InputError, unknown
 from sim.schedule.derive.kernels import mask_variant
 from sim.schedule.ir.masks import Band
-from sim.schedule.ir.ops import Attend, AttendBackward
+from sim.schedule.ir.ops import Attend, AttendBackward, parts_of
 from sim.schedule.ir.program import Program
 
 GpuKernel = type[FlashAttention3 | FlashAttention2 | AtenFlash | MemoryEfficient | Cudnn]
@@ -85,8 +85,9 @@ def needs_windows(program: Program) -> bool:
 
 
 def _blocks(op: Attend | AttendBackward) -> Iterator[tuple[Band, int, int]]:
-    """Yield the band, rows and columns of what kernels are called on: a block, or one of each document."""
-    if not op.documents:
+    """Yield the band, rows and columns of what kernels are called on: a block, or each of its parts."""
+    parts = parts_of(op)
+    if not parts:
         yield op.band, op.q.shape[1], op.k.shape[1]
-    for part in op.documents or ():
+    for part in parts:
         yield part.band, part.rows.size, part.columns.size

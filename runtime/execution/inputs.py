@@ -11,11 +11,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
 
-from runtime.execution.reference import adamw, attention, layers, step
+from runtime.execution.reference import adamw, attention, layers, linear_attention, step
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import NO_LABEL
@@ -161,23 +162,33 @@ def fill_inputs(
 
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
-    whole, model = Span(0, workload.real_seq), workload.model
+    whole, model, linear = Span(0, workload.real_seq), workload.model, workload.attention == "linear"
     weights = [
         {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
         for unit in units(workload)
     ]
     if workload.scope == "layer":
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
-        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload))
+        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload), linear=linear)
     if workload.scope == "step":
         losses, gradients = step(
-            weights, global_ids(whole, workload), global_labels(whole, workload), model, mask_of(workload)
+            weights,
+            global_ids(whole, workload),
+            global_labels(whole, workload),
+            model,
+            mask_of(workload),
+            linear=linear,
         )
         return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
-    found = attention(q, k, v, dout, mask_of(workload))._asdict()
+    exact = linear_attention if linear else _softmax_attention
+    found = exact(q, k, v, dout, mask_of(workload))
     return {(tensor, 0): value for tensor, value in found.items()}
+
+
+def _softmax_attention(*given: Any) -> dict[str, torch.Tensor]:
+    return attention(*given)._asdict()
 
 
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.dense import run_token_kernel
+from runtime.execution.linear import linear_backward, linear_forward, state_product, state_sum
 from runtime.execution.packed import packed_backward, packed_forward
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
@@ -25,6 +26,8 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         return _attend(op, storage, attention)
     if isinstance(op, ops.AttendBackward):
         return _attend_backward(op, storage, attention)
+    if isinstance(op, ops.LinearKernel):
+        return _linear(op, storage)
     if isinstance(op, ops.Delta):
         delta_of(storage.read(op.out), storage.read(op.dout), storage.write(op.delta))
         return "eager delta"
@@ -41,28 +44,50 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         for view in op.held:
             storage.write(view)  # which takes what nothing has written
         return "nothing"
-    if isinstance(op, ops.Copy):
-        storage.write(op.target.view)
-        if op.source.sizes:
-            rows = _rows(op.source, op.order, storage.read(op.source.view).device)
-            storage.read(op.target.view).copy_(storage.read(op.source.view).index_select(op.source.dim, rows))
-            return "aten index_select, copy_"
-        source, target = parts(op.source, storage), parts(op.target, storage)
-        if op.order:
-            target.copy_(source.index_select(0, _index(op.order, source.device)))
-            return "aten index_select, copy_"
-        target.copy_(source)
-        return "aten copy_"
-    if isinstance(op, ops.Fold):
-        storage.write(op.target.view)
-        source = parts(op.source, storage)
-        parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
-        return "aten sum, copy_"
+    if isinstance(op, ops.Copy | ops.Fold):
+        return _copy(op, storage)
     if isinstance(op, ops.TiledKernel):
         return _in_tiles(op, storage, attention)
     if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
+
+
+def _copy(op: ops.Copy | ops.Fold, storage: Storage) -> str:
+    storage.write(op.target.view)
+    if isinstance(op, ops.Fold):
+        source = parts(op.source, storage)
+        parts(op.target, storage).copy_(source.unflatten(0, (op.target.parts, -1)).sum(dim=1))
+        return "aten sum, copy_"
+    if op.source.sizes:
+        rows = _rows(op.source, op.order, storage.read(op.source.view).device)
+        storage.read(op.target.view).copy_(storage.read(op.source.view).index_select(op.source.dim, rows))
+        return "aten index_select, copy_"
+    source, target = parts(op.source, storage), parts(op.target, storage)
+    if op.order:
+        target.copy_(source.index_select(0, _index(op.order, source.device)))
+        return "aten index_select, copy_"
+    target.copy_(source)
+    return "aten copy_"
+
+
+def _linear(op: ops.LinearKernel, storage: Storage) -> str:
+    """Run a kernel of linear attention."""
+    if isinstance(op, ops.LinearAttend):
+        q, k, v = map(storage.read, op.reads)
+        linear_forward(q, k, v, storage.write(op.out), op.chunk)
+    elif isinstance(op, ops.LinearAttendBackward):
+        q, k, v, dout = map(storage.read, op.reads)
+        dq, dk, dv = map(storage.write, op.writes)
+        linear_backward(q, k, v, dout, (dq, dk, dv), op.chunk)
+    elif isinstance(op, ops.StateSum):
+        storage.put(op.state, state_sum(storage.read(op.a), storage.read(op.b), op.state.shape[1]))
+    elif isinstance(op, ops.StateProduct):
+        found = state_product(storage.read(op.x), storage.read(op.state), transposed=op.transposed)
+        storage.read(op.into).add_(found)
+    else:
+        assert_never(op)
+    return "eager linear attention"
 
 
 def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
@@ -113,10 +138,10 @@ def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str
     q, k, v = (storage.read(view) for view in op.reads)
     name = attention.name
     results: tuple[torch.Tensor, ...]
-    if op.kernel == "flash":
-        results = (
-            packed_forward(attention, (q, k, v), op.documents) if op.documents else attention.forward(q, k, v, op.band)
-        )
+    if parts := ops.parts_of(op):
+        results = packed_forward(attention, (q, k, v), parts)
+    elif op.kernel == "flash":
+        results = attention.forward(q, k, v, op.band)
     elif op.kernel == "memory-efficient":
         results, name = chunked_forward(q, k, v, op.band), "eager chunks"
     elif op.kernel == "standard":
@@ -139,11 +164,10 @@ def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: Attent
         if op.delta:
             out, name = with_delta(delta, dout), f"{name}, out from delta"
         saved = q, k, v, out, lse
-        grads = (
-            packed_backward(attention, saved, dout, op.documents)
-            if op.documents
-            else attention.backward(saved, dout, op.band)
-        )
+        if parts := ops.parts_of(op):
+            grads = packed_backward(attention, saved, dout, parts)
+        else:
+            grads = attention.backward(saved, dout, op.band)
     else:
         if op.out:
             out, delta = delta, torch.empty_like(lse)

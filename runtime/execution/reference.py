@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sim.optimiser import ADAM
-from sim.schedule.ir.masks import Band, Documents, Mask
+from sim.schedule.ir.masks import Band, BlockSparse, Documents, Mask
 from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
@@ -64,8 +64,28 @@ def attention(
     return Reference(out, lse, dq, dk, dv)
 
 
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
+    """Return attention without softmax and its gradients, with all scores of the mask written out: no chunks, and no
+    states. Gradients are torch's autograd of that.
+    """
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = _weighted(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, linear=True).transpose(1, 2)
+    out.backward(dout)
+    return {"out": out.detach(), "dq": _gradient(q), "dk": _gradient(k), "dv": _gradient(v)}
+
+
+def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool) -> Tensor:
+    """Return (B, H, S, D) of q (B, H, S, D) and k, v (B, H_kv, S, D), with softmax or without."""
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, dim=1).mT * q.shape[-1] ** -0.5
+    keep = _kept(mask, range(q.shape[2]), q.shape[2])
+    weights = scores.masked_fill(~keep, 0.0) if linear else scores.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+    return weights @ v.repeat_interleave(group, dim=1)
+
+
 def layers(
-    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, mask: Mask
+    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, mask: Mask, *, linear: bool
 ) -> dict[tuple[str, int], Tensor]:
     """Return what leaves a stack of Llama's layers and, if its gradient dx (B, S, E) is given, all gradients.
 
@@ -75,7 +95,7 @@ def layers(
     first = x.requires_grad_()
     _learn(weights)
     for of_layer in weights:
-        x = _layer(of_layer, x, model, mask)
+        x = _layer(of_layer, x, model, mask, linear=linear)
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
@@ -86,7 +106,7 @@ def layers(
 
 
 def step(
-    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, mask: Mask
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, mask: Mask, *, linear: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
@@ -97,7 +117,7 @@ def step(
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
     x = torch.nn.functional.embedding(ids, first["w_embed"])
     for of_layer in inner:
-        x = _layer(of_layer, x, model, mask)
+        x = _layer(of_layer, x, model, mask, linear=linear)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
@@ -133,9 +153,9 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
+def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, linear: bool) -> Tensor:
     """Return what leaves one layer (arXiv:2302.13971 §2.2)."""
-    heads, kv_heads, group = model.num_heads, model.num_kv_heads, model.num_heads // model.num_kv_heads
+    heads, kv_heads = model.num_heads, model.num_kv_heads
 
     def norm(tokens: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(tokens, (model.embed_dim,), weight, model.norm_epsilon)
@@ -146,9 +166,7 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask) -> Ten
     h = norm(x, w["norm1"])
     q, k = (_turned(split(h @ w[name], count), model, mask) for name, count in (("wq", heads), ("wk", kv_heads)))
     v = split(h @ w["wv"], kv_heads)
-    scores = q @ k.repeat_interleave(group, dim=1).mT * model.head_dim**-0.5
-    kept = scores.masked_fill(~_kept(mask, range(x.shape[1]), x.shape[1]), -torch.inf)
-    out = torch.softmax(kept, dim=-1) @ v.repeat_interleave(group, dim=1)
+    out = _weighted(q, k, v, mask, linear=linear)
     x = x + out.transpose(1, 2).flatten(2) @ w["wo"]
     h = norm(x, w["norm2"])
     return x + (torch.nn.functional.silu(h @ w["w_gate"]) * (h @ w["w_up"])) @ w["w_down"]
@@ -159,7 +177,7 @@ def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
     positions = torch.arange(x.shape[2])
-    if not isinstance(mask, Band):
+    if isinstance(mask, Documents):
         positions -= torch.tensor(mask.edges)[_document(positions, mask)]
     angles = torch.outer(positions.to(x.dtype), frequencies)
     turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
@@ -173,6 +191,12 @@ def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:
     band = mask if isinstance(mask, Band) else mask.band
     if isinstance(mask, Documents):
         keep &= _document(rows, mask) == _document(columns, mask)
+    if isinstance(mask, BlockSparse):
+        size, kept = mask.blocks.size, mask.blocks.kept
+        table = torch.zeros(len(kept), len(kept), dtype=torch.bool)
+        for row, blocks in enumerate(kept):
+            table[row, list(blocks)] = True
+        keep &= table[rows // size, columns // size]
     if band.right is not None:
         keep &= columns <= rows + band.right
     if band.left is not None:

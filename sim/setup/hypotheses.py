@@ -82,10 +82,15 @@ def _ranks(found: Configuration) -> int:
     return found.mesh.size // found.mesh.dp
 
 
+def _fixed(found: Configuration) -> bool:
+    """Return whether documents or a block mask say how long a sequence is."""
+    return found.workload.documents is not msgspec.UNSET or found.workload.block_mask is not msgspec.UNSET
+
+
 def _without_cp(setup: Setup, found: Configuration, seq: int) -> Setup | None:
     """Return each rank training sequences of its own, of so many tokens."""
     ranks = _ranks(found)
-    if ranks == 1 or found.workload.documents is not msgspec.UNSET or found.one_device or seq < 2:
+    if ranks == 1 or _fixed(found) or found.one_device or seq < 2:
         return None
     has = msgspec.to_builtins(names.entry("single").options)
     kept = [
@@ -108,7 +113,7 @@ def _whole_sequences(setup: Setup, found: Configuration) -> Setup | None:
 
 
 def _length(setup: Setup, found: Configuration, numerator: int, denominator: int) -> Setup | None:
-    if found.workload.documents is not msgspec.UNSET or numerator == denominator:
+    if _fixed(found) or numerator == denominator:
         return None
     return setup.replace(seq=found.workload.seq * numerator // denominator)
 
@@ -125,7 +130,7 @@ def _window(setup: Setup, found: Configuration, part: int) -> Setup | None:
 
 
 def _documents(setup: Setup, found: Configuration, count: int) -> Setup | None:
-    if found.workload.documents is not msgspec.UNSET or found.workload.seq % count or found.workload.seq < 2 * count:
+    if _fixed(found) or found.workload.seq % count or found.workload.seq < 2 * count:
         return None
     return setup.replace(documents=(found.workload.seq // count,) * count)
 

@@ -127,7 +127,9 @@ def _counted(found: Configuration) -> dict[str, float]:
     workload = found.workload
     alone = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
     masked = workload.layers * attention_flops(alone)
-    full = msgspec.structs.replace(alone, mask="full", window=None, documents=msgspec.UNSET, padding=0)
+    full = msgspec.structs.replace(
+        alone, mask="full", window=None, documents=msgspec.UNSET, block_mask=msgspec.UNSET, padding=0
+    )
     whole = workload.layers * attention_flops(full)
     matrices = gemm_flops(msgspec.structs.replace(workload, passes="both")) / 3
     meant = masked + matrices

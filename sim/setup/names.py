@@ -19,9 +19,10 @@ from sim.errors import InputError, unknown
 from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override, preset_names
 from sim.profile import Profile, load_profile, profile_names
-from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.schedule.methods.catalog import NAMED, Build, Entry
+from sim.setup.block_masks import block_mask_of
 from sim.setup.stacks import STACKS
-from sim.workload import FLOATS, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from sim.workload import FLOATS, BlockMask, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -48,7 +49,7 @@ def names(kind: str) -> tuple[str, ...]:
     kinds: dict[str, Callable[[], Sequence[str]]] = {
         "models": lambda: preset_names("sim/models"),
         "clusters": lambda: preset_names("topology/hardware"),
-        "schedules": lambda: list(SCHEDULES),
+        "schedules": lambda: list(NAMED),
         "stacks": lambda: list(STACKS),
         "profiles": lambda: [*profile_names(), DATASHEET],
     }
@@ -116,10 +117,11 @@ def workload(
     passes: str = "both",
     seed: int = 0,
     documents: str | Sequence[int] | None = None,
+    block_mask: str | BlockMask | None = None,
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
     model's, and so are the ``layers`` of a step. ``documents`` are packed into each sequence, which is as long as they:
-    their lengths, or a file with them.
+    their lengths, or a file with them. ``block_mask`` keeps some blocks: see ``Setup``.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
@@ -141,6 +143,8 @@ def workload(
         lengths = lengths_of(documents)
         fields["seq"] = sum(lengths)
         fields |= {"documents": lengths} if len(lengths) > 1 else {}
+    if block_mask is not None:
+        fields["block_mask"] = block_mask_of(plain(block_mask), fields["seq"], mask, fields["seed"])
     return Workload(**fields)
 
 
@@ -182,7 +186,7 @@ def entry(schedule: str | Build | Entry) -> Entry:
         return schedule
     if not isinstance(schedule, str):
         return _given(schedule)
-    return SCHEDULES[schedule] if schedule in SCHEDULES else _given(_function(schedule))
+    return NAMED[schedule] if schedule in NAMED else _given(_function(schedule))
 
 
 def options(
@@ -220,7 +224,7 @@ def _function(name: str) -> Build:
     """Return the function that ``FILE.py:FUNCTION`` names; raises InputError if there is none."""
     path, colon, function = name.partition(":")
     if not colon:
-        raise unknown("schedule", name, [*SCHEDULES, "my_module.py:build"], "`schedule`")
+        raise unknown("schedule", name, [*NAMED, "my_module.py:build"], "`schedule`")
     if not path.endswith(".py"):
         raise InputError(f"`schedule` {name}: expected a file that ends in .py before the colon")
     try:

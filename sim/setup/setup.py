@@ -32,7 +32,7 @@ from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
-from sim.workload import ModelSpec, Workload
+from sim.workload import BlockMask, ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
 from topology.specs import ClusterSpec
@@ -81,6 +81,9 @@ class Setup:
     documents: str | tuple[int, ...] | None = None
     """Tokens of each document packed into a sequence, which is as long as all: (5000, 3000, 192), a text with these, or
     FILE.txt, .jsonl or .parquet with lengths."""
+    block_mask: str | BlockMask | None = None
+    """Block-sparse attention of what mask and window keep: ``topk:SIZE:K``, ``lambda:SIZE:FIRST:LAST``, FILE.toml, or
+    the blocks themselves."""
     pad: bool = False
     """Fill up a length that does not divide with tokens that no other token sees."""
     dtype: str | None = None
@@ -161,6 +164,7 @@ class Setup:
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
             layers=self.layers, passes=self.passes, seed=self.seed, documents=self.documents,
+            block_mask=self.block_mask,
         )  # fmt: skip
         found = Configuration(
             schedule=names.schedule_name(self.played),

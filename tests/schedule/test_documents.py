@@ -11,7 +11,7 @@ from runtime.execution.inputs import global_labels, global_tokens, reference
 from runtime.execution.reference import attention
 from sim.errors import InputError, ScheduleError
 from sim.schedule.derive.kernels import attention_use
-from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Documents, Span, count_pairs, keeps_documents
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Documents, Span, count_pairs, keeps_parts
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
@@ -100,8 +100,8 @@ def test_a_block_of_other_pairs_is_caught() -> None:
     mask = Documents(CAUSAL, (0, 5, 8))
     wrong, right = (tuple(DocumentBlock(span, span, CAUSAL) for span in (Span(0, at), Span(at, 8))) for at in (4, 5))
     whole = Span(0, 8)
-    assert keeps_documents(mask, right, whole, whole, 0, 0)
-    assert not keeps_documents(mask, wrong, whole, whole, 0, 0)
+    assert keeps_parts(mask, right, whole, whole, 0, 0)
+    assert not keeps_parts(mask, wrong, whole, whole, 0, 0)
 
 
 def test_a_schedule_that_forgets_the_documents_is_refused() -> None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from sim.options import AttentionName
 from sim.schedule.derive.tiles import tiles
-from sim.schedule.ir.masks import FULL, Band, DocumentBlock, Span, count_pairs
+from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
     Attend,
     AttendBackward,
@@ -26,7 +26,11 @@ from sim.schedule.ir.ops import (
     Gemm,
     Hold,
     Kernel,
+    LinearAttend,
+    LinearAttendBackward,
+    LinearKernel,
     Merge,
+    StateSum,
     StreamingKernel,
     TiledKernel,
     TiledMlpBackward,
@@ -57,7 +61,8 @@ class KernelUse(NamedTuple):
     """Of a loop over tiles the kernels that it runs, and how often each; ``flops`` and ``hbm_bytes`` are theirs."""
 
     documents: tuple[tuple[KernelUse, int], ...] = ()
-    """Of attention to several documents in one kernel what each alone would be, and how many are alike."""
+    """Of attention to several documents, or of several blocks of queries to the keys that each keeps, in one kernel
+    what each alone would be, and how many are alike."""
 
     @property
     def each(self) -> tuple[tuple[KernelUse, int], ...]:
@@ -129,10 +134,12 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         backward = isinstance(op, AttendBackward)
         size = (program.dtype(op.q), op.q.shape, op.k.shape[1], op.k.shape[2], op.band)
         return (
-            attention_use(backward, *size, op.documents or ())
+            attention_use(backward, *size, op.documents or gathered(op.sparse or ()))
             if op.kernel == "flash"
             else unfused_use(op.kernel, backward, *size)
         )
+    if isinstance(op, LinearKernel):
+        return _linear_use(op, program)
     if isinstance(op, Gemm):
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
@@ -155,6 +162,27 @@ def gemm_use(op: Gemm, program: Program) -> KernelUse:
     if program.dtype(op.out) != program.dtype(op.a):
         variant += f" into {program.dtype(op.out)}"
     return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+
+
+def _linear_use(op: LinearKernel, program: Program) -> KernelUse:
+    """Return a kernel of linear attention: products of D x D numbers a token, and of whole squares of scores in each
+    chunk. States of chunks stay on the chip: not all that run do that.
+    """
+    first, *_ = op.reads
+    batch, tokens, heads, dim = first.shape
+    each = 2 * dim**2 * tokens
+    if isinstance(op, LinearAttend | LinearAttendBackward):
+        full, kv_heads = tokens // op.chunk, op.k.shape[2]
+        scores = 2 * dim * (full * op.chunk**2 + (tokens - full * op.chunk) ** 2)
+        backward = isinstance(op, LinearAttendBackward)
+        name = f"attention_linear_{'backward' if backward else 'forward'}"
+        flops = heads * ((5 if backward else 2) * scores + (2 if backward else 1) * each)
+        flops += (3 if backward else 1) * kv_heads * each
+    else:
+        name = "attention_state_sum" if isinstance(op, StateSum) else "attention_state_product"
+        flops = heads * each
+    moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    return KernelUse(name, "", program.dtype(first), (math.prod(first.shape),), batch * flops, moved)
 
 
 def _tiled_use(op: TiledKernel, program: Program) -> KernelUse:
@@ -226,6 +254,25 @@ def attention_use(
     if not backward:
         return KernelUse("attention_forward", variant, dtype, shape, 4 * head_dim * pairs, moved)
     return KernelUse("attention_backward", variant, dtype, shape, 10 * head_dim * pairs, moved)
+
+
+def gathered(parts: tuple[RowBlock, ...]) -> tuple[DocumentBlock, ...]:
+    """Return what a block-sparse kernel does: each block of queries loops over the runs of keys that it keeps, as over
+    so many keys of a document of its own. Where only the last run has a band it is theirs; else each run is by itself.
+    """
+    found = []
+    for part in parts:
+        *before, last = part.runs or (Run(0, 0, FULL),)
+        if last.band.left is None and all(run.band == FULL for run in before):
+            ahead = sum(run.columns for run in before)
+            found.append(_alone(part.rows, ahead + last.columns, moved_band(last.band, 0, -ahead)))
+        else:
+            found += [_alone(part.rows, run.columns, run.band) for run in part.runs]
+    return tuple(found)
+
+
+def _alone(rows: int, columns: int, band: Band) -> DocumentBlock:
+    return DocumentBlock(Span(0, rows), Span(0, columns), band)
 
 
 def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,

@@ -46,6 +46,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         return 0
     if isinstance(op, ops.AttentionKernel):
         return _of_attention(op, program)
+    if isinstance(op, ops.LinearKernel):
+        return _of_linear(op, program)
     if isinstance(op, ops.Rope):
         return _wide_bytes(op.x, program)  # both halves, turned
     if isinstance(op, ops.Copy):
@@ -100,6 +102,19 @@ def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
     if isinstance(op, ops.Delta):
         return _wide_bytes(op.out, program) + program.nbytes(op.delta)
     assert_never(op)
+
+
+def _of_linear(op: ops.LinearKernel, program: Program) -> int:
+    """Return what linear attention holds in the data type of sums: of a chunk its operands and two squares of scores,
+    those of a product with a state, and two states, one of them for each query head.
+    """
+    batch, tokens, heads, dim = op.reads[0].shape
+    wide = DTYPE_BYTES[accumulation_dtype(program.dtype(op.reads[0]))]
+    states = 2 * batch * heads * dim**2
+    if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
+        chunk = min(op.chunk, tokens)
+        return wide * (states + batch * heads * chunk * (4 * dim + 2 * chunk))
+    return wide * (states + 2 * batch * tokens * heads * dim)
 
 
 def _attend_backward(op: ops.AttendBackward, program: Program) -> int:

@@ -3,7 +3,9 @@
 A ``Span`` is an arithmetic progression of positions, so a contiguous slice and every P-th token are one idea. A
 ``Band`` keeps key j for query i iff ``i - left <= j <= i + right``; None is no limit on that side. The same band
 describes a whole sequence (positions) and one block of it (row and column indices of the block). ``Documents`` of a
-packed sequence keep to themselves: their mask is a rectangle each, and in a block one ``DocumentBlock`` each.
+packed sequence keep to themselves: their mask is a rectangle each, and in a block one ``DocumentBlock`` each. A
+``BlockSparse`` mask keeps some blocks of keys for each block of queries: in a block of both one ``RowBlock`` for each
+block of queries, with the runs of keys that it keeps.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from sim.errors import ScheduleError
-from sim.workload import Workload
+from sim.workload import BlockMask, Workload
 
 
 class Span(NamedTuple):
@@ -65,7 +69,14 @@ class Documents(NamedTuple):
     """Where each document begins, and where the last one ends."""
 
 
-Mask = Band | Documents
+class BlockSparse(NamedTuple):
+    """Keep what the band keeps of pairs whose blocks are kept."""
+
+    band: Band
+    blocks: BlockMask
+
+
+Mask = Band | Documents | BlockSparse
 
 
 class DocumentBlock(NamedTuple):
@@ -78,28 +89,73 @@ class DocumentBlock(NamedTuple):
     band: Band
 
 
+class Run(NamedTuple):
+    """Columns that follow each other, and the band between them and some rows, by indices of their own."""
+
+    start: int
+    columns: int
+    band: Band
+
+
+class RowBlock(NamedTuple):
+    """Some rows of a block after those of the part before, and the runs of columns that they keep, rising."""
+
+    rows: int
+    runs: tuple[Run, ...]
+
+
 def mask_of(workload: Workload) -> Mask:
     """Return the mask of a whole sequence; a window of W keeps W tokens on each side that the mask keeps, the token
     itself among them (arXiv:2310.06825 §2). Padding belongs to the last document.
     """
     reach = None if workload.window is None else workload.window - 1
     band = Band(left=reach, right=0 if workload.mask == "causal" else reach)
+    if workload.block_mask is not UNSET:
+        return BlockSparse(band, workload.block_mask)
     lengths = workload.document_lengths
     if len(lengths) == 1:
         return band
     return Documents(band, (0, *accumulate(lengths[:-1]), workload.seq))
 
 
-def meeting(mask: Documents, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
+def meeting(mask: Documents | BlockSparse, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
     """Yield which of these queries and keys, by their numbers, belong to each document from the first to the last one
-    that has both; one between may lack either where strides leave it out.
+    that has both; one between may lack either where strides leave it out. Of blocks, yield each block of queries with
+    each run of blocks of keys that it keeps.
     """
+    if isinstance(mask, BlockSparse):
+        yield from _meeting_blocks(mask.blocks, queries, keys)
+        return
     edges = mask.edges
     first = bisect_right(edges, max(queries.start, keys.start)) - 1
     last = bisect_right(edges, min(span.stop - span.step for span in (queries, keys))) - 1
     for low, high in zip(edges[first : last + 1], edges[first + 1 : last + 2], strict=True):
         rows, columns = (slice(_before(span, low), _before(span, high)) for span in (queries, keys))
         yield rows, columns
+
+
+def _meeting_blocks(blocks: BlockMask, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
+    for row in range(queries.start // blocks.size, (queries.stop - queries.step) // blocks.size + 1):
+        rows = slice(_before(queries, row * blocks.size), _before(queries, (row + 1) * blocks.size))
+        for start, stop in runs_of(blocks)[row] if rows.start < rows.stop else ():
+            columns = slice(_before(keys, start), _before(keys, stop))
+            if columns.start < columns.stop:
+                yield rows, columns
+
+
+@lru_cache(maxsize=64)
+def runs_of(blocks: BlockMask) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return per block of queries the keys that it keeps, as first and last (exclusive) position of each run.
+
+    >>> runs_of(BlockMask(size=4, kept=((0,), (0, 1), (0, 2))))
+    (((0, 4),), ((0, 8),), ((0, 4), (8, 12)))
+    """
+    found = []
+    for kept in blocks.kept:
+        starts = [block for block in kept if block - 1 not in set(kept)]
+        stops = [block + 1 for block in kept if block + 1 not in set(kept)]
+        found.append(tuple((a * blocks.size, b * blocks.size) for a, b in zip(starts, stops, strict=True)))
+    return tuple(found)
 
 
 def _before(span: Span, position: int) -> int:
@@ -113,7 +169,7 @@ def restarted(tokens: Tokens, mask: Mask) -> Tokens:
     >>> restarted((Span(2, 6),), Documents(CAUSAL, (0, 4, 8)))
     (Span(start=2, stop=4, step=1), Span(start=0, stop=2, step=1))
     """
-    if isinstance(mask, Band):
+    if not isinstance(mask, Documents):
         return tokens
     found = []
     for span in tokens:
@@ -126,14 +182,14 @@ def restarted(tokens: Tokens, mask: Mask) -> Tokens:
 
 def count_pairs(mask: Mask, queries: Span, keys: Span) -> int:
     """Return how many (query, key) pairs the mask keeps, exactly and in time independent of the lengths; it grows with
-    the number of documents that have both.
+    the number of documents, or of kept blocks, that have both.
 
     >>> count_pairs(CAUSAL, Span(0, 8), Span(0, 8))
     36
     >>> count_pairs(Documents(CAUSAL, (0, 4, 8)), Span(0, 8), Span(0, 8))
     20
     """
-    if isinstance(mask, Documents):
+    if not isinstance(mask, Band):
         return sum(
             count_pairs(mask.band, queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop))
             for rows, columns in meeting(mask, queries, keys)
@@ -202,13 +258,13 @@ def same_pairs(a: Band, b: Band, num_queries: int, num_keys: int) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def keeps_documents(
+def keeps_parts(
     mask: Mask, parts: tuple[DocumentBlock, ...], queries: Span, keys: Span, first_row: int, first_column: int
 ) -> bool:
     """Return whether the parts of a block keep of these queries and keys, which lie from a row and a column of it on,
     what the mask keeps: as many pairs, and all of them its own.
     """
-    documents = Documents(mask, (0, max(queries.stop, keys.stop))) if isinstance(mask, Band) else mask
+    within = Documents(mask, (0, max(queries.stop, keys.stop))) if isinstance(mask, Band) else mask
     given = both = 0
     in_order, reach = _by_rows(parts)
     for part in in_order[bisect_right(reach, first_row) :]:
@@ -221,15 +277,32 @@ def keeps_documents(
         mine, theirs = queries.part(some.start, some.stop), keys.part(others.start, others.stop)
         band = moved_band(part.band, some.start - row, others.start - column)
         given += count_pairs(band, Span(0, mine.size), Span(0, theirs.size))
-        for rows, columns in meeting(documents, mine, theirs):
+        for rows, columns in meeting(within, mine, theirs):
             if rows.start == rows.stop or columns.start == columns.stop:
                 continue
             q, k = mine.part(rows.start, rows.stop), theirs.part(columns.start, columns.stop)
-            wanted, kept = block_band(documents.band, q, k), moved_band(band, rows.start, columns.start)
+            wanted, kept = block_band(within.band, q, k), moved_band(band, rows.start, columns.start)
             if wanted is not None:
                 common = Band(_least(wanted.left, kept.left), _least(wanted.right, kept.right))
                 both += count_pairs(common, Span(0, q.size), Span(0, k.size))
     return given == both == count_pairs(mask, queries, keys)
+
+
+@lru_cache(maxsize=4096)
+def rectangles(parts: tuple[RowBlock, ...]) -> tuple[DocumentBlock, ...]:
+    """Return the rectangles that some rows and the runs of columns which they keep consist of.
+
+    >>> [part] = rectangles((RowBlock(4, ()), RowBlock(4, (Run(2, 6, FULL),))))
+    >>> part.rows, part.columns
+    (Span(start=4, stop=8, step=1), Span(start=2, stop=8, step=1))
+    """
+    found: list[DocumentBlock] = []
+    row = 0
+    for part in parts:
+        rows = Span(row, row + part.rows)
+        found += [DocumentBlock(rows, Span(run.start, run.start + run.columns), run.band) for run in part.runs]
+        row += part.rows
+    return tuple(found)
 
 
 def moved_band(band: Band, rows: int, columns: int) -> Band:

@@ -13,7 +13,7 @@ import msgspec
 
 from sim.options import AttentionName
 from sim.schedule.ir.declare import In, InOut, Out, readers, side, writers
-from sim.schedule.ir.masks import Band, DocumentBlock, Tokens
+from sim.schedule.ir.masks import Band, DocumentBlock, RowBlock, Tokens, rectangles
 from sim.schedule.ir.views import Data, Split, View
 
 COMPUTE = "compute"
@@ -115,6 +115,8 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """Of several documents, in a variable-length kernel; ``band`` is FULL then. A query without keys has out 0 and lse
     -inf."""
+    sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of a block-sparse mask; ``band`` is FULL then, too. So is a query without keys."""
 
 
 class AttendBackward(_Kernel, frozen=True, kw_only=True):
@@ -139,6 +141,64 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     probs: Annotated[View | None, In("bhqk")] = None
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
+    sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+
+
+def parts_of(op: Attend | AttendBackward) -> tuple[DocumentBlock, ...]:
+    """Return the rectangles that one kernel attends to; none where it is a whole block under one band."""
+    return op.documents or rectangles(op.sparse or ())
+
+
+class LinearAttend(_Kernel, frozen=True, kw_only=True):
+    """out = causal linear attention of tokens that follow each other to themselves, ``chunk`` at a time: within a chunk
+    (q k^T * mask) v / sqrt(D), and of all chunks before by a state (arXiv:2401.04658 §3). q, out: bshd; k, v: bsgd.
+    """
+
+    meta = Meta("a", "linear attention", "attention")
+    q: Annotated[View, In("bshd")]
+    k: Annotated[View, In("bsgd")]
+    v: Annotated[View, In("bsgd")]
+    out: Annotated[View, Out("bshd")]
+    chunk: int
+
+
+class LinearAttendBackward(_Kernel, frozen=True, kw_only=True):
+    """dq, dk and dv of LinearAttend, from its inputs alone. dout, dq: bshd; dk, dv: bsgd."""
+
+    meta = Meta("l", "linear attention backward", "attention")
+    q: Annotated[View, In("bshd")]
+    k: Annotated[View, In("bsgd")]
+    v: Annotated[View, In("bsgd")]
+    dout: Annotated[View, In("bshd")]
+    dq: Annotated[View, Out("bshd")]
+    dk: Annotated[View, Out("bsgd")]
+    dv: Annotated[View, Out("bsgd")]
+    chunk: int
+
+
+class StateSum(_Kernel, frozen=True, kw_only=True):
+    """state = the sum of a^T b / sqrt(D) over tokens and over the heads that share it: of keys and values the state of
+    linear attention, of queries and dout its gradient. a, b: bshd; state: bgdd, in the accumulation data type.
+    """
+
+    meta = Meta("z", "state sum", "attention")
+    a: Annotated[View, In("bshd")]
+    b: Annotated[View, In("bshd")]
+    state: Annotated[View, Out("bgdd", "wide")]
+
+
+class StateProduct(_Kernel, frozen=True, kw_only=True):
+    """into += x state, or x state^T, per head: what linear attention has of tokens that a state stands for.
+
+    x, into: bshd; state: bgdd.
+    """
+
+    meta = Meta("p", "state product", "attention")
+    x: Annotated[View, In("bshd")]
+    state: Annotated[View, In("bgdd", "wide")]
+    into: Annotated[View, InOut("bshd")]
+    transposed: bool
 
 
 class Delta(_Kernel, frozen=True, kw_only=True):
@@ -517,6 +577,7 @@ class HostSync(_Op, frozen=True, kw_only=True):
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier
 Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
+LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
 TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
@@ -531,7 +592,7 @@ StreamingKernel: TypeAlias = (
 )  # fmt: skip
 """What memory bounds."""
 Kernel: TypeAlias = (
-    AttentionKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Hold | Copy | Fold
+    AttentionKernel | LinearKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Hold | Copy | Fold
 )  # fmt: skip
 Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 

@@ -13,7 +13,7 @@ from sim.errors import InputError
 from sim.kept import kept
 from sim.mesh import Axis, Mesh, require_ranks
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods import allgather, balanced_ring, double_ring, fpdt, ring, single, ulysses, upipe, usp
+from sim.schedule.methods import allgather, balanced_ring, double_ring, fpdt, linear, ring, single, ulysses, upipe, usp
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.ring import RingOptions
 from sim.workload import ModelSpec, Workload
@@ -110,3 +110,12 @@ SCHEDULES: dict[str, Entry] = {
     "usp": Entry(usp.build, "arXiv:2405.07719", ("ulysses", "ring"), f"{_ULYSSES} + {_ON_RINGS}"),
     "upipe": Entry(upipe.build, "arXiv:2602.21196", ("ulysses", "ring"), f"{_ULYSSES} + H/U * {_ON_RINGS}"),
 }
+
+LINEAR: dict[str, Entry] = {
+    "linear": Entry(linear.build, "arXiv:2404.02882", ("ring",), "B * H_kv * D * D * 4, by all but the last rank"),
+}
+"""Schedules of another function than softmax attention, which are no way to train the same model: none of what is
+asked for the fastest schedule tries them."""
+
+NAMED = SCHEDULES | LINEAR
+"""All that have a name."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from msgspec import UNSET
+from typing import Any
 
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import AttentionName, LayerOptions
 from sim.schedule.ir.layout import contiguous
-from sim.schedule.ir.masks import FULL, Documents, mask_of
+from sim.schedule.ir.masks import Band, Documents, mask_of
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
-from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
+from sim.schedule.write.attention import Saved, Shard, all_heads, attention_flops, needs_forward
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
@@ -49,7 +48,7 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
         attention=lambda b: SingleAttention(b, local, kernel),
         wire_bytes=lambda _: 0,
         source=_SOURCES[kernel],
-        kernel=kernel,
+        flops=lambda work: attention_flops(work, kernel),
     )
     return build_around(plan, workload, mesh, options)
 
@@ -61,10 +60,10 @@ class SingleAttention:
         self._b = builder
         whole = contiguous(builder.workload.seq, 1)[0]
         mask = mask_of(builder.workload)
-        self._documents = blocks(mask, whole, whole)[0].documents or UNSET if isinstance(mask, Documents) else UNSET
-        if self._documents and kernel != "flash":
-            raise InputError(f"`attention` {kernel!r} takes one document, not {len(self._documents)}: set it to flash")
-        self._mask = FULL if isinstance(mask, Documents) else mask
+        if kernel != "flash" and not isinstance(mask, Band):
+            what = "one document" if isinstance(mask, Documents) else "no block mask"
+            raise InputError(f"`attention` {kernel!r} takes {what}: set it to flash")
+        self._kept: dict[str, Any] = {"band": mask} if isinstance(mask, Band) else blocks(mask, whole, whole)[0].kept
         self._kernel = kernel
         self.saved_shard = shard
 
@@ -83,10 +82,9 @@ class SingleAttention:
                 v=v,
                 out=out,
                 lse=lse,
-                band=self._mask,
                 kernel=self._kernel,
                 probs=probs,
-                documents=self._documents,
+                **self._kept,
             )
         )
         return out, Saved(q, k, v, out, lse, () if probs is None else (probs,))
@@ -108,10 +106,9 @@ class SingleAttention:
                 dq=dq,
                 dk=dk,
                 dv=dv,
-                band=self._mask,
                 kernel=self._kernel,
                 probs=probs,
-                documents=self._documents,
+                **self._kept,
             )
         )
         return dq, dk, dv

@@ -6,7 +6,6 @@ What others have timed of a step, or in a microbenchmark, is compared with it (`
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
 
 from sim.errors import InputError
 from sim.mesh import AXES, Mesh
@@ -92,7 +91,15 @@ def _attend(b: ProgramBuilder, kind: str, size: Attended) -> None:
     if kind == "Attend":
         out, lse = b.like("out", q, "attention"), b.lse("lse", q.shape[TOKENS], heads.size, "attention")
         b.add(
-            ops.Attend(label=kind, q=q, k=k, v=v, out=out, lse=lse, band=block.band, documents=block.documents or UNSET)
+            ops.Attend(
+                label=kind,
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                lse=lse,
+                **block.kept,
+            )
         )
         return
     b.part = "backward"
@@ -111,8 +118,7 @@ def _attend(b: ProgramBuilder, kind: str, size: Attended) -> None:
             dq=dq,
             dk=dk,
             dv=dv,
-            band=block.band,
-            documents=block.documents or UNSET,
+            **block.kept,
         )
     )
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import AttentionName, LayerOptions, LossName
+from sim.options import LayerOptions, LossName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Hold
@@ -63,7 +63,9 @@ class AttentionPlan(NamedTuple):
     """What attention of one layer sends over all ranks of one replica in the passes of a workload, by the paper's
     formula."""
     source: str
-    kernel: AttentionName = "flash"
+    flops: Callable[[Workload], int] = attention_flops
+    """What attention of one layer computes over all ranks of one replica."""
+    computes: Literal["softmax", "linear"] = "softmax"
     partwise: bool = False
     """Whether it asks for q, k and v part by part: see ``PartwiseAttention``."""
     projects_again: bool = False
@@ -86,6 +88,8 @@ def build_around(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
             "`scope` layer"
         )
+    if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
+        raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
     step = workload.scope == "step"
     if options.micro_batches < 1 or workload.batch % options.micro_batches:
         allowed = [count for count in range(1, min(workload.batch, 64) + 1) if workload.batch % count == 0]
@@ -293,7 +297,7 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
         gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
-    flops = dp * sum(attention_flops(one, plan.kernel) for one in passes)
+    flops = dp * sum(plan.flops(one) for one in passes)
     wire_bytes = dp * (sum(plan.wire_bytes(one) for one in passes) + laid_out)
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache, reduce
 from typing import assert_never
 
@@ -14,13 +15,14 @@ from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
-from sim.schedule.ir.masks import mask_of
+from sim.schedule.ir.masks import CAUSAL, mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import is_sum, tensor_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
+from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
@@ -39,6 +41,7 @@ class AbstractPlayer(Interpreter):
         super().__init__(schedule, matching, dependencies, programs)
         self._rules = attention_rules(schedule)
         self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
+        self._linear_rules = LinearRules(self._rules)
         self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
@@ -65,34 +68,10 @@ class AbstractPlayer(Interpreter):
 
     def _run(self, memory: AbstractMemory, op: ops.Kernel | ops.HostAdamW) -> None:
         """Write what a kernel makes of what it reads."""
-        if isinstance(op, ops.Attend):
-            ratio = op.q.shape[2] // op.k.shape[2]
-            out, probs = self._rules.attend(
-                memory.read(op.q), memory.read(op.k), memory.read(op.v), op.documents or op.band, ratio
-            )
-            memory.write(op.out, out)
-            memory.write(op.lse, renamed(out, "lse"))
-            if op.probs is not None:
-                memory.write(op.probs, probs)
-        elif isinstance(op, ops.AttendBackward):
-            ratio = op.q.shape[2] // op.k.shape[2]
-            views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
-            saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.attend_backward(saved, op.documents or op.band, ratio)
-            for view, pieces in zip(op.writes, grads, strict=True):
-                memory.write(view, pieces)
-        elif isinstance(op, ops.Delta):
-            out, dout = memory.read(op.out), memory.read(op.dout)
-            self._rules.same_queries("out", dout, out)
-            self._rules.same_queries("dout", out, dout)
-            memory.write(op.delta, renamed(dout, "delta"))
-        elif isinstance(op, ops.Merge):
-            out, lse = memory.read(op.out), memory.read(op.lse)
-            into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
-            _check_pair(out, lse)
-            _check_pair(into_out, into_lse)
-            memory.write(op.into_out, _united(into_out, out))
-            memory.write(op.into_lse, _united(into_lse, lse))
+        if isinstance(op, ops.AttentionKernel):
+            self._attention(memory, op)
+        elif isinstance(op, ops.LinearKernel):
+            self._linear(memory, op)
         elif isinstance(op, ops.Zero | ops.Hold):
             list(map(memory.zero, op.writes))  # none of the latter
         elif isinstance(op, ops.Copy):
@@ -112,6 +91,61 @@ class AbstractPlayer(Interpreter):
                 memory.write(view, pieces)
         else:
             assert_never(op)
+
+    def _attention(self, memory: AbstractMemory, op: ops.AttentionKernel) -> None:
+        """Write what a kernel of softmax attention makes of what it reads."""
+        if isinstance(op, ops.Attend):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            out, probs = self._rules.attend(
+                memory.read(op.q), memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
+            )
+            memory.write(op.out, out)
+            memory.write(op.lse, renamed(out, "lse"))
+            if op.probs is not None:
+                memory.write(op.probs, probs)
+        elif isinstance(op, ops.AttendBackward):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
+            saved = {name: memory.read(view) for name, view in views.items() if view is not None}
+            grads = self._rules.attend_backward(saved, ops.parts_of(op) or op.band, ratio)
+            for view, pieces in zip(op.writes, grads, strict=True):
+                memory.write(view, pieces)
+        elif isinstance(op, ops.Delta):
+            out, dout = memory.read(op.out), memory.read(op.dout)
+            self._rules.same_queries("out", dout, out)
+            self._rules.same_queries("dout", out, dout)
+            memory.write(op.delta, renamed(dout, "delta"))
+        elif isinstance(op, ops.Merge):
+            out, lse = memory.read(op.out), memory.read(op.lse)
+            into_out, into_lse = memory.read(op.into_out), memory.read(op.into_lse)
+            _check_pair(out, lse)
+            _check_pair(into_out, into_lse)
+            memory.write(op.into_out, _united(into_out, out))
+            memory.write(op.into_lse, _united(into_lse, lse))
+        else:
+            assert_never(op)
+
+    def _linear(self, memory: AbstractMemory, op: ops.LinearKernel) -> None:
+        """Write what a kernel of linear attention makes of what it reads."""
+        made: Sequence[list[Piece]]
+        if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
+            ratio = op.q.shape[2] // op.k.shape[2]
+            saved = dict(zip(("q", "k", "v", "dout"), [memory.read(view) for view in op.reads], strict=False))
+            if isinstance(op, ops.LinearAttend):
+                made = self._rules.attend(**saved, band=CAUSAL, ratio=ratio)[:1]
+            else:
+                made = self._rules.attend_backward(saved, CAUSAL, ratio)
+        elif isinstance(op, ops.StateSum):
+            a, b, ratio = memory.read(op.a), memory.read(op.b), op.a.shape[2] // op.state.shape[1]
+            made = [self._linear_rules.state_sum(a, b, ratio)]
+        elif isinstance(op, ops.StateProduct):
+            x, state, into = (memory.read(view) for view in op.reads)
+            ratio = op.x.shape[2] // op.state.shape[1]
+            made = [self._linear_rules.product(x, state, into, ratio, transposed=op.transposed)]
+        else:
+            assert_never(op)
+        for view, pieces in zip(op.writes, made, strict=True):
+            memory.write(view, pieces)
 
     def _tiled(self, memory: AbstractMemory, op: ops.TiledKernel) -> None:
         """Play what a tile does, for all tokens as one: each token by itself, gradients of weights summed, it makes the
@@ -247,7 +281,7 @@ _SUMS = {"weight gradient", "square"}
 @cache
 def _adds_up(name: str) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO} or tensor_of(name).kind in _SUMS or is_sum(name)
+    return name in {"dq", "dk", "dv", ZERO, *STATES} or tensor_of(name).kind in _SUMS or is_sum(name)
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

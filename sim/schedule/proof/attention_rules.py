@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_documents, keeps_mask
+from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_mask, keeps_parts
 from sim.schedule.model.scope import is_sum, num_terms, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
@@ -265,7 +265,7 @@ def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, i
         return keeps_mask(mask, local, *tokens, at[0] - at[1])
     if isinstance(local, Band):
         local = (DocumentBlock(Span(0, size[0]), Span(0, size[1]), local),)
-    return keeps_documents(mask, local, *tokens, *at)
+    return keeps_parts(mask, local, *tokens, *at)
 
 
 def _in_memory_order(keys: list[Piece]) -> Seen:

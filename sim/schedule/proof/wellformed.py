@@ -211,24 +211,55 @@ def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
         for span, size in ((part.rows, op.q.shape[1]), (part.columns, op.k.shape[1])):
             if span.step != 1 or not 0 <= span.start < span.stop <= size:
                 return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
-    if op.kernel != "flash" or op.band != FULL:
+    if op.documents and (op.kernel != "flash" or op.band != FULL):
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
+
+
+def _parts_of_blocks(op: ops.Attend | ops.AttendBackward) -> str:
+    """Return what does not fit of the parts of a block-sparse mask: no column is in two runs of a row."""
+    parts = op.sparse
+    if not parts:
+        return ""
+    rows, columns = op.q.shape[1], op.k.shape[1]
+    if sum(part.rows for part in parts) != rows or any(part.rows < 1 for part in parts):
+        return f"has parts of {sum(part.rows for part in parts)} rows for {rows} queries"
+    for number, part in enumerate(parts):
+        at = 0
+        for run in part.runs:
+            if not (at <= run.start and run.columns >= 1 and run.start + run.columns <= columns):
+                return f"has runs {part.runs} in part {number}: expected rising ones within {columns} keys"
+            at = run.start + run.columns
+    if op.kernel != "flash" or op.band != FULL or op.documents:
+        return f"has blocks under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash, no documents"
+    return ""
+
+
+def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Workload) -> str:
+    """Return what does not fit of a kernel of attention."""
+    computes = "linear" if workload.attention == "linear" else "softmax"
+    if isinstance(op, ops.LinearKernel) != (computes == "linear"):
+        return f"is no kernel of the workload's {computes} attention"
+    if isinstance(op, ops.LinearKernel):
+        return _linear_problem(op)
+    if isinstance(op, ops.Delta | ops.Merge):
+        return ""
+    if (op.kernel == "standard") != (op.probs is not None):
+        return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
+    if problem := _parts_of_documents(op) or _parts_of_blocks(op):
+        return problem
+    if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
+        return f"has out {op.out} and delta {op.delta}: give one of them"
+    heads, kv_heads = op.q.shape[2], op.k.shape[2]
+    return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
 def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     """Return what else does not fit, of kinds with a rule of their own."""
     workload = schedule.header.workload
     model = workload.model
-    if isinstance(op, ops.Attend | ops.AttendBackward):
-        if (op.kernel == "standard") != (op.probs is not None):
-            return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
-        if op.documents and (problem := _parts_of_documents(op)):
-            return problem
-        if isinstance(op, ops.AttendBackward) and (op.out is None) == (op.delta is None):
-            return f"has out {op.out} and delta {op.delta}: give one of them"
-        heads, kv_heads = op.q.shape[2], op.k.shape[2]
-        return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
+    if isinstance(op, ops.AttentionKernel | ops.LinearKernel):
+        return _attention_problem(op, workload)
     if isinstance(op, ops.Rope):
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
@@ -241,18 +272,35 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
     if isinstance(op, ops.CrossEntropy):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
         return _number_problem("count", op.count, "the number of labels", labels)
-    if isinstance(op, ops.Pack | ops.Unpack):
-        parts = op.gradients if isinstance(op, ops.Pack) else op.weights
-        elements = sum(math.prod(part.shape) for part in parts)
-        return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
-    if isinstance(op, ops.SquareSum):
-        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
+    if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
+        return _flat_problem(op)
     if isinstance(op, ops.Copy | ops.Fold):
         wanted, target = (program.buffers[split.view.buffer] for split in (op.source, op.target))
         if target.dims != wanted.dims:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
         return _parts_problem(op)
     return ""
+
+
+def _flat_problem(op: ops.Pack | ops.Unpack | ops.SquareSum) -> str:
+    """Return what does not fit of a flat tensor."""
+    if isinstance(op, ops.SquareSum):
+        return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
+    parts = op.gradients if isinstance(op, ops.Pack) else op.weights
+    elements = sum(math.prod(part.shape) for part in parts)
+    return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"
+
+
+def _linear_problem(op: ops.LinearKernel) -> str:
+    """Return what does not fit of a kernel of linear attention."""
+    if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
+        if op.chunk < 1:
+            return f"has chunks of {op.chunk} tokens: allowed is 1 or more"
+        kv_heads = op.k.shape[2]
+    else:
+        kv_heads = op.state.shape[1]
+    heads = op.reads[0].shape[2]
+    return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
 def _number_problem(name: str, given: float, what: str, wanted: float) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from msgspec import UNSET
-
 from sim.options import SumOptions
 from sim.schedule.ir.ops import Accumulate, Attend, AttendBackward, Merge, Zero
 from sim.schedule.ir.views import Category, View
@@ -87,8 +85,7 @@ class SoftmaxAccumulator:
                 v=v,
                 out=out,
                 lse=lse,
-                band=block.band,
-                documents=block.documents or UNSET,
+                **block.kept,
             )
         )
         if not direct:
@@ -227,8 +224,7 @@ def attend_backward(
             dq=targets[0],
             dk=targets[1],
             dv=targets[2],
-            band=block.band,
-            documents=block.documents or UNSET,
+            **block.kept,
         )
     )
     for total, part, where in zip(sums, targets, (rows, columns, columns), strict=True):

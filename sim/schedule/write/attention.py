@@ -27,7 +27,10 @@ class Shard(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs of the forward pass. q, out: bshd; k, v: bshd; lse: bhs."""
+    """What the backward pass needs of the forward pass. q, out: bshd; k, v: bshd; lse: bhs.
+
+    Where there is no log-sum-exp, as in linear attention, out stands for it.
+    """
 
     q: View
     k: View
@@ -110,7 +113,7 @@ def attention_program(
         b.output("dq", dq, local.tokens, local.heads)
         b.output("dk", dk, local.tokens, local.kv_heads)
         b.output("dv", dv, local.tokens, local.kv_heads)
-    elif not (saved.more or saved.stages):
+    elif not (saved.more or saved.stages or saved.lse == saved.out):
         b.output("lse", saved.lse, distributed.saved_shard.tokens, distributed.saved_shard.heads)
     return b.build()
 
@@ -118,9 +121,13 @@ def attention_program(
 def attention_flops(workload: Workload, kernel: AttentionName = "flash") -> int:
     """Return the FLOPs of attention over all ranks: 4*D per kept (query, key) pair and head forward, 2.5 times that
     backward (five matmuls against two, arXiv:2307.08691 §4.1); a multiply-add counts 2. Kernels that are not fused
-    compute all pairs, and a standard one, which keeps the probabilities, four matmuls backward.
+    compute all pairs, and a standard one, which keeps the probabilities, four matmuls backward. Of linear attention
+    those of its recurrence: each key goes into a state, and each query reads it.
     """
     model, whole = workload.model, Span(0, workload.seq)
+    if workload.attention == "linear":
+        products = workload.batch * workload.seq * (model.num_heads + model.num_kv_heads)
+        return 2 * model.head_dim**2 * products * (workload.forward + 2 * workload.backward)
     pairs = count_pairs(mask_of(workload), whole, whole) if kernel == "flash" else workload.seq**2
     backward = 8 if kernel == "standard" else 10
     per_pair = (4 if workload.forward else 0) + (backward if workload.backward else 0)

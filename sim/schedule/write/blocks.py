@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
 
 from sim.schedule.ir.masks import (
     FULL,
     Band,
+    BlockSparse,
     DocumentBlock,
     Documents,
     Mask,
+    RowBlock,
+    Run,
     Span,
     Tokens,
     block_band,
@@ -35,6 +40,13 @@ class Block(NamedTuple):
     band: Band
     documents: tuple[DocumentBlock, ...] = ()
     """Parts that one variable-length kernel attends to, as of several documents; then ``band`` is FULL."""
+    sparse: tuple[RowBlock, ...] = ()
+    """Of a block-sparse mask, which one block-sparse kernel attends to; then ``band`` is FULL."""
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What is kept of the rows and columns, by fields of ops."""
+        return {"band": self.band, "documents": self.documents or UNSET, "sparse": self.sparse or UNSET}
 
 
 @lru_cache(maxsize=65536)
@@ -45,6 +57,8 @@ def blocks(mask: Mask, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
     """
     if isinstance(mask, Documents):
         return _of_documents(mask, _joined(queries), _joined(keys))
+    if isinstance(mask, BlockSparse):
+        return _of_blocks(mask, _joined(queries), _joined(keys))
     if len(queries) == len(keys) == 1:
         band = block_band(mask, queries[0], keys[0])
         return () if band is None else (_trimmed(band, queries[0].size, keys[0].size),)
@@ -81,6 +95,36 @@ def _of_documents(mask: Documents, queries: Tokens, keys: Tokens) -> tuple[Block
             if block is not None:
                 found.append(_moved(block, row, column))
     return tuple(sorted(found, key=_extent, reverse=True))
+
+
+def _of_blocks(mask: BlockSparse, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
+    """Return one block of all pairs that a block-sparse mask keeps, none where it keeps none."""
+    found: dict[tuple[int, int], list[Run]] = {}
+    for some, row in zip(queries, _starts(queries), strict=True):
+        for others, column in zip(keys, _starts(keys), strict=True):
+            for part, columns in meeting(mask, some, others):
+                q, k = some.part(part.start, part.stop), others.part(columns.start, columns.stop)
+                band = block_band(mask.band, q, k)
+                if band is not None:
+                    inner = _trimmed(band, q.size, k.size).columns
+                    width = inner.stop - inner.start
+                    run = Run(column + columns.start + inner.start, width,
+                              simplified(_shifted(band, -inner.start), q.size, width))  # fmt: skip
+                    found.setdefault((row + part.start, row + part.stop), []).append(run)
+    if not found:
+        return ()
+    runs = [run for own in found.values() for run in own]
+    top, left = min(found)[0], min(run.start for run in runs)
+    bottom, right = max(found)[1], max(run.start + run.columns for run in runs)
+    if len(runs) == 1:
+        return (_moved(_trimmed(runs[0].band, bottom - top, right - left), top, left),)
+    parts, at = [], top
+    for (start, stop), own in sorted(found.items()):
+        if at < start:
+            parts.append(RowBlock(start - at, ()))
+        parts.append(RowBlock(stop - start, tuple(sorted(run._replace(start=run.start - left) for run in own))))
+        at = stop
+    return (Block(slice(top, bottom), slice(left, right), FULL, (), tuple(parts)),)
 
 
 def _packed(mask: Documents, queries: Span, keys: Span) -> Block | None:
@@ -186,8 +230,7 @@ def _moved(block: Block, rows: int = 0, columns: int = 0) -> Block:
     return Block(
         slice(block.rows.start + rows, block.rows.stop + rows),
         slice(block.columns.start + columns, block.columns.stop + columns),
-        block.band,
-        block.documents,
+        *block[2:],
     )
 
 
