@@ -291,4 +291,6 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             del found["fabric"]
         if self.collectives == CollectivesSpec():
             del found["collectives"]
+        if self.socket and self.socket.cxl is None:
+            del found["socket"]["cxl"]
         return found
