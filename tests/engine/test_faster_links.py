@@ -12,6 +12,7 @@ import pytest
 import longstep
 from longstep import InputError, Prediction
 from sim.engine.races import RACE
+from sim.schedule.methods.catalog import SCHEDULES
 from tests.engine.test_fabrics import FABRICS, Message, cluster_of, played_s
 from topology.cluster import Cluster, load_cluster
 from topology.kinds import DragonflyPlusSpec, Fabric, FatTreeSpec, RailOnlySpec, RailOptimisedSpec
@@ -57,7 +58,7 @@ def wider(spec: ClusterSpec) -> Fabric:
 
 def steps(count: int) -> Iterator[tuple[random.Random, Prediction]]:
     """Yield predictions of random steps on all kinds of fabrics, some of them oversubscribed."""
-    draw, schedules = random.Random(SEED), longstep.names("schedules")
+    draw, schedules = random.Random(SEED), tuple(SCHEDULES)
     while count:
         fabric, nodes, gpus = draw.choice(FABRICS)
         if getattr(fabric, "above", ()) and draw.random() < 0.5:

@@ -11,14 +11,15 @@ import pytest
 import longstep
 from longstep import InputError, Prediction
 from sim.engine.races import RACE, races
+from sim.schedule.methods.catalog import SCHEDULES
 
 RATES = ("hbm", "nvlink", "nic", "gpu.peak_flops_per_s.bf16")
 SEED = 2211
 
 
 def configurations(count: int) -> Iterator[tuple[random.Random, Prediction]]:
-    """Yield predictions of random steps that can be built."""
-    draw, schedules = random.Random(SEED), longstep.names("schedules")
+    """Yield predictions of random steps of softmax attention that can be built."""
+    draw, schedules = random.Random(SEED), tuple(SCHEDULES)
     while count:
         gpus = draw.choice((2, 4, 8, 8, 16))
         step: dict[str, Any] = {
