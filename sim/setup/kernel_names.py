@@ -53,6 +53,10 @@ _OPS: dict[str, WorkKind | None] = {
     "Attend": "attention forward",
     "AttendBackward": "attention backward",
     "Delta": "attention backward",
+    "LinearAttend": "attention forward",
+    "LinearAttendBackward": "attention backward",
+    "StateSum": "attention forward",  # of backward, too: names do not tell
+    "StateProduct": "attention forward",
     "Gemm": "gemm",
     "TiledMlp": "gemm",  # most of the loop; ``sim.setup.traced`` takes it apart beside a profiler's trace
     "TiledMlpBackward": "gemm",

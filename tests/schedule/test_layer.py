@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from sim.errors import InputError
+from sim.mesh import Mesh
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Hold, Kernel, Op, RmsNorm, Rope, TokenKernel
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
+from sim.schedule.methods import linear
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import LLAMA, act, gate, up, with_tiles
 from sim.schedule.proof.check import check
@@ -93,6 +95,7 @@ def test_every_kernel_has_a_cost() -> None:
             programs = make_checked(name, workload, 2).schedule.programs
             if scope == "step":
                 programs = [*programs, make_step("ring", 2, workload, mlp="tiled").schedule.program(0)]
+                programs += linear.build(workload, Mesh(ring=2)).programs
             for program in programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):
