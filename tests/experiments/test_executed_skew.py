@@ -32,6 +32,7 @@ def test_the_last_rank_of_a_contiguous_ring_attends_most() -> None:
     assert striped["executed"] < ring["executed"]
 
 
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_executed_skew_is_the_predicted_one_for_every_planner(tmp_path: Path) -> None:
     """Within 0.1, by what this machine's kernels were measured to take."""
