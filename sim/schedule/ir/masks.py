@@ -152,8 +152,9 @@ def runs_of(blocks: BlockMask) -> tuple[tuple[tuple[int, int], ...], ...]:
     """
     found = []
     for kept in blocks.kept:
-        starts = [block for block in kept if block - 1 not in set(kept)]
-        stops = [block + 1 for block in kept if block + 1 not in set(kept)]
+        own = {*kept}
+        starts = [block for block in kept if block - 1 not in own]
+        stops = [block + 1 for block in kept if block + 1 not in own]
         found.append(tuple((a * blocks.size, b * blocks.size) for a, b in zip(starts, stops, strict=True)))
     return tuple(found)
 

@@ -39,7 +39,7 @@ def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOpt
     if workload.mask != "causal" or workload.window is not None or workload.documents or workload.block_mask:
         raise InputError(
             "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are `mask` causal "
-            "without `window` or `documents`, or `schedule` ring"
+            "without `window`, `documents` and `block_mask`, or `schedule` ring"
         )
     layout = contiguous(workload.seq, mesh.ring)
     fetch, back = (Communicator(name=name, groups=mesh.groups("ring")) for name in ("fetch", "return"))
