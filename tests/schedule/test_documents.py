@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from runtime.execution.inputs import global_labels, global_tokens, reference
 from runtime.execution.reference import attention
 from sim.errors import InputError, ScheduleError
-from sim.schedule.derive.kernels import attention_use
+from sim.schedule.derive.kernels import attention_use, mask_variant
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Documents, Span, count_pairs, keeps_parts
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
+from sim.schedule.write.blocks import blocks
 from sim.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused
@@ -117,6 +118,18 @@ def test_one_kernel_does_the_work_of_all_documents() -> None:
     use = attention_use(False, "bf16", (1, 384, 8, 64), 384, 8, FULL, documents)
     assert use.flops == 4 * 64 * 8 * (256 * 257 // 2 + 128 * 129 // 2)
     assert use.tiles == 8 * 3
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.data())
+def test_kernels_take_no_key_that_none_of_their_queries_sees(lengths: list[int], data: st.DataObject) -> None:
+    """So parts of causal documents are full, or end in the last query's own key, as variable-length kernels ask for."""
+    edges = tuple(sum(lengths[:at]) for at in range(len(lengths) + 1))
+    start = data.draw(st.integers(0, edges[-1] - 1))
+    queries = Span(start, data.draw(st.integers(start + 1, edges[-1])))
+    for block in blocks(Documents(CAUSAL, edges), (queries,), (Span(0, edges[-1]),)):
+        whole = DocumentBlock(Span(*block.rows.indices(64)), Span(*block.columns.indices(64)), block.band)
+        for rows, columns, band in block.documents or (whole,):
+            assert mask_variant(band, rows.size, columns.size) in {"full", "causal"}
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,12 @@ def _packed(mask: Documents, queries: Span, keys: Span) -> Block | None:
     if len(met) == 1:
         assert band is not None
         return _moved(_trimmed(band, rows.stop - rows.start, columns.stop - columns.start), rows.start, columns.start)
-    parts = tuple(
-        DocumentBlock(_after(rows, met[0][0]), _after(columns, met[0][1]), band)
+    inner = [
+        _moved(_trimmed(band, rows.stop - rows.start, columns.stop - columns.start), rows.start, columns.start)
         for rows, columns, band in met
         if band is not None
-    )
-    return Block(slice(rows.start, met[-1][0].stop), slice(columns.start, met[-1][1].stop), FULL, parts)
+    ]
+    return together(inner)
 
 
 def together(several: Sequence[Block]) -> Block:
