@@ -128,8 +128,8 @@ class CostModel:
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:
             return 0.0, ""
-        if use.loop:
-            found_each = [(*self._seconds(peak, kernel), count) for kernel, count in use.loop]
+        if each := use.loop or (not self.cuda and use.documents):
+            found_each = [(*self._seconds(peak, kernel), count) for kernel, count in each]
             note = next((note for _, note, _ in found_each if note), "")
             return math.fsum(seconds * count for seconds, _, count in found_each), note
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)

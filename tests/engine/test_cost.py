@@ -19,12 +19,12 @@ from sim.errors import InputError
 from sim.presets import override
 from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
-from sim.schedule.ir.masks import CAUSAL, FULL
+from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
 from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
-from topology.cluster import Cluster
+from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, HbmSpec, LinkSpec, PerGpu
 
 SPEC = make_cluster_spec(
@@ -318,3 +318,21 @@ def test_a_copy_of_integers_takes_what_memory_takes() -> None:
     seconds, note = CostModel(Cluster(SPEC), None).kernel_seconds(0, use)
     assert seconds == pytest.approx(1600 / 1e11)
     assert note == ""
+
+
+def test_a_cpu_takes_documents_one_after_the_other_each_at_the_rate_of_its_length() -> None:
+    """A GPU has them in one launch of all lengths; how fast that is the tile model of its profile says."""
+    cpu = load_cluster("host")
+    host = msgspec.structs.replace(
+        SPEC, gpu=msgspec.structs.replace(SPEC.gpu, kind="cpu"), host=cpu.host, loopback=cpu.loopback
+    )
+    points = attention_point(256, 0.2, causal=True), attention_point(1024, 0.5, causal=True)
+    parts = tuple(
+        DocumentBlock(Span(start, start + size), Span(start, start + size), CAUSAL)
+        for start, size in ((0, 1024), (1024, 256), (1280, 256))
+    )
+    packed = attention_use(False, "fp32", (1, 1536, 4, 64), 1536, 4, FULL, parts)
+    model = cost(*points, spec=host)
+    alone = [seconds(model.kernel(0, attention(length, causal=True))) for length in (1024, 256)]
+    assert seconds(model.kernel(0, packed)) == pytest.approx(alone[0] + 2 * alone[1])
+    assert seconds(cost(*points).kernel(0, packed)) < alone[0] + 2 * alone[1]
