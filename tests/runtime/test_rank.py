@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,3 +103,16 @@ def test_collectives_by_their_older_names() -> None:
         run.step()
         assert max(run.errors().values()) < 1e-12
         run.close()
+
+
+def cores_of_rank(_: RankContext) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
+def test_ranks_are_bound_to_cores_that_they_share_with_the_same_ones(ranks: Callable[[int], Session]) -> None:
+    here = sorted(os.sched_getaffinity(0))
+    for size in (2, 4):
+        assert ranks(size).call(cores_of_rank) == [module.cores_of(rank, size, here) for rank in range(size)]
+    assert sorted(core for rank in range(2) for core in module.cores_of(rank, 2, here * 2)) == sorted(here * 2)
