@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from experiments.evidence.machine import require_machine, require_processes, require_torch
+from experiments.evidence.units import size
+from sim.engine.report import hbm_held
 from sim.errors import InputError
+from sim.memory import walks
 from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
@@ -53,8 +56,8 @@ def open_session(
     workers: Workers | None = None,
 ) -> Iterator[Session]:
     """Start the processes that a schedule runs on: over gloo on a host, over NCCL on GPUs; raises InputError without
-    torch, if this machine is not what ``spec`` describes or ``profile`` was measured on, or if torchrun has not started
-    ``workers`` enough.
+    torch, if this machine is not what ``spec`` describes or ``profile`` was measured on, if it has less memory than
+    buffers take, or if torchrun has not started ``workers`` enough.
     """
     require_torch()
     from runtime.processes.launch import Session
@@ -63,6 +66,7 @@ def open_session(
     if not isinstance(execution.timeout, int | float) or not 0 < execution.timeout < _LONGEST_S:
         raise InputError(f"`timeout` {execution.timeout}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks, workload = checked.schedule.num_ranks, checked.schedule.header.workload
+    _require_room(checked, spec)
     if profile and spec.gpu.kind == "cpu":
         require_same_host(profile)
     if workers:
@@ -74,6 +78,16 @@ def open_session(
         ranks, device=spec.gpu.kind, timeout_s=execution.timeout, workers=workers, attention=attention
     ) as session:
         yield session
+
+
+def _require_room(checked: Checked, spec: ClusterSpec) -> None:
+    """Raise InputError for what would take more memory than there is: better than ranks that the system kills."""
+    held, has = hbm_held(walks(checked), spec), spec.hbm.capacity_bytes
+    if held > has:
+        raise InputError(
+            f"executing it takes {size(held)} of memory, and cluster {spec.name!r} has {size(has)}: set a "
+            f"shorter `seq`, fewer `documents`, or more `gpus`"
+        )
 
 
 def timed_attention(profile: Profile | None, workload: Workload) -> str:

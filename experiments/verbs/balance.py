@@ -21,7 +21,7 @@ from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import listed
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
-from sim.batches.files import read_lengths
+from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
@@ -37,8 +37,8 @@ class Balance(Writes):
     """Show how evenly ranks attend a batch of documents: pairs, bytes and predicted seconds, by planner."""
 
     documents: str = "wlb-llm"
-    """Lengths of your documents: FILE.txt, .jsonl or .parquet, packed in its order; or a published distribution (magi,
-    prolong, wikipedia, wlb-llm) that --seq tokens are drawn from."""
+    """Lengths of your documents: 5000,3000,192, or FILE.txt, .jsonl or .parquet, packed in this order; or a published
+    distribution (magi, prolong, wikipedia, wlb-llm) that --seq tokens are drawn from."""
     column: str = "length"
     """Column of the file with the lengths."""
     seq: str = "128K"
@@ -164,10 +164,10 @@ def _drawn(command: Balance) -> bool:
 
 
 def _documents(command: Balance, seed: int) -> tuple[int, ...]:
-    """Return the lengths in a file, or those drawn from a distribution."""
+    """Return the lengths that are listed or in a file, or those drawn from a distribution."""
     if _drawn(command):
         return draw(histogram(command.documents), tokens("seq", command.seq), seed)
-    return read_lengths(command.documents, command.column)
+    return typed_lengths(command.documents, command.column)
 
 
 def _order(path: str | None) -> tuple[int, ...] | None:

@@ -6,12 +6,17 @@ compare positions of the whole sequence, as ``sim.schedule.ir.masks`` has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from sim.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, Band, Span
+
+MOST_TOKENS = 1 << 31
+"""Of all documents of a batch: then the pairs of tokens can be counted in 64 bits, whatever the mask."""
 
 
 class Rectangle(NamedTuple):
@@ -48,25 +53,33 @@ class Batch(NamedTuple):
 def batch(documents: tuple[int, ...] | list[int], pattern: Pattern | None = None) -> Batch:
     """Return documents of these lengths packed in this order, each under ``pattern`` (by default causal).
 
-    Raises InputError for a document without tokens.
+    Raises InputError as ``require_lengths`` does.
 
     >>> batch([3, 2]).rectangles[1]
     Rectangle(queries=Span(start=3, stop=5, step=1), keys=Span(start=3, stop=5, step=1), band=Band(left=None, right=0))
     """
-    lengths = tuple(int(size) for size in documents)
-    require_lengths(lengths)
+    require_lengths(documents)
+    lengths = tuple(map(int, documents))
     empty = Batch(lengths, ())
     keeps = pattern or causal
     return empty._replace(rectangles=tuple(one for span in empty.spans for one in keeps(span)))
 
 
-def require_lengths(lengths: tuple[int, ...] | list[int], where: str = "`documents`") -> None:
-    """Raise InputError if there is no document, or one without tokens; ``where`` names what to change."""
-    if not lengths:
+def require_lengths(lengths: Sequence[object], where: str = "`documents`") -> None:
+    """Raise InputError if there is no document, one that is no whole number of tokens or has none, or more than
+    ``MOST_TOKENS`` in all; ``where`` names what to change.
+    """
+    if not len(lengths):
         raise InputError(f"{where} has no document: expected one length or more")
+    total = 0
     for index, size in enumerate(lengths):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise InputError(f"{where}: document {index} has {size!r} tokens: expected whole numbers")
         if size < 1:
             raise InputError(f"{where}: document {index} has {size} tokens: expected 1 or more; leave it out")
+        total += int(size)
+    if total > MOST_TOKENS:
+        raise InputError(f"{where}: the documents have more tokens in all than the {MOST_TOKENS} that plans count")
 
 
 def causal(document: Span) -> tuple[Rectangle, ...]:

@@ -80,6 +80,12 @@ def fitting_size(batch: Batch, most: int) -> int:
     return size
 
 
+def searched_sizes(batch: Batch, most: int) -> tuple[int, ...]:
+    """Return those of ``SIZES`` that leave at most ``most`` pairs of blocks; where none does, the one that fits."""
+    least = fitting_size(batch, most)
+    return tuple(size for size in SIZES if size >= least) or (least,)
+
+
 def written(blocks: Blocks, home: Ints, rank: Ints, num_ranks: int, divisions: int) -> Plan:
     """Return the plan in which token block i lives on rank ``home[i]`` and computation block c runs on ``rank[c]``.
 

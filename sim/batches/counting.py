@@ -37,8 +37,8 @@ def counts(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> tuple[
     per_block = np.zeros(len(queries), dtype=np.int64)
     per_rectangle = np.zeros(len(rectangles), dtype=np.int64)
     for met in meetings(queries, keys, rectangles):
-        per_block += np.bincount(met.block, weights=met.pairs, minlength=len(queries)).astype(np.int64)
-        per_rectangle += np.bincount(met.rectangle, weights=met.pairs, minlength=len(rectangles)).astype(np.int64)
+        np.add.at(per_block, met.block, met.pairs)
+        np.add.at(per_rectangle, met.rectangle, met.pairs)
     return per_block, per_rectangle
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from sim.batches.batch import Batch
 from sim.batches.counting import counts, table
-from sim.batches.statistics import owners
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span, count_pairs
 from sim.schedule.ir.plan import Plan, Task
@@ -42,15 +41,14 @@ def require_covered(plan: Plan, batch: Batch) -> None:
 
 
 def _require_placed(plan: Plan, seq: int) -> None:
-    owner = owners(plan, seq)
-    if (missing := np.flatnonzero(owner < 0)).size:
-        raise ScheduleError(f"token {missing[0]} lives on no rank")
     times = np.zeros(seq, dtype=np.int64)
     for tokens in plan.layout:
         for span in tokens:
             if not (0 <= span.start <= span.stop and span.stop - span.step < seq):
                 raise ScheduleError(f"the layout has {span}, outside of the {seq} tokens of the batch")
             times[slice(*span)] += 1
+    if (missing := np.flatnonzero(times < 1)).size:
+        raise ScheduleError(f"token {missing[0]} lives on no rank")
     if (doubled := np.flatnonzero(times > 1)).size:
         raise ScheduleError(f"token {doubled[0]} lives on several ranks, or twice on one")
 

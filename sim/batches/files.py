@@ -1,8 +1,10 @@
-"""Lengths of documents from a user's file: plain text, JSONL or Parquet."""
+"""Lengths of documents as users have them: typed, or in a file of plain text, JSONL or Parquet."""
 
 from __future__ import annotations
 
+import codecs
 import io
+import re
 from pathlib import PurePath
 
 import msgspec
@@ -10,6 +12,25 @@ import msgspec
 from sim.batches.batch import require_lengths
 from sim.errors import InputError, none_of
 from sim.presets import read_bytes
+
+_WHOLE = re.compile("-?[0-9]{1,99}")
+"""A whole number, of digits that every reader of lengths takes."""
+
+
+def typed_lengths(text: str, column: str = "length") -> tuple[int, ...]:
+    """Return lengths that are listed in a text, such as 5000,3000,192, or in the file that it names.
+
+    Raises InputError as ``read_lengths`` does.
+
+    >>> typed_lengths("5000, 192")
+    (5000, 192)
+    """
+    ending = PurePath(text).suffix
+    if ending in _READERS or ending[1:].isalpha():
+        return read_lengths(text, column)
+    found = _listed(text, "`documents`")
+    require_lengths(found)
+    return found
 
 
 def read_lengths(path: str, column: str = "length") -> tuple[int, ...]:
@@ -22,21 +43,24 @@ def read_lengths(path: str, column: str = "length") -> tuple[int, ...]:
     suffix = PurePath(path).suffix
     if suffix not in _READERS:
         raise InputError(f"lengths file {path!r}: {none_of('ending', suffix, _READERS)}; set it with `documents`")
-    found = _READERS[suffix](read_bytes("lengths file", path, "`documents`"), path, column)
+    data = read_bytes("lengths file", path, "`documents`").removeprefix(codecs.BOM_UTF8)
+    found = _READERS[suffix](data, path, column)
     require_lengths(found, f"lengths file {path!r}")
     return found
 
 
+def _listed(text: str, place: str) -> tuple[int, ...]:
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not _WHOLE.fullmatch(word):
+            raise _no_length(place, word)
+    return tuple(map(int, words))
+
+
 def _text(data: bytes, path: str, column: str) -> tuple[int, ...]:
     del column  # plain text has none
-    found = []
-    for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
-        for word in line.replace(",", " ").split():
-            try:
-                found.append(int(word))
-            except ValueError:
-                raise _no_length(path, f"line {number}", word) from None
-    return tuple(found)
+    lines = enumerate(data.decode(errors="replace").splitlines(), start=1)
+    return tuple(size for number, line in lines for size in _listed(line, f"lengths file {path!r}, line {number}"))
 
 
 def _json_lines(data: bytes, path: str, column: str) -> tuple[int, ...]:
@@ -44,16 +68,14 @@ def _json_lines(data: bytes, path: str, column: str) -> tuple[int, ...]:
     for number, line in enumerate(data.splitlines(), start=1):
         if not line.strip():
             continue
+        place = f"lengths file {path!r}, line {number}"
         try:
             value = msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise InputError(f"lengths file {path!r}, line {number}: {error}; expected a JSON object a line") from None
+            raise InputError(f"{place}: {error}; expected a JSON object a line") from None
         if not isinstance(value, dict) or column not in value:
-            raise InputError(
-                f"lengths file {path!r}, line {number}: expected an object with the key {column!r}; name another with "
-                f"`column`"
-            )
-        found.append(_length(value[column], path, f"line {number}"))
+            raise InputError(f"{place}: expected an object with the key {column!r}; name another with `column`")
+        found.append(_length(value[column], place))
     return tuple(found)
 
 
@@ -73,17 +95,19 @@ def _parquet(data: bytes, path: str, column: str) -> tuple[int, ...]:
         values = opened.read(columns=[column]).column(column).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"lengths file {path!r} is no Parquet file: {error}; set it with `documents`") from None
-    return tuple(_length(value, path, f"row {row}") for row, value in enumerate(values))
+    return tuple(_length(value, f"lengths file {path!r}, row {row}") for row, value in enumerate(values))
 
 
-def _length(value: object, path: str, place: str) -> int:
+def _length(value: object, place: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _no_length(path, place, value)
+        raise _no_length(place, value)
     return value
 
 
-def _no_length(path: str, place: str, value: object) -> InputError:
-    return InputError(f"lengths file {path!r}, {place}: {value!r} is no length: expected a whole number of 1 or more")
+def _no_length(place: str, value: object) -> InputError:
+    shown = repr(value)
+    shown = shown if len(shown) < 64 else f"{shown[:60]} …"
+    return InputError(f"{place}: {shown} is no length: expected a whole number of 1 or more")
 
 
 _READERS = {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}

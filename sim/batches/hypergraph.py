@@ -8,6 +8,7 @@ not the block receives it, so the connectivity - 1 of a partition is its bytes.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ from sim.batches.counting import Ints
 from sim.errors import InputError
 
 _SCALE = 1 << 24
-"""Whole weights that each sort of vertex sums to: Mt-KaHyPar counts in integers."""
+"""Whole weights that each sort of vertex sums to: Mt-KaHyPar counts in integers of 32 bits."""
+_MOST = 1 << 30
+"""What weights of hyperedges sum to at most, likewise."""
 
 
 class Vertices(NamedTuple):
@@ -103,9 +106,18 @@ def _mt_kahypar(vertices: Vertices, edge_bytes: tuple[Ints, Ints], shares: Ints,
         total = int(np.sum(weights)) * (1 + imbalance) / shares.sum()
         context.set_individual_target_block_weights([int(total * share) + 1 for share in shares.tolist()])
     graph = started.create_hypergraph(
-        context, len(vertices.pairs), len(pins), pins, np.asarray(weights).tolist(), bytes_
+        context, len(vertices.pairs), len(pins), pins, np.asarray(weights).tolist(), _in_proportion(bytes_)
     )
     return np.array(graph.partition(context).get_partition(), dtype=np.int64)
+
+
+def _in_proportion(bytes_: list[int]) -> list[int]:
+    """Return small numbers that stand for bytes: in the same proportion, as far as whole ones can be."""
+    common = math.gcd(*bytes_) or 1
+    found = [size // common for size in bytes_]
+    if (total := sum(found)) <= _MOST:
+        return found
+    return [max(1, size * _MOST // total) for size in found]
 
 
 @functools.lru_cache(maxsize=1)

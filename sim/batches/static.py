@@ -48,9 +48,11 @@ def permuted(batch: Batch, order: Sequence[int], num_ranks: int, transport: Tran
 
 
 def _parts(seq: int, order: Sequence[int], num_ranks: int) -> tuple[Tokens, ...]:
-    positions = np.array(order, dtype=np.int64)
-    if len(positions) != seq:
-        raise InputError(f"`order` has {len(positions)} positions, the batch {seq} tokens: expected each token once")
+    if len(order) != seq:
+        raise InputError(f"`order` has {len(order)} positions, the batch {seq} tokens: expected each token once")
+    positions = np.asarray(order)
+    if positions.dtype.kind not in "iu":
+        raise InputError(f"`order` has what is no position: expected whole numbers of 0 to {seq - 1}, each once")
     outside = positions[(positions < 0) | (positions >= seq)]
     if len(outside):
         raise InputError(f"`order` has position {outside[0]}: expected 0 to {seq - 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints, pairs_kept
 from sim.batches.planned import Planned, Transport
-from sim.schedule.ir.masks import Span
+from sim.schedule.ir.pieces import Pieces
 from sim.schedule.ir.plan import Plan, Task
+
+Booleans = NDArray[np.bool_]
 
 
 class TokenBytes(NamedTuple):
@@ -82,52 +85,57 @@ def statistics(planned: Planned, batch: Batch, per_token: TokenBytes) -> Statist
     """Return what a plan computes and moves under the mask of its batch.
 
     Only tasks that keep a pair ask for tokens; where keys and values go by all-gather or ring, all of them travel. A
-    token that a rank has received stays. Passes over a bitmap of the sequence, nothing is sampled.
+    token that a rank has received stays. Tokens that the plan never takes apart are counted together, nothing is
+    sampled.
     """
     plan = planned.plan
-    seq, ranks = batch.num_tokens, len(plan.layout)
-    divisions = num_divisions(plan)
-    owner = owners(plan, seq)
+    ranks, divisions = len(plan.layout), num_divisions(plan)
+    tasks_of_all = chain.from_iterable(plan.tasks)
+    spans = chain.from_iterable([*plan.layout, *((task.queries, task.keys) for task in tasks_of_all)])
+    pieces = Pieces(spans, batch.num_tokens)
+    owner = np.full(pieces.tokens.shape, -1, dtype=np.int64)
+    for rank, tokens in enumerate(plan.layout):
+        for span in tokens:
+            owner[pieces.of(span)] = rank
     pairs, kv, query, out = (np.zeros((ranks, divisions), dtype=np.int64) for _ in range(4))
     sent = np.zeros((ranks, ranks), dtype=np.int64)
+
+    def by_owner(which: Booleans) -> Ints:
+        """Return (P,): how many of some tokens live on each rank."""
+        found = np.zeros(ranks, dtype=np.int64)
+        np.add.at(found, owner[which], pieces.tokens[which])
+        return found
+
     for rank in range(ranks):
         kept = pairs_kept([t.queries for t in plan.tasks[rank]], [t.keys for t in plan.tasks[rank]], batch.rectangles)
-        has_kv, has_query, last = owner == rank, owner == rank, np.full(seq, -1, dtype=np.int16)
+        has_kv, has_query, last = owner == rank, owner == rank, np.full(owner.shape, -1, dtype=np.int16)
         for division, tasks in _by_division(plan.tasks[rank], kept):
+            new_kv, new_query = np.zeros_like(has_kv), np.zeros_like(has_kv)
             for task, count in tasks:
                 pairs[rank, division] += count
                 if count:
-                    moved = per_token.kv * _new(has_kv, task.keys, owner, ranks)
-                    kv[rank, division] += moved.sum()
-                    sent[:, rank] += moved
-                    moved = per_token.query * _new(has_query, task.queries, owner, ranks)
-                    query[rank, division] += moved.sum()
-                    sent[:, rank] += moved
-                    last[slice(*task.queries)] = division
+                    keys, queries = pieces.of(task.keys), pieces.of(task.queries)
+                    new_kv[keys] = new_query[queries] = True
+                    last[queries] = division
+            of_kv, of_query = (new_kv, has_kv, per_token.kv, kv), (new_query, has_query, per_token.query, query)
+            for new, has, per, received in (of_kv, of_query):
+                moved = per * by_owner(new & ~has)
+                received[rank, division] += moved.sum()
+                sent[:, rank] += moved
+                np.logical_or(has, new, out=has)
         remote = (last >= 0) & (owner != rank)
-        home, when = owner[remote], last[remote]
-        np.add.at(out, (home, when), per_token.out)
-        sent[rank] += per_token.out * np.bincount(home, minlength=ranks)
+        np.add.at(out, (owner[remote], last[remote]), per_token.out * pieces.tokens[remote])
+        sent[rank] += per_token.out * by_owner(remote)
         if planned.transport != "blocks":
-            all_kv = per_token.kv * np.bincount(owner[owner != rank], minlength=ranks)
-            sent[:, rank] += all_kv - per_token.kv * np.bincount(owner[has_kv & (owner != rank)], minlength=ranks)
+            all_kv = per_token.kv * by_owner(owner != rank)
+            sent[:, rank] += all_kv - per_token.kv * by_owner(has_kv & (owner != rank))
             kv[rank] = _shared_kv(planned.transport, rank, all_kv, divisions)
-    tokens = np.bincount(owner, minlength=ranks)
-    return Statistics(tokens, pairs, kv, query, out, sent)
+    return Statistics(by_owner(owner >= 0), pairs, kv, query, out, sent)
 
 
 def num_divisions(plan: Plan) -> int:
     """Return in how many divisions the ranks attend."""
     return 1 + max((task.division for tasks in plan.tasks for task in tasks), default=0)
-
-
-def owners(plan: Plan, seq: int) -> NDArray[np.int32]:
-    """Return (S,): the rank on which each token lives, -1 where it is on none."""
-    owner = np.full(seq, -1, dtype=np.int32)
-    for rank, tokens in enumerate(plan.layout):
-        for span in tokens:
-            owner[slice(*span)] = rank
-    return owner
 
 
 def _shared_kv(transport: Transport, rank: int, all_kv: Ints, divisions: int) -> Ints:
@@ -146,13 +154,3 @@ def _by_division(tasks: tuple[Task, ...], kept: Ints) -> Iterator[tuple[int, lis
     for task, count in zip(tasks, kept.tolist(), strict=True):
         found.setdefault(task.division, []).append((task, count))
     yield from sorted(found.items())
-
-
-def _new(has: NDArray[np.bool_], span: Span, owner: NDArray[np.int32], ranks: int) -> Ints:
-    """Return per owner how many positions of a span are not there yet, and mark them."""
-    part = has[slice(*span)]
-    if part.all():
-        return np.zeros(ranks, dtype=np.int64)
-    found = np.bincount(owner[slice(*span)][~part], minlength=ranks)
-    part[:] = True
-    return found

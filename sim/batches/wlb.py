@@ -16,12 +16,11 @@ import numpy as np
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints, pairs_in_band
 from sim.batches.planned import Planned, require_ranks, timed
+from sim.batches.seconds import KernelSeconds
 from sim.errors import InputError
 from sim.schedule.ir.masks import Band, Span
 from sim.schedule.ir.plan import Plan, Task
 
-KernelSeconds = Callable[[Ints, Ints, Ints], float]
-"""Predicted seconds of one kernel launch on several blocks; arrays (n,): queries, keys and pairs kept of each."""
 Sharding = Literal["sequence", "document"]
 Choice = Literal["sequence", "document", "adaptive"]
 

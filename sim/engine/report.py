@@ -23,6 +23,7 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
 from topology.cluster import Cluster
+from topology.specs import ClusterSpec
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +110,7 @@ def report(simulation: Simulation, *, with_interval: bool = False, with_bound: b
     walked = walks(checked)
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
+    beyond_hbm = hbm_held(walked, cluster.spec) > cluster.spec.hbm.capacity_bytes
     room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
     lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
@@ -121,7 +123,7 @@ def report(simulation: Simulation, *, with_interval: bool = False, with_bound: b
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
-        fits=room.fits if room else False if beyond_dram or _beyond_hbm(walked, cluster) else None,
+        fits=room.fits if room else False if beyond_dram or beyond_hbm else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
         critical_rank=trace.numbers[critical],
@@ -145,11 +147,10 @@ def _training(claims: Claims | None, peak_flops: float, tokens_per_s: float, ran
     )
 
 
-def _beyond_hbm(walked: list[MemoryWalk], cluster: Cluster) -> bool:
-    """Return whether some memory is too small for what is in it: a GPU has its own, the ranks of a host share one."""
+def hbm_held(walked: list[MemoryWalk], spec: ClusterSpec) -> int:
+    """Return the most bytes that are in any one memory: a GPU has its own, the ranks of a host share one."""
     peaks = [found.peak_bytes for found in walked]
-    held = sum(peaks) if cluster.spec.gpu.kind == "cpu" else max(peaks)
-    return held > cluster.spec.hbm.capacity_bytes
+    return sum(peaks) if spec.gpu.kind == "cpu" else max(peaks)
 
 
 def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:

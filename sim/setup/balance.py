@@ -11,20 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.batches.batch import Batch, batch
-from sim.batches.counting import meetings, table
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
+from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
-from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, num_divisions, statistics
+from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
-from sim.schedule.ir.plan import Task
 from sim.setup.names import one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from sim.setup.table import Table
 
-Floats = NDArray[np.float64]
 OWN = "own layout"
 """What a layout of the user's is called."""
 LOWER_BOUND = "lower bound"
@@ -138,7 +136,12 @@ def balance(
             continue
         played = _played(setup, planned, packed) if play else None
         balanced.append(
-            Balanced(planned, statistics(planned, packed, per_token), seconds_of(planned, packed, attention), played)
+            Balanced(
+                planned,
+                statistics(planned, packed, per_token),
+                attention_seconds(planned, packed, attention.seconds),
+                played,
+            )
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
@@ -149,40 +152,6 @@ _FIGURES = (
     "attention_s",
     "slowest_s", "mean_s", "skew", "pairs_skew", "token_skew", "received_bytes", "planning_s",
 )  # fmt: skip
-
-
-def seconds_of(planned: Planned, packed: Batch, attention: Attention) -> Floats:
-    """Return (P, T): predicted seconds of what every rank attends in each division."""
-    found = np.zeros((len(planned.plan.layout), num_divisions(planned.plan)))
-    for rank, split in enumerate(planned.plan.tasks):
-        tasks = _joined(_joined(split, "queries", "keys"), "keys", "queries")
-        parts = list(
-            meetings(table([one.queries for one in tasks]), table([one.keys for one in tasks]), packed.rectangles)
-        )
-        if not parts:
-            continue
-        block, queries, keys, pairs = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("block", "queries", "keys", "pairs")
-        )
-        division = np.array([one.division for one in tasks], dtype=np.int64)[block]
-        for when in np.unique(division).tolist():
-            mine = division == when
-            found[rank, when] = attention.seconds(queries[mine], keys[mine], pairs[mine])
-    return found
-
-
-def _joined(tasks: Sequence[Task], alike: str, along: str) -> list[Task]:
-    """Return tasks with those as one that attend the same ``alike``, and whose spans ``along`` follow each other."""
-    found: list[Task] = []
-    for task in sorted(tasks, key=lambda one: (one.division, getattr(one, alike), getattr(one, along))):
-        last, mine = found[-1] if found else task, getattr(task, along)
-        before = getattr(last, along)
-        together = (last.division, getattr(last, alike)) == (task.division, getattr(task, alike))
-        if found and together and before.stop == mine.start and before.step == mine.step == 1:
-            found[-1] = last._replace(**{along: before._replace(stop=mine.stop)})
-        else:
-            found.append(task)
-    return found
 
 
 def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:

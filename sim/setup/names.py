@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import numbers
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from sim.batches.files import read_lengths
+from sim.batches.batch import require_lengths
+from sim.batches.files import typed_lengths
 from sim.errors import InputError, unknown
 from sim.mesh import AXES, Axis, Mesh
 from sim.presets import override, preset_names
@@ -154,14 +154,11 @@ def lengths_of(documents: str | Sequence[int]) -> tuple[int, ...]:
     >>> lengths_of("5000, 192")
     (5000, 192)
     """
-    if not isinstance(documents, str):
-        found = tuple(plain(size) for size in documents)
-        if not all(type(size) is int for size in found):
-            raise InputError(f"`documents` {documents!r}: expected whole numbers of tokens")
-        return found
-    if re.fullmatch(r"[0-9\s,]+", documents):
-        return tuple(int(size) for size in documents.replace(",", " ").split())
-    return read_lengths(documents)
+    if isinstance(documents, str):
+        return typed_lengths(documents)
+    found = tuple(plain(size) for size in documents)
+    require_lengths(found)
+    return found
 
 
 def scope_title(scope: str, layers: int) -> str:

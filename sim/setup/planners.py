@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from sim.batches.dcp import DcpOptions, dcp
 from sim.batches.fcp import fcp
 from sim.batches.groups import groups
 from sim.batches.planned import Planned
+from sim.batches.seconds import KernelSeconds, PlanCosts
 from sim.batches.static import all_gather, ring
 from sim.batches.statistics import TokenBytes, token_bytes
-from sim.batches.wlb import KernelSeconds, wlb
+from sim.batches.wlb import wlb
 from sim.engine.cost import CostModel
 from sim.schedule.derive.kernels import TILE, KernelUse, attention_use
 from sim.schedule.ir.masks import FULL
@@ -38,6 +40,14 @@ class Attention:
         self._model, self._dtype = found.workload.model, found.workload.dtype
         self._costs = CostModel(Cluster(found.spec), found.profile)
         self._fills_tiles = self._costs.cuda
+        self._of = found.workload.model, found.workload.dtype, found.spec, found.profile
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attention) and self._of == other._of
+
+    def __hash__(self) -> int:
+        model, dtype, spec, _ = self._of
+        return hash((model.name, dtype, spec.name))
 
     @property
     def notes(self) -> list[str]:
@@ -90,11 +100,30 @@ class Asked(NamedTuple):
     gpus_per_node: int
     per_token: TokenBytes
     attention: Attention
+    within_bytes_per_s: float
+    """Between two GPUs of a node, alone; infinite where there are no two."""
+    between_bytes_per_s: float
+    """Between those of two nodes, likewise."""
 
     @property
     def seconds(self) -> KernelSeconds:
         """Of one launch of attention on several blocks."""
         return self.attention.seconds
+
+    @property
+    def costs(self) -> PlanCosts:
+        """What plans of blocks are predicted by."""
+        return PlanCosts(_Forward(self.attention), self.within_bytes_per_s, self.between_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward launch; equal where it rests on equal costs, so that plans can be found again."""
+
+    attention: Attention
+
+    def __call__(self, queries: Ints, keys: Ints, pairs: Ints) -> float:
+        return self.attention.seconds(queries, keys, pairs, passes=(False,))
 
 
 def asked_of(setup: Setup, packed: Batch) -> Asked:
@@ -103,7 +132,10 @@ def asked_of(setup: Setup, packed: Batch) -> Asked:
     found = alone.replace(documents=None).resolved()
     model, element = found.workload.model, DTYPE_BYTES[found.workload.dtype]
     per_token = token_bytes(model.num_heads, model.num_kv_heads, model.head_dim, element)
-    return Asked(found.mesh.size, found.spec.gpus_per_node, per_token, Attention(found))
+    ranks, per_node = found.mesh.size, found.spec.gpus_per_node
+    others = 1 if per_node > 1 else ranks, per_node
+    rates = (found.cluster.route(0, other).bytes_per_s if other < ranks else math.inf for other in others)
+    return Asked(ranks, per_node, per_token, Attention(found), *rates)
 
 
 def playing(found: Planned) -> Callable[..., Schedule]:
@@ -122,7 +154,7 @@ PLANNERS: dict[str, Callable[[Batch, Asked], Planned]] = {
     "all-gather": lambda documents, asked: all_gather(documents, asked.ranks),
     "wlb-llm": lambda documents, asked: wlb(documents, asked.ranks, kernel_seconds=asked.seconds),
     "dcp": lambda documents, asked: dcp(
-        documents, asked.ranks, asked.per_token, DcpOptions(gpus_per_node=asked.gpus_per_node)
+        documents, asked.ranks, asked.per_token, DcpOptions(gpus_per_node=asked.gpus_per_node), asked.costs
     ),
     "fcp-style": lambda documents, asked: fcp(documents, asked.ranks),
     "groups": lambda documents, asked: groups(documents, asked.ranks),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sim.errors import InputError
 from sim.setup import names
-from sim.setup.branches import Played, played
+from sim.setup.branches import Open, Played, opened, played
 from sim.setup.fit import as_ring
 from sim.setup.lengths import PER_OCTAVE, ROUND, last_enough, lengths_of_units
 from sim.setup.plan import Plan, num_jobs, require_any_built, require_price, require_searchable, shortage, told
@@ -25,6 +25,8 @@ from sim.setup.table import Table
 
 LAST = 0.3
 """Which share of its time a question keeps for the plan of what it found."""
+AT_ONCE = 4
+"""How many families are asked first of which a search before had the best hopes."""
 
 
 class Answer(NamedTuple):
@@ -71,25 +73,61 @@ class _Asked(NamedTuple):
         """Return the configurations of a setup."""
         return families(setup, self.options, self.target)
 
-    def any(self, found: list[Family]) -> Search:
-        """Return a search that ended where something fits and reaches the target, or nothing does."""
+    def any(self, found: list[Family], hopes: Mapping[str, float] = {}) -> Search:
+        """Return a search that ended where something fits and reaches the target, or nothing does. With the hopes of a
+        search before, most families are asked only where those with the best have nothing.
+        """
+        found = sorted(found, key=lambda one: hopes.get(one.named, math.inf))
         lean = self.target == ANYTHING
         if not lean:  # first what takes least of what it may, not what trains most
             found = [one._replace(worth=one.within_s) for one in found]
         enough_s = 0.0 if lean else 1.0
-        search = Search(found, 1, self.left_s(LAST), self.progress, leanest_first=lean, enough_s=enough_s)
+        search = Search(
+            found,
+            1,
+            self.left_s(LAST),
+            self.progress,
+            leanest_first=lean,
+            enough_s=enough_s,
+            at_once=AT_ONCE if hopes else None,
+        )
         search.run(self.jobs, until_one=True)
         return search
 
-    def reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
+    def last(self, setup: Setup, lengths: Sequence[int], winner: Branch, known: int) -> int:
+        """Return the last of some lengths at which a configuration reaches what it has to, as it does at a known one:
+        the last that its bounds allow, or the next shorter one at which it does.
+        """
+        allowed = last_enough(len(lengths), known, partial(self._may_reach, setup, lengths, winner))
+        if allowed == known:
+            return known
+
+        def misses(short: int) -> bool:
+            return not self._reaches(setup, lengths, winner, allowed - short)
+
+        return allowed if not misses(0) else allowed - 1 - last_enough(allowed - known, 0, misses)
+
+    def _reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
         """Return whether a configuration fits at one of some lengths, and reaches the target there; no when it is too
         late to ask.
         """
-        if self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0):
+        if self._is_late:
             return False
-        there = (one for one in self.families(setup.replace(seq=lengths[number])) if one.named == winner.family.named)
-        found = played(winner._replace(family=next(there)), math.inf)
+        found = played(self._at(setup, lengths[number], winner), math.inf)
         return isinstance(found, Played) and found.reaches
+
+    def _may_reach(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
+        """Return whether its bounds allow that."""
+        return not self._is_late and isinstance(opened(self._at(setup, lengths[number], winner)), Open)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0)
+
+    def _at(self, setup: Setup, seq: int, winner: Branch) -> Branch:
+        """Return a configuration at another length."""
+        there = (one for one in self.families(setup.replace(seq=seq)) if one.named == winner.family.named)
+        return winner._replace(family=next(there))
 
     def plan(self, setup: Setup) -> Plan:
         """Return the fastest of a setup that reach the target."""
@@ -133,11 +171,12 @@ def longest_context(
     if not lengths:
         raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
     rows: list[dict[str, Any]] = []
-    dropped, best, waiting = set[str](), None, [0]
+    dropped, hopes, best, waiting = set[str](), dict[str, float](), None, [0]
     while waiting:
         at = waiting.pop(0)
         there = asked.families(setup.replace(seq=lengths[at]))
-        search = asked.any([one for one in there if one.named not in dropped])
+        search = asked.any([one for one in there if one.named not in dropped], hopes)
+        hopes |= search.hopes
         rows.append(_verdict("seq", lengths[at], search))
         if not search.best:
             if best is None:
@@ -145,7 +184,7 @@ def longest_context(
             continue
         dropped |= {lost.branch.family.named for lost in search.lost if lost.memory and not lost.branch.chosen}
         winner = search.best[0].branch
-        best = last_enough(len(lengths), at, partial(asked.reaches, setup, lengths, winner))
+        best = asked.last(setup, lengths, winner, at)
         if best > at:
             rows.append({"seq": lengths[best], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
         ahead = {best + 1} if asked.target == ANYTHING else {best + 1, -(-(best + 2) // ROUND) * ROUND}

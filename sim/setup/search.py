@@ -39,7 +39,11 @@ class Search:
         *,
         leanest_first: bool = False,
         enough_s: float = 0.0,
+        at_once: int | None = None,
     ) -> None:
+        """Take families, of which so many are asked for bounds ``at_once``, by default all; the others in their order
+        once nothing is left of what is known.
+        """
         self.families, self._most, self._progress = families, most, progress
         self._leanest_first, self._enough_s = leanest_first, enough_s
         self._ends = None if limit_s is None else time.monotonic() + limit_s
@@ -47,6 +51,7 @@ class Search:
         self.open: list[Open] = [Open(Branch(family)) for family in families]
         self._unasked = {id(found) for found in self.open}
         """Branches without bounds."""
+        self._at_once = {id(found) for found in self.open[:at_once]}
         self.best: list[Played] = []
         """Those that fit, the fastest first."""
         self.played: list[Played] = []
@@ -61,6 +66,24 @@ class Search:
     def beaten_at(self) -> float:
         """Seconds at which a configuration is not among the best."""
         return self.best[self._most - 1].batch_s if len(self.best) >= self._most else float("inf")
+
+    @property
+    def hopes(self) -> dict[str, float]:
+        """By the names of families that were asked how near they may come to what is wanted, less is nearer: seconds
+        over worth by their bounds; where it is only asked whether anything fits, bytes that are missing.
+        """
+        found: dict[str, float] = {}
+        asked = [one for one in self.open if id(one) not in self._unasked]
+        if self._leanest_first:
+            near = [(one.branch, float(-one.leanest.free_bytes)) for one in asked if one.leanest]
+        else:
+            near = [(one.branch, one.least_s) for one in asked]
+            near += [(one.branch, one.least_s) for one in self.lost if one.least_s is not None]
+        near += [(one.branch, one.batch_s) for one in self.played]
+        for branch, hope in near:
+            named = branch.family.named
+            found[named] = min(hope, found.get(named, hope))
+        return found
 
     @property
     def least_s(self) -> float:
@@ -118,7 +141,11 @@ class Search:
         """
         taken = {id(found) for found in running.values()}
         waiting = [found for found in self.open if id(found) not in taken and found.least_s < self.beaten_at]
-        if unasked := [found for found in waiting if id(found) in self._unasked]:
+        unasked = [found for found in waiting if id(found) in self._unasked]
+        if soon := [found for found in unasked if id(found) in self._at_once]:
+            return soon[0]
+        waiting = [found for found in waiting if id(found) not in self._unasked]
+        if unasked and not waiting:
             return unasked[0]
         if self._leanest_first:
             return max(waiting, key=self._ease, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 
 import numpy as np
 import pytest
@@ -10,13 +11,19 @@ import pytest
 from sim.batches import hypergraph
 from sim.batches.batch import Batch, attention_sink, batch
 from sim.batches.blocks import cut, fitting_size
+from sim.batches.counting import Ints
 from sim.batches.coverage import require_covered
 from sim.batches.dcp import DcpOptions, _plan, dcp
 from sim.batches.hypergraph import Limits, Vertices, partitioned
 from sim.batches.planned import Planned
+from sim.batches.seconds import PlanCosts, plan_seconds
 from sim.batches.static import ring
-from sim.batches.statistics import Statistics, statistics, token_bytes
+from sim.batches.statistics import Statistics, TokenBytes, statistics, token_bytes
 from sim.errors import InputError
+from sim.schedule.ir.masks import Span
+from sim.schedule.ir.plan import Plan, Task
+from sim.setup.planners import PLANNERS, asked_of
+from sim.setup.setup import Setup
 
 HEADS = token_bytes(8, 2, 128, 2)
 
@@ -157,3 +164,79 @@ def test_without_the_library_there_is_advice(monkeypatch: pytest.MonkeyPatch) ->
 def test_options_out_of_range_are_refused(options: DcpOptions, said: str) -> None:
     with pytest.raises(InputError, match=said):
         dcp(batch([64]), 2, HEADS, options)
+
+
+def per_pair(queries: Ints, keys: Ints, pairs: Ints) -> float:
+    """Return the seconds of a launch that takes a nanosecond a pair."""
+    del queries, keys
+    return 1e-9 * float(pairs.sum())
+
+
+COSTS = PlanCosts(per_pair, within_bytes_per_s=400e9, between_bytes_per_s=50e9)
+
+
+@pytest.mark.parametrize("documents", [[9000, 700, 300, 6384], [512] * 8, [100, 60000, 2000, 30]])
+@pytest.mark.parametrize("gpus_per_node", [4, 2])
+def test_the_best_block_size_is_no_slower_than_any(documents: list[int], gpus_per_node: int) -> None:
+    found = batch(documents)
+    options = DcpOptions(gpus_per_node=gpus_per_node)
+
+    def seconds(planned: Planned) -> float:
+        require_covered(planned.plan, found)
+        return plan_seconds(planned, found, HEADS, COSTS, gpus_per_node)
+
+    best = seconds(dcp(found, 4, HEADS, options, COSTS))
+    each = [seconds(dcp(found, 4, HEADS, options._replace(block_size=size))) for size in (512, 1024, 2048, 4096)]
+    assert best == min(each)
+
+
+def test_slow_links_and_slow_kernels_want_other_blocks() -> None:
+    """Where pairs cost all, blocks that level them best; where bytes do, those that move fewest."""
+    found = batch([9000, 700, 300, 6384])
+    each = [counted(dcp(found, 4, HEADS, DcpOptions(block_size=size)), found) for size in (512, 1024, 2048, 4096)]
+    slow_kernels = COSTS._replace(within_bytes_per_s=math.inf)
+    levelled = counted(dcp(found, 4, HEADS, costs=slow_kernels), found)
+    assert levelled.skew == pytest.approx(min(one.skew for one in each), rel=1e-9)
+    slow_links = COSTS._replace(within_bytes_per_s=1e3)
+    near = counted(dcp(found, 4, HEADS, costs=slow_links), found)
+    assert most_moved(near) == min(map(most_moved, each)) < most_moved(each[0])
+
+
+def most_moved(found: Statistics) -> int:
+    """Return the most bytes that a rank sends or receives."""
+    return int(max(found.sent_bytes.sum(axis=0).max(), found.sent_bytes.sum(axis=1).max()))
+
+
+def test_seconds_of_a_plan_by_hand() -> None:
+    """Two ranks: the first attends 10 pairs, then 16 of tokens that arrive meanwhile; the second attends its 10."""
+    found = batch([8])
+    low, high = Span(0, 4), Span(4, 8)
+    tasks = ((Task(low, low, 0), Task(high, low, 1)), (Task(high, high, 0),))
+    planned = Planned("by hand", Plan(((low,), (high,)), tasks), "blocks", 0.0)
+    per_token = TokenBytes(kv=3, query=5, out=7)
+    costs = PlanCosts(lambda _, __, pairs: float(pairs.sum()), within_bytes_per_s=2.0, between_bytes_per_s=1.0)
+    # 20 bytes of queries arrive, 28 of outputs go home to rank 1: at 2 B/s 10 s and 14 s, sending more than receiving.
+    # Rank 0: moves 14 s, all of it queries, behind its first 10 s; then 16 s. Rank 1 waits 14 s behind its last kernel.
+    assert plan_seconds(planned, found, per_token, costs, gpus_per_node=2) == 14 + 16
+    assert plan_seconds(planned, found, per_token, costs, gpus_per_node=1) == 28 + 16
+
+
+def test_a_batch_met_again_is_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By costs that rest on the same machine, whoever asks."""
+    found = batch([6000, 2192])
+    asked = [asked_of(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), found) for _ in range(2)]
+    first = PLANNERS["dcp"](found, asked[0])
+    monkeypatch.setattr(hypergraph, "_started", None)
+    assert PLANNERS["dcp"](found, asked[1]).plan is first.plan
+    slower = asked_of(
+        Setup(model="llama3-8b", cluster="hgx-h100", gpus=4, set={"cluster.nvlink.bytes_per_s": "/2"}), found
+    )
+    assert slower.costs != asked[0].costs
+
+
+def test_weights_of_edges_stay_within_what_the_library_counts() -> None:
+    assert hypergraph._in_proportion([6 * 2**40, 9 * 2**40, 3 * 2**40]) == [2, 3, 1]
+    large = hypergraph._in_proportion([2**40 + 1, 3 * 2**40])
+    assert sum(large) <= 2**30
+    assert large[1] / large[0] == pytest.approx(3, rel=1e-6)
+    assert hypergraph._in_proportion([]) == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.batches.files import read_lengths
+from sim.batches.files import read_lengths, typed_lengths
 from sim.batches.lengths import draw, histogram, lognormal, scaled, uniform
 from sim.errors import InputError
 
@@ -91,6 +91,8 @@ def test_a_histogram_of_ones_own(tmp_path: Path) -> None:
     [
         ("a.txt", "5000, 3000\n192\n\n", (5000, 3000, 192)),
         ("a.jsonl", '{"length": 7, "id": "x"}\n\n{"length": 9}\n', (7, 9)),
+        ("a.txt", "\ufeff5000\r\n192", (5000, 192)),
+        ("a.jsonl", '\ufeff{"length": 7}', (7,)),
     ],
 )
 def test_files_of_lengths(tmp_path: Path, name: str, content: str, wanted: tuple[int, ...]) -> None:
@@ -109,6 +111,18 @@ def test_files_of_lengths(tmp_path: Path, name: str, content: str, wanted: tuple
         ("a.jsonl", '{"length": 7}\n{"size": 7}', "line 2: expected an object with the key 'length'"),
         ("a.jsonl", '{"length": true}', "line 1: True is no length"),
         ("a.jsonl", "{", "line 1: .*expected a JSON object a line"),
+        ("a.txt", "", "has no document"),
+        ("a.txt", "nan", "line 1: 'nan' is no length"),
+        ("a.txt", "1_000", "line 1: '1_000' is no length"),
+        ("a.txt", "\u0665\u0660", "is no length"),
+        ("a.txt", "1" * 5000, "is no length"),
+        ("a.txt", f"5 {10**30}", "more tokens in all than the 2147483648"),
+        ("a.jsonl", "", "has no document"),
+        ("a.jsonl", '{"length": "7"}', "line 1: '7' is no length"),
+        ("a.jsonl", '{"length": NaN}', "line 1: .*expected a JSON object a line"),
+        ("a.jsonl", '{"length": 7.0}', "line 1: 7.0 is no length"),
+        ("a.jsonl", f'{{"length": {2**63 - 1}}}', "more tokens in all than the 2147483648"),
+        ("a.jsonl", "[7]", "line 1: expected an object with the key 'length'"),
         ("a.parquet", "no parquet", "pyarrow|is no Parquet file"),
     ],
 )
@@ -116,6 +130,28 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, said: st
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=said):
         read_lengths(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no document"),
+        (" , ", "has no document"),
+        ("5000,-3", "document 1 has -3 tokens"),
+        ("5000,0", "document 1 has 0 tokens"),
+        ("5.5,3", "`documents`: '5.5' is no length: expected a whole number"),
+        ("5.5", "'5.5' is no length"),
+        ("nan", "'nan' is no length"),
+        ("\uff11,3", "is no length"),
+        ("9" * 20, "more tokens in all than the 2147483648"),
+        ("9" * 5000, "is no length"),
+        ("lengths.csv", "unknown ending '.csv'.*allowed are .txt, .jsonl, .parquet"),
+    ],
+)
+def test_bad_texts_are_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        typed_lengths(text)
+    assert len(str(refused.value)) < 300
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -141,7 +177,12 @@ def test_parquet_files(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     file = str(tmp_path / "a.parquet")
-    parquet.write_table(pyarrow.table({"length": [5, 6], "tokens": [7.5, 8.0], "gap": [1, None]}), file)
+    parquet.write_table(
+        pyarrow.table(
+            {"length": [5, 6], "tokens": [7.5, 8.0], "gap": [1, None], "text": ["7", "x"], "long": [2**62, 2**62]}
+        ),
+        file,
+    )
     assert read_lengths(file) == (5, 6)
     with pytest.raises(InputError, match="unknown column 'size'"):
         read_lengths(file, column="size")
@@ -149,3 +190,10 @@ def test_parquet_files(tmp_path: Path) -> None:
         read_lengths(file, column="tokens")
     with pytest.raises(InputError, match="row 1: None is no length"):
         read_lengths(file, column="gap")
+    with pytest.raises(InputError, match="row 0: '7' is no length"):
+        read_lengths(file, column="text")
+    with pytest.raises(InputError, match="more tokens in all"):
+        read_lengths(file, column="long")
+    parquet.write_table(pyarrow.table({"length": pyarrow.array([], pyarrow.int64())}), file)
+    with pytest.raises(InputError, match="has no document"):
+        read_lengths(file)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.batches.batch import Batch, batch
+from sim.batches.batch import MOST_TOKENS, Batch, batch
 from sim.batches.coverage import require_covered
+from sim.batches.dcp import dcp
+from sim.batches.fcp import fcp
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
 from sim.batches.static import permuted, ring
@@ -224,6 +226,20 @@ def test_bytes_of_a_token() -> None:
     assert token_bytes(8, 2, 128, 2) == (2 * 2 * 128 * 2, 8 * 128 * 2, 8 * 128 * 2 + 8 * 4)
 
 
+@pytest.mark.parametrize("name", [*ANY_LENGTH, *DIVIDED, "fcp", "groups", "dcp"])
+def test_two_billion_tokens_take_no_longer_than_few(name: str) -> None:
+    """As many as are allowed, one document among short ones: no pair is lost, nothing is counted token by token."""
+    if name == "dcp":
+        pytest.importorskip("mtkahypar")
+    planners = {**PLANNERS, "fcp": fcp, "dcp": lambda found, ranks: dcp(found, ranks, PER_TOKEN)}
+    found = batch([MOST_TOKENS - 128, 100, 28])
+    planned = planners[name](found, 8)
+    counted = statistics(planned, found, PER_TOKEN)
+    assert counted.pairs.sum() == sum(size * (size + 1) // 2 for size in found.documents)
+    assert counted.tokens.sum() == MOST_TOKENS
+    np.testing.assert_array_equal(counted.sent_bytes.sum(axis=0), counted.received_bytes)
+
+
 def test_more_ranks_than_tokens() -> None:
     found = batch([2, 1])
     planned = wlb(found, 8)
@@ -237,6 +253,14 @@ def test_more_ranks_than_tokens() -> None:
     ("call", "said"),
     [
         (lambda: wlb(batch([4]), 0), "`num_ranks` 0"),
+        (lambda: batch([]), "has no document"),
+        (lambda: batch([4, 0]), "document 1 has 0 tokens"),
+        (lambda: batch([4, -1]), "document 1 has -1 tokens"),
+        (lambda: batch([4.5]), "document 0 has 4.5 tokens: expected whole numbers"),  # type: ignore[list-item]
+        (lambda: batch(["4"]), "document 0 has '4' tokens: expected whole numbers"),  # type: ignore[list-item]
+        (lambda: batch([float("nan")]), "document 0 has nan tokens"),  # type: ignore[list-item]
+        (lambda: batch([True]), "document 0 has True tokens"),
+        (lambda: batch([2**30, 2**30, 1]), "more tokens in all than the 2147483648"),
         (lambda: ring(batch([4]), -1), "`num_ranks` -1"),
         (lambda: wlb(batch([9], PATTERNS["lambda"]), 2), "one band each"),
     ],
@@ -272,6 +296,11 @@ def test_any_permutation_is_covered(order: list[int], ranks: int, transport: Any
         ([0, 1, 2], "`order` has 3 positions, the batch 4 tokens"),
         ([0, 1, 2, 4], "`order` has position 4: expected 0 to 3"),
         ([0, 1, 2, -1], "`order` has position -1"),
+        ([0, 1, 2.5, 3], "`order` has what is no position"),
+        ([0, 1, float("nan"), 3], "`order` has what is no position"),
+        ([0, 1, 2, 2**64], "`order` has what is no position"),
+        ([0, 1, 2, 2**63 - 1], "`order` has position 9223372036854775807"),
+        ([], "`order` has 0 positions"),
     ],
 )
 def test_what_is_no_permutation_is_refused(order: list[int], said: str) -> None:

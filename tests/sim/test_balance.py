@@ -108,6 +108,10 @@ def test_what_is_wrong_in_a_batch() -> None:
         longstep.balance(ON_H100, [8, 0])
     with pytest.raises(InputError, match="has no document"):
         longstep.balance(ON_H100, [])
+    with pytest.raises(InputError, match="document 0 has -8 tokens"):
+        longstep.balance(ON_H100, [-8])
+    with pytest.raises(InputError, match="document 1 has 0.5 tokens"):
+        longstep.balance(ON_H100, [8, 0.5])  # type: ignore[list-item]
     with pytest.raises(InputError, match="token 3 2 times"):
         longstep.balance(ON_H100, [8], order=[0, 1, 2, 3, 3, 5, 6, 7])
     with pytest.raises(InputError, match="'zigzg' .did you mean 'zigzag'"):
@@ -120,3 +124,16 @@ def test_a_planner_that_refuses_a_batch_leaves_the_others() -> None:
     assert "set `seq`" in of_planner(found, "zigzag")["error"] or "divide" in of_planner(found, "zigzag")["error"]
     assert of_planner(found, "zigzag")["slowest_s"] is None
     assert not of_planner(found, "groups")["error"]
+
+
+def test_a_document_longer_than_all_memory() -> None:
+    """A billion tokens are balanced as few are; nobody has to hold them."""
+    others = [name for name in PLANNERS if name != "dcp"]
+    found = longstep.balance(ON_H100.replace(gpus=8), [10**9], others, play=False)
+    assert not any(row["error"] for row in found.rows)
+    skews = {row["planner"]: row["pairs_skew"] for row in found.rows}
+    assert skews["ring"] == pytest.approx(1.875)
+    assert [skews[name] for name in ("zigzag", "striped", "wlb-llm", "groups")] == pytest.approx([1.0] * 4, abs=1e-6)
+    assert skews["fcp-style"] < 1.2
+    (played, _) = longstep.balance(ON_H100.replace(gpus=8), [10**9], ["groups"]).rows
+    assert played["attention_s"] > 0.9 * played["slowest_s"] > 1e5

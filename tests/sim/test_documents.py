@@ -9,6 +9,7 @@ import pytest
 
 import longstep
 from longstep import Setup
+from sim.errors import InputError
 from sim.setup.bounds import least_room
 from sim.setup.branches import Lost, least_of, opened, step_of
 from sim.setup.documents import BY_BLOCKS
@@ -78,3 +79,34 @@ def test_planners_are_for_causal_documents_alone() -> None:
     assert {one.named.partition(" ")[0] for one in families(SMALL.replace(documents=PACKED, schedule="ring"))} == {
         "ring"
     }
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["ulysses", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "striped", "allgather", "upipe"))],
+)
+def test_a_document_longer_than_all_memory_does_not_fit(schedule: str) -> None:
+    """What is missing is said soon, of a step of all layers."""
+    found = Setup(schedule, model="llama3-8b", cluster="hgx-h100", gpus=8, documents=(10**9,), seeds=1).predicted()
+    assert found.fits is False
+    assert found.room is not None
+    assert found.room.free_bytes < -(10**13)
+
+
+def test_chunks_without_end_are_refused() -> None:
+    """A billion tokens in chunks of 64K, of which each meets all before it, would take all memory to write down."""
+    long = Setup("fpdt", model="llama3-8b", cluster="hgx-h100", gpus=8, documents=(10**9,), pad=True, layers=1)
+    with pytest.raises(InputError, match="15259 chunks.*at most 256; set schedule.chunk=3906304 or more"):
+        long.predicted()
+    assert long.replace(set={"schedule.chunk": 2**28}, seeds=1).predicted().fits is False
+
+
+def test_no_plan_for_a_document_longer_than_all_memory() -> None:
+    """But what is missing least."""
+    found = longstep.plan(
+        Setup("ring", model="llama3-8b", cluster="hgx-h100", gpus=8, documents=(10**8, 10**6)),
+        options={"checkpoint": ["none", "full"]},
+        jobs=1,
+    )
+    assert not found.best.rows
+    assert re.match(r"ring \(R 8\) with checkpoint full needs .* GiB more of GPU memory", found.shortage)

@@ -10,8 +10,10 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
+from sim.setup.branches import Lost, Played, played
 from sim.setup.lengths import ROUND, last_enough, lengths_of_units
 from sim.setup.room import room
+from sim.setup.space import Branch
 from tests.sim.test_plan import SMALL, random_setup, that_fit
 
 COUNTS = [1, 2, 4]
@@ -72,8 +74,17 @@ def test_answers_are_those_of_trying_everything(seed: int) -> None:
     require_same_as_by_trying(seed)
 
 
-def test_the_longest_context_is_the_last_length_that_fits() -> None:
-    """Of one configuration: at the next of 128 lengths in an octave it does not."""
+def test_the_longest_context_is_the_last_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one configuration: at the next of 128 lengths in an octave it does not. Bounds of memory
+    are exact, so that it is simulated at that length only.
+    """
+    lengths_played: list[int | str] = []
+
+    def counted(branch: Branch, beaten_at: float) -> Played | Lost:
+        lengths_played.append(branch.setup.seq)
+        return played(branch, beaten_at)
+
+    monkeypatch.setattr("sim.setup.reverse.played", counted)
     tight = SMALL.replace(
         schedule="ulysses", gpus=2, ulysses_degree=2, set={"cluster.hbm.capacity_bytes": 8e9}
     )  # fmt: skip
@@ -82,6 +93,7 @@ def test_the_longest_context_is_the_last_length_that_fits() -> None:
     answer = longstep.longest_context(tight, until="1M", jobs=1)
     assert answer.value is not None
     assert answer.sure
+    assert lengths_played == [answer.value]
     lengths = list(lengths_of_units(4, 2**20))
     after = lengths[lengths.index(answer.value) + 1]
     fits = [

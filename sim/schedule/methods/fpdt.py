@@ -37,6 +37,8 @@ from sim.schedule.write.head_trade import HeadTrade, TradeOptions
 from sim.schedule.write.inputs import NAMES, Inputs, Name, Whole
 from sim.workload import Dtype, Workload, gradient_dtype
 
+MOST_CHUNKS = 256
+"""Of a sequence: what is written of a step grows with their square."""
 _SAVED = ("q", "k", "v", "out", "lse")
 """What backward needs of a chunk."""
 
@@ -89,6 +91,12 @@ def _chunks(seq: int, chunk: int, ranks: int) -> Tokens:
         )
     if seq % size or size % ranks:
         raise LengthError(seq, size if size < seq else ranks)
+    if seq // size > MOST_CHUNKS:
+        least = -(-seq // MOST_CHUNKS // ranks) * ranks
+        raise InputError(
+            f"`set` schedule.chunk={chunk}: {seq // size} chunks, of which each meets all before it: expected at most "
+            f"{MOST_CHUNKS}; set schedule.chunk={least} or more"
+        )
     return tuple(chunk for (chunk,) in contiguous(seq, seq // size))
 
 

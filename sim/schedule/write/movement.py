@@ -20,6 +20,7 @@ import numpy as np
 from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Mask, Span, Tokens
+from sim.schedule.ir.pieces import Pieces
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.write.blocks import Block, blocks, together
 
@@ -83,13 +84,16 @@ def movement(plan: Plan, mask: Mask, seq: int) -> Movement:
     places = _Places(plan, seq)
     numbers = sorted({task.division for tasks in plan.tasks for task in tasks})
     found = tuple(_of_rank(rank, tasks, numbers, plan.layout, places, mask) for rank, tasks in enumerate(plan.tasks))
-    attended = [np.zeros(num_tokens(tokens), dtype=bool) for tokens in plan.layout]
+    attended: list[set[tuple[int, int]]] = [set() for _ in plan.layout]
     for one in (one for divisions in found for division in divisions for one in division.attended):
         for span in _spans(one.block):
             for rows in _rows(one.queries, span):
-                attended[rows.owner][rows.begin : rows.end] = True
+                attended[rows.owner].add((rows.begin, rows.end))
     for rank, of_rank in enumerate(attended):
-        for row in np.flatnonzero(~of_rank)[:1].tolist():
+        row = 0
+        for begin, end in sorted(of_rank):
+            row = max(row, end) if begin <= row else row
+        if row < num_tokens(plan.layout[rank]):
             token = cut(plan.layout[rank], row, row + 1)[0].start
             raise ScheduleError(f"no task of the plan attends token {token}, of rank {rank}, to any key that it sees")
     return found
@@ -105,17 +109,21 @@ class _Places:
                 f"many, `layout` with () for a rank that has no tokens"
             )
         self._seq = seq
-        times = np.zeros(seq, dtype=np.int64)
         self._spans: list[tuple[Span, Rows]] = []
         for rank, tokens in enumerate(plan.layout):
             begin = 0
             for span in tokens:
                 self._require_inside(span, "`layout`")
-                times[slice(*span)] += 1
                 self._spans.append((span, Rows(rank, begin, begin + span.size)))
                 begin += span.size
-        for token in np.flatnonzero(times != 1)[:1].tolist():
-            lives = "on no rank" if times[token] == 0 else f"{times[token]} times"
+        pieces = Pieces((span for span, _ in self._spans), seq)
+        times = np.zeros(pieces.tokens.shape, dtype=np.int64)
+        for span, _ in self._spans:
+            times[pieces.of(span)] += 1
+        wrong = np.nonzero((times != 1) & (pieces.tokens > 0))
+        if len(wrong[0]):
+            token, number = min((pieces.first(*at), int(times[at])) for at in zip(*wrong, strict=True))
+            lives = "on no rank" if number == 0 else f"{number} times"
             raise InputError(f"token {token} of {seq} lives {lives}: `layout` of the plan has each token once")
         self._spans.sort()
         self._starts = np.array([span.start for span, _ in self._spans])
