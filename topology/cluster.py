@@ -13,7 +13,7 @@ from msgspec import structs
 
 from sim.errors import InputError
 from sim.presets import load_toml
-from topology.direct import direct, direct_path, direct_way
+from topology.direct import direct, direct_hops, direct_path
 from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
 from topology.host import host_facts, with_facts
 from topology.resources import device_resources, equals, host_cxl, host_dram, resources
@@ -80,7 +80,6 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, placement: Sequence[int] | None = None) -> None:
         self.spec = spec
         self.resources = resources(spec)
-        self._index = {resource.name: index for index, resource in enumerate(self.resources)}
         self._equals = cache(self._find_equals)
         self._own = cache(self._find_own)
         self._climbs = cache(partial(climbs, spec))
@@ -194,7 +193,7 @@ class Cluster:
             raise InputError(f"no link leads from gpu[{source}] to gpu[{target}] of cluster {self.spec.name!r}")
         edges: list[Edge] = [self.graph.edges[a, b]["edge"] for a, b in pairwise(path)]
         memory = self._staging(target) if any(is_socket(hop) for hop in path) else []
-        passed = [self._index[name] for name in (*_names(edges), *memory)]
+        passed = [self.resources.number(name) for name in (*_names(edges), *memory)]
         return Route(tuple(passed), self._slowest(passed), _latency_s(edges))
 
     def peak_flops_per_s(self, device: int, dtype: str) -> float:
@@ -219,7 +218,7 @@ class Cluster:
 
     def _find_equals(self, name: str) -> tuple[int, ...]:
         """Return the index of a resource of the first node, and of its equals in all other nodes."""
-        return tuple(self._index[other] for other in equals(self.spec, name))
+        return tuple(self.resources.number(other) for other in equals(self.spec, name))
 
     def _find_route(self, source: int, target: int) -> Route:
         (node, place), (other, end) = (divmod(gpu, self.spec.gpus_per_node) for gpu in (source, target))
@@ -236,7 +235,7 @@ class Cluster:
         per_node, fabric = self.spec.gpus_per_node, switched(self.spec)
         (node, place), (other, end) = divmod(source, per_node), divmod(target, per_node)
         if fabric is None:
-            return self._edges_route(direct_way(self.spec, node, other))
+            return self._direct_route(direct_hops(self.spec, node, other))
         rail, wanted = rail_of(self.spec, place), rail_of(self.spec, end)
         if forwards(fabric) and rail != wanted:
             near, far = self._route(source, node * per_node + end), self._route(node * per_node + end, target)
@@ -253,7 +252,7 @@ class Cluster:
         from topology.graph import spread
 
         found = spread(self._switch_graph, source, self._hops_from(target))
-        shares = tuple([(self._index[one.name], share) for edge, share in found for one in edge.resources])
+        shares = tuple([(self.resources.number(one.name), share) for edge, share in found for one in edge.resources])
         return shares, math.fsum(edge.latency_s * share for edge, share in found)
 
     @cached_property
@@ -269,9 +268,11 @@ class Cluster:
 
         return hops_from(self._switch_graph, leaf)
 
-    def _edges_route(self, edges: list[Edge]) -> Route:
-        passed = [self._index[name] for name in _names(edges)]
-        return Route(tuple(passed), self._slowest(passed), _latency_s(edges))
+    def _direct_route(self, hops: list[tuple[int, int]]) -> Route:
+        """Return the route along links between nodes."""
+        assert self.spec.nic is not None
+        passed = [self.resources.of_link(*hop) for hop in hops]
+        return Route(tuple(passed), self._slowest(passed), sum(self.spec.nic.latency_s for _ in hops))
 
     def path(self, source: int, target: int) -> list[str]:
         """Return the devices and hubs on the route between two GPUs of the spec, with both."""

@@ -14,8 +14,9 @@ a link is a resource of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -33,11 +34,53 @@ def direct(spec: ClusterSpec) -> Direct | None:
 
 def direct_edges(spec: ClusterSpec) -> dict[str, dict[str, Edge]]:
     """Return the edges from every GPU to those of the nodes that a link leads to; none where there is a switch."""
-    fabric = direct(spec)
-    if fabric is None:
-        return {}
-    return {_gpu(node): {_gpu(other): _edge(spec, node, other) for other in _next_to(fabric, node, spec.nodes)}
-            for node in range(spec.nodes)}  # fmt: skip
+    links = DirectLinks(spec, even=True)
+    gpus = [_gpu(node) for node in range(spec.nodes)]
+    return {
+        gpus[node]: {gpus[other]: Edge((links.made(node, other),), links.latency_s) for other in others}
+        for node, others in enumerate(links.ends)
+    }
+
+
+class DirectLinks:
+    """What links between nodes are limited by, in the order of ``direct_edges``; none where there is a switch. There
+    may be a million, so each is made when asked for. With ``even`` all have the rate of the spec.
+    """
+
+    def __init__(self, spec: ClusterSpec, *, even: bool = False) -> None:
+        fabric = direct(spec)
+        self.ends = [list(_next_to(fabric, node, spec.nodes)) for node in range(spec.nodes)] if fabric else []
+        """For every node those that a link leads to, each once."""
+        self.latency_s = spec.nic.latency_s if spec.nic else 0.0
+        self._rate = float(spec.nic.bytes_per_s * spec.nic.payload) if spec.nic else 0.0
+        special = {} if even else spec.per_gpu
+        self._shares = {gpu: one.link for gpu, one in special.items() if one.link != 1.0}
+        self._first = [0, *accumulate(map(len, self.ends))]
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, number: int) -> Resource:
+        node = bisect_right(self._first, number) - 1
+        return self.made(node, self.ends[node][number - self._first[node]])
+
+    def __iter__(self) -> Iterator[Resource]:
+        return (self.made(node, other) for node, others in enumerate(self.ends) for other in others)
+
+    def capacities(self) -> list[float]:
+        """Return the bytes per second of each."""
+        return [one.capacity for one in self] if self._shares else [self._rate] * len(self)
+
+    def number(self, node: int, other: int) -> int:
+        """Return which of them leads from one node to another one that is next to it."""
+        return self._first[node] + self.ends[node].index(other)
+
+    def made(self, node: int, other: int) -> Resource:
+        """Return the one that leads there, as slow as the slower of both GPUs' own links."""
+        shares, rate = self._shares, self._rate
+        if shares:
+            rate *= min(shares.get(node, 1.0), shares.get(other, 1.0))
+        return Resource(f"node[{node}].to[{other}]", "nic", rate)
 
 
 def direct_path(spec: ClusterSpec, source: int, target: int) -> list[str]:
@@ -45,9 +88,9 @@ def direct_path(spec: ClusterSpec, source: int, target: int) -> list[str]:
     return [_gpu(node) for node in _passed(spec, source, target)]
 
 
-def direct_way(spec: ClusterSpec, source: int, target: int) -> list[Edge]:
-    """Return the edges that a message between the GPUs of two nodes passes."""
-    return [_edge(spec, *hop) for hop in pairwise(_passed(spec, source, target))]
+def direct_hops(spec: ClusterSpec, source: int, target: int) -> list[tuple[int, int]]:
+    """Return the links that a message between the GPUs of two nodes passes, by the nodes at their ends."""
+    return list(pairwise(_passed(spec, source, target)))
 
 
 def closed_ways(fabric: Direct, nodes: int) -> list[list[int]]:
@@ -78,13 +121,6 @@ def _snake(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def _gpu(node: int) -> str:
     return f"gpu[{node}]"
-
-
-def _edge(spec: ClusterSpec, node: int, other: int) -> Edge:
-    nic = spec.nic
-    assert nic is not None
-    name = f"node[{node}].to[{other}]"
-    return Edge((Resource(name, "nic", float(nic.bytes_per_s * nic.payload)),), nic.latency_s)
 
 
 def _passed(spec: ClusterSpec, source: int, target: int) -> list[int]:
@@ -125,21 +161,23 @@ def _steps(strides: tuple[int, ...], nodes: int) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _next_to(fabric: Direct, node: int, nodes: int) -> Iterator[int]:
-    """Yield the nodes that a link leads to, each once."""
+def _next_to(fabric: Direct, node: int, nodes: int) -> Iterable[int]:
+    """Return the nodes that a link leads to, each once."""
     if isinstance(fabric, CircuitsSpec):
-        yield from dict.fromkeys((node + step) % nodes for stride in fabric.strides for step in (stride, -stride))
-        return
+        return dict.fromkeys((node + step) % nodes for stride in fabric.strides for step in (stride, -stride))
     found: dict[int, None] = {}
-    for dim, size in enumerate(fabric.dims):
-        for step in range(1, size) if isinstance(fabric, FullMeshSpec) else (1, -1):
-            place = _place(fabric, node)
-            place[dim] += step
-            if not isinstance(fabric, MeshSpec):
-                place[dim] %= size
-            if 0 <= place[dim] < size and (other := _number(fabric, place)) != node:
-                found[other] = None
-    yield from found
+    apart = nodes
+    for size in fabric.dims:
+        apart //= size
+        at = node // apart % size
+        if isinstance(fabric, FullMeshSpec):
+            ends: Iterable[int] = (*range(at + 1, size), *range(at))
+        elif isinstance(fabric, TorusSpec):
+            ends = (at + 1) % size, (at - 1) % size
+        else:
+            ends = [end for end in (at + 1, at - 1) if 0 <= end < size]
+        found |= dict.fromkeys(node + (end - at) * apart for end in ends if end != at)
+    return found
 
 
 def _place(grid: Grid, node: int) -> list[int]:

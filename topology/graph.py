@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from sim.garbage import garbage_collection_off
 from topology.direct import direct_edges
 from topology.fabrics import FABRIC, Edge, edges, is_nic
 from topology.kinds import Switched
@@ -21,6 +22,7 @@ class Share(NamedTuple):
     share: float
 
 
+@garbage_collection_off()
 def wire(spec: ClusterSpec) -> nx.DiGraph:
     """Return the directed graph of all devices and hubs; each edge carries its ``Edge``."""
     wired = edges(spec, range(spec.nodes))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, repeat
 
-from topology.direct import direct_edges
+from topology.direct import DirectLinks
 from topology.fabrics import FABRIC, Resource, edges, socket_of, switch_of
 from topology.specs import ClusterSpec
 from topology.switches import switched, trunks
@@ -22,22 +22,62 @@ _NUMBERED = re.compile(r"(\w+)\[(\d+)\]")
 """What a part of a name is, and its number in the whole cluster."""
 
 
-def resources(spec: ClusterSpec) -> list[Resource]:
-    """Return every resource once; its place is its index."""
+class Resources:
+    """Every resource once, in a fixed order: its place is its index. Links between nodes without switches are made when
+    they are asked for.
+    """
+
+    def __init__(self, before: Iterable[Resource], links: DirectLinks, after: Iterable[Resource]) -> None:
+        self._before, self._links, self._after = list(before), links, list(after)
+        self._rest = len(self._before) + len(links)
+        self._numbers = {one.name: index for index, one in enumerate(self._before)}
+        self._numbers |= {one.name: index for index, one in enumerate(self._after, self._rest)}
+
+    def __len__(self) -> int:
+        return self._rest + len(self._after)
+
+    def __getitem__(self, index: int) -> Resource:
+        if index < len(self._before):
+            return self._before[index]
+        return self._links[index - len(self._before)] if index < self._rest else self._after[index - self._rest]
+
+    def __iter__(self) -> Iterator[Resource]:
+        return chain(self._before, self._links, self._after)
+
+    def capacities(self) -> list[float]:
+        """Return the capacity of each."""
+        before, after = ([one.capacity for one in some] for some in (self._before, self._after))
+        return before + self._links.capacities() + after
+
+    def number(self, name: str) -> int:
+        """Return the index of one by its name."""
+        found = self._numbers.get(name)
+        return self.of_link(*(number for _, number in _numbered(name)[1])) if found is None else found
+
+    def of_link(self, node: int, other: int) -> int:
+        """Return the index of the link from one node to another one that is next to it."""
+        return len(self._before) + self._links.number(node, other)
+
+
+def resources(spec: ClusterSpec) -> Resources:
+    """Return every resource of a cluster."""
     devices = [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
     links, to_nics, before = _of_links(spec)
     sockets = range(spec.socket.per_node) if spec.socket else ()
-    direct = [one for ends in direct_edges(spec).values() for edge in ends.values() for one in edge.resources]
     between = list(_between_switches(spec))
     drams = [one for number in sockets for one in (*host_dram(spec, number), *host_cxl(spec, number))]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
-    named = {
-        one.name: one
-        for one in (*_in_all_nodes(spec, devices), *listed, *direct, *between, *_in_all_nodes(spec, drams))
-    }
     shares = {gpu: special.link for gpu, special in spec.per_gpu.items() if special.link != 1.0}
-    return [_slowed(spec, one, shares) for one in named.values()] if shares else list(named.values())
+    first = _named(spec, (*_in_all_nodes(spec, devices), *listed), shares)
+    last = _named(spec, (*between, *_in_all_nodes(spec, drams)), shares)
+    return Resources(first.values(), DirectLinks(spec), (one for name, one in last.items() if name not in first))
+
+
+def _named(spec: ClusterSpec, found: Iterable[Resource], shares: dict[int, float]) -> dict[str, Resource]:
+    """Return resources by name, each once, and as slow as the GPU whose own they are."""
+    named = {one.name: one for one in found}
+    return {name: _slowed(spec, one, shares) for name, one in named.items()} if shares else named
 
 
 def _between_switches(spec: ClusterSpec) -> Iterator[Resource]:
@@ -49,12 +89,8 @@ def _between_switches(spec: ClusterSpec) -> Iterator[Resource]:
 
 
 def _slowed(spec: ClusterSpec, resource: Resource, shares: dict[int, float]) -> Resource:
-    """Return a resource as slow as the slowest GPU whose own link it is: links of its node's place in a grid are, and
-    NICs that it shares with nobody.
-    """
+    """Return a resource as slow as the slowest GPU whose own link it is: NICs are that it shares with nobody."""
     of = [int(number) for part, number in _numbered(resource.name)[1] if part in {"gpu", "nic"}]
-    if resource.name.startswith("node["):
-        of = [int(number) for _, number in _numbered(resource.name)[1]]
     if resource.group not in LINKS or (resource.group == "nic" and spec.nics_per_node < spec.gpus_per_node):
         return resource
     share = min((shares.get(number, 1.0) for number in of), default=1.0)

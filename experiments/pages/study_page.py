@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from experiments.evidence.units import length, seconds, size
 from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Legend, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
+from experiments.pages.tables import head
 from sim.files import Kind, marked
 
 _WIDTH, _HEIGHT = 860, 380
@@ -26,6 +27,14 @@ _CHAPTER = """# Studies
 Questions of the field, each a file of this folder with the sweep that answers it. This page and its pictures are
 written by `longstep study all --markdown experiments/studies/README.md`; the `--page` of a study shows its rows.
 Kernels take their median times, without noise. What a prediction is worth stands in [results](../results/README.md).
+"""
+_CLAIMS = """## What do papers claim of interconnects, and what comes of it here?
+
+`longstep study claims`
+
+Every claim with its verdict. What a study finds over all that it sweeps is a range: it confirms a claim if all of it
+is inside, qualifies it if some of it is, and contradicts it if none is. Where something is missing, the range is what
+a sweep of the unknown gives, and tests nothing.
 """
 CHAPTER_FILE = Kind("a page of studies", marked(_CHAPTER.splitlines()[0]))
 
@@ -194,18 +203,19 @@ def page(name: str, question: str, conclusion: str, picture: Picture, rows: Sequ
     """Return the page of a study."""
     return render(
         "study.html.j2", title=question, name=name, conclusion=conclusion, plot=picture.plot, key=picture.key,
-        heads=[key.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for key in rows[0]], rows=rows,
-        said=said,
+        heads=[head(key) for key in rows[0]], rows=rows, said=said,
     )  # fmt: skip
 
 
-def chapter(told: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return a page of studies: of each its name, its question, what its picture shows, and its conclusion."""
+def chapter(told: Sequence[tuple[str, str, str, str]], claims: str) -> str:
+    """Return a page of studies: of each its name, its question, what its picture shows, and its conclusion; then the
+    table of claims.
+    """
     parts = [
         f"## {question}\n\n`longstep study {name}`\n\n![{about}]({name}.svg)\n\n{conclusion}\n"
         for name, question, about, conclusion in told
     ]
-    return "\n".join([_CHAPTER, *parts])
+    return "\n".join([_CHAPTER, *parts, f"{_CLAIMS}\n{claims}"])
 
 
 def said(key: str, value: Any) -> str:
@@ -214,7 +224,7 @@ def said(key: str, value: Any) -> str:
         return "" if value is None else str(value)
     if key in {"seq", "longest"}:
         return length(value)
-    if key.endswith("_s"):
+    if key.endswith("_s") and not key.endswith("_per_s"):
         return seconds(value)
     return size(value) if key.endswith("_bytes") else f"{value:.4g}"
 

@@ -70,4 +70,4 @@ def find(jobs: int | None) -> Finding:
         series, about="Times as fast as nodes of 8, by GPUs that share an NVLink switch", x_label="GPUs a domain",
         y_label="times as fast", x_name=lambda domain: f"{domain:g}",
     )  # fmt: skip
-    return Finding(conclusion, picture, rows)
+    return Finding(conclusion, picture, rows, {"times_as_fast": (min(rack.values()), most)})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import experiments.studies
@@ -20,6 +21,8 @@ class Finding(NamedTuple):
     picture: Picture
     rows: Sequence[dict[str, Any]]
     """What the picture shows, a mark or a bar each, in its order."""
+    figures: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    """Least and most of what claims are held against, by name."""
 
 
 class Study(NamedTuple):
@@ -43,7 +46,7 @@ class Study(NamedTuple):
 def names() -> list[str]:
     """Return the names of all studies."""
     found = (module.name for module in pkgutil.iter_modules(experiments.studies.__path__))
-    return sorted(name.replace("_", "-") for name in found if name != "study")
+    return sorted(name.replace("_", "-") for name in found if name not in {"study", "claims"})
 
 
 def study(name: str) -> Study:

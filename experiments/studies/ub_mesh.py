@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +28,15 @@ _SHAPES: dict[str, tuple[Fabric | None, int]] = {
 """Each with the links of a GPU, that share its rate."""
 _CLAIM = (93.2, 95.9)
 """Per cent of a Clos network's performance, 2D full mesh in a rack: UB-Mesh, arXiv:2503.20313, from memory."""
+_CLAIM_OF_LANES = 1.85
+"""Per cent that x32 lanes between racks win from 64K tokens on: the same."""
 _LAYER = longstep.Setup(model="llama3-8b", scope="layer", layers=1, jitter=0.0, gpus=_GPUS)
+_REPLICAS = 16
+_STEP = longstep.Setup(
+    "ulysses", model="llama3-8b", cluster="hgx-h100", scope="step", seq="256K", jitter=0.0,
+    set={"schedule.activations": "host", "schedule.mlp": "tiled", "schedule.loss": "chunked"},
+)  # fmt: skip
+"""What is repeated in data-parallel replicas; FSDP is over all of them."""
 _CANDIDATES = {
     "zigzag": _LAYER.replace(schedule="zigzag"),
     "Ulysses": _LAYER.replace(schedule="ulysses"),
@@ -91,6 +100,8 @@ def find(jobs: int | None) -> Finding:
         for shape in dict.fromkeys(row["shape"] for row in rows)
         if (own := [row["speed_percent"] for row in rows if row["shape"] == shape])
     )
+    linear = 100 * _STEP.replace(gpus=8).predicted().step_time_s / _STEP.replace(
+        gpus=8 * _REPLICAS, dp_degree=_REPLICAS).predicted().step_time_s  # fmt: skip
     conclusion = (
         f"One layer of Llama-3-8B on 16 H100, each a node, with {_RATES[0] / 1e9:g} or {_RATES[-1] / 1e9:g} GB/s of "
         f"all its links together, {length(_LENGTHS[0])} to {length(_LENGTHS[-1])} tokens, the fastest of zigzag, "
@@ -99,7 +110,9 @@ def find(jobs: int | None) -> Finding:
         f"{len(less)} below: {verdict}. Collectives go straight to all owners, messages between two GPUs over one "
         f"way only: its detours over links that others leave idle are not modelled, neither are its tensor and expert "
         f"parallelism. Assumed and swept is the "
-        f"rate, since that of one of its lanes was not at hand. Its cost (2.04 times as efficient), availability "
+        f"rate, since that of one of its lanes was not at hand. For the linearity of over 95 % on 64K NPUs at 256K "
+        f"tokens nothing is said of model and degrees; on a fat tree {_REPLICAS} data-parallel replicas of 8 H100 keep "
+        f"{linear:.4g} % of the speed of one at that length. Its cost (2.04 times as efficient), availability "
         f"(98.8 against 91.6 %) and what x16 and x32 win are not testable from what is published: prices, failure "
         f"rates and the lanes' rate are missing."
     )
@@ -107,4 +120,21 @@ def find(jobs: int | None) -> Finding:
         series, about="Per cent of the speed on a fat tree, by length", x_label="tokens of a sequence",
         y_label="% of the fat tree's speed", x_name=lambda tokens: length(int(tokens)),
     )  # fmt: skip
-    return Finding(conclusion, picture, rows)
+    figures = {
+        "linearity_percent": (linear, linear),
+        "speed_percent": (min(mesh), max(mesh)),
+        "behind_percent": (100 - max(mesh), 100 - min(mesh)),
+        **_of_faster_links(rows),
+    }
+    return Finding(conclusion, picture, rows, figures)
+
+
+def _of_faster_links(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return what links of the highest rate in place of the lowest win on the 2D full mesh from 64K tokens on, and the
+    lengths at which that is more than claimed of twice as many lanes.
+    """
+    own = {(row["bytes_per_s"], row["seq"]): row["step_time_s"] for row in rows if row["shape"] == "full mesh 4x4"}
+    faster = {seq: 100 * (own[_RATES[0], seq] / own[_RATES[-1], seq] - 1) for seq in _LENGTHS}
+    long = [percent for seq, percent in faster.items() if seq >= 64 * 1024]
+    more = [float(seq) for seq, percent in faster.items() if percent > _CLAIM_OF_LANES]
+    return {"faster_links_percent": (min(long), max(long)), "faster_links_tokens": (min(more), max(more))}

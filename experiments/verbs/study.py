@@ -12,6 +12,7 @@ from rich.table import Table
 
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, said
+from experiments.studies import claims
 from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.terminal import print_json
@@ -22,10 +23,12 @@ from sim.files import require_outputs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study(Writes):
-    """Answer a question of the field by simulating it: list says which there are, all runs them."""
+    """Answer a question of the field by simulating it: list says which there are, all runs them, claims holds what
+    papers claim against them.
+    """
 
     name: Annotated[str, tyro.conf.Positional] = "list"
-    """NAME of a study, list, or all."""
+    """NAME of a study, list, claims, or all."""
     page: OptionalText = None
     """Write an HTML page to this file."""
     figure: OptionalText = None
@@ -49,6 +52,9 @@ def study(command: Study, console: Console) -> None:
     if command.name == "all":
         _write_all(command, console)
         return
+    if command.name == "claims":
+        _hold_claims(command, console)
+        return
     if command.markdown:
         raise InputError(f"`markdown` is of all studies: longstep study all, not {command.name}")
     wanted = studies.study(command.name)
@@ -69,6 +75,20 @@ def study(command: Study, console: Console) -> None:
     console.print(found.conclusion, markup=False)
 
 
+def _hold_claims(command: Study, console: Console) -> None:
+    """Run the studies that claims of papers are held against, and print each claim with its verdict."""
+    if command.page or command.figure or command.markdown or command.seeds:
+        raise InputError("`page`, `figure` and `seeds` are of one study, `markdown` of all; claims take `json`")
+    held = claims.judged({name: studies.study(name).find(command.jobs).figures for name in claims.needed()})
+    if command.json:
+        print_json([one.figures() for one in held], console)
+        return
+    table = Table(*claims.HEADS, title="What papers claim of interconnects", title_justify="left")
+    for one in held:
+        table.add_row(*one.cells())
+    console.print(table)
+
+
 def _write_all(command: Study, console: Console) -> None:
     """Run all studies, print their conclusions, and write them with their pictures."""
     if command.page or command.figure or command.json or command.seeds:
@@ -79,13 +99,14 @@ def _write_all(command: Study, console: Console) -> None:
         {} if beside is None else {name: command.output(str(beside / f"{name}.svg"), FIGURE_FILE) for name in names}
     )
     require_outputs([out, *pictures.values()])
-    told = []
+    told, figures = [], {}
     for name in names:
         wanted = studies.study(name)
         found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
         told.append((name, wanted.question, found.picture.plot.about, found.conclusion))
+        figures[name] = found.figures
         if picture := pictures.get(name):
             picture.write(figure(wanted.question, found.picture).encode())
     if out:
-        out.write(chapter(told).encode())
+        out.write(chapter(told, claims.markdown(claims.judged(figures))).encode())

@@ -121,7 +121,7 @@ class Priced:
         for chosen, of in ((asked, kernels), (lowered.op_copy, copies)):
             op_activity[chosen >= 0] = of[chosen[chosen >= 0]]
         self.arrays = {
-            "capacity": np.array([resource.capacity for resource in cluster.resources]),
+            "capacity": np.array(cluster.resources.capacities()),
             "devices": np.array([(device.compute, device.hbm) for device in devices], _DEVICE),
             "op_activity": op_activity,
             "transfer_activity": messages[lowered.transfer_message],

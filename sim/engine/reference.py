@@ -87,7 +87,7 @@ class _Player:
     def __init__(self, checked: Checked, cluster: Cluster, cost: CostModel, stretch: Stretch) -> None:
         self._cost = cost
         self._clock = Clock()
-        self._network = Network(self._clock, cluster.resources)
+        self._network = Network(self._clock, list(cluster.resources))
         self._programs = checked.schedule.programs
         factors = iter(() if stretch is None else stretch.tolist())
         self._ranks = [

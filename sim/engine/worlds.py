@@ -168,7 +168,7 @@ class _Priced(native.Priced):
     def __init__(self, arrays: Lowered, cluster: Cluster, costs: _Costs, most: int) -> None:
         activities = _Activities()
         super().__init__(arrays, cluster, cast("CostModel", costs), activities)
-        capacities = [[one.capacity for one in world.resources] for world in costs.clusters]
+        capacities = [world.resources.capacities() for world in costs.clusters]
         issues = [costs.issues_s(op, use) for op, use in arrays.issues.found]
         self.arrays |= {
             "world_seconds": _padded(activities.seconds, most),

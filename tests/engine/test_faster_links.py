@@ -92,6 +92,16 @@ def test_twice_the_rate_of_any_link_hardly_makes_a_step_slower(count: int) -> No
     hardly_slower(count, _with_twice_a_link(count))
 
 
+@pytest.mark.slow
+def test_of_a_hundred_steps_one_at_most_is_slower_with_twice_the_rate_of_a_link() -> None:
+    """By more than 1 %, and none by more than 5 %; nothing is excused. The median of five seeds with the same draws."""
+    ratios = [(faster.step_time_s / found.step_time_s, what) for found, faster, what in _with_twice_a_link(100)]
+    slower = [(ratio, what) for ratio, what in ratios if ratio > 1.01]
+    assert len(ratios) == 100
+    assert len(slower) <= 1, slower
+    assert all(ratio <= 1.05 for ratio, _ in slower), slower
+
+
 def _with_twice_a_link(count: int) -> Iterator[tuple[Prediction, Prediction, str]]:
     for draw, found in steps(count):
         spec = found.cluster.spec

@@ -18,14 +18,14 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
-from topology.kinds import MeshSpec, TorusSpec
+from topology.kinds import CircuitsSpec, Fabric, FullMeshSpec, MeshSpec, TorusSpec
 from topology.lab import NETWORKS, PAYLOAD, lab_spec
 from topology.specs import ClusterSpec, NicSpec, PerGpu
 
 RATE = 25e6
 
 
-def grid(fabric: MeshSpec | TorusSpec, nodes: int) -> ClusterSpec:
+def grid(fabric: Fabric, nodes: int) -> ClusterSpec:
     nic = NicSpec(bytes_per_s=RATE, latency_s=1e-5)
     return msgspec.structs.replace(load_cluster("hgx-h100"), nodes=nodes, gpus_per_node=1, nic=nic, fabric=fabric)
 
@@ -49,6 +49,24 @@ def test_every_route_is_as_short_as_any_and_ends_where_it_should(fabric: MeshSpe
             assert len(route.resources) == nx.shortest_path_length(cluster.graph, path[0], path[-1])
             assert route == cluster.search(source, target), "along the edges of the graph"
             assert route.latency_s == pytest.approx(1e-5 * len(route.resources))
+
+
+@pytest.mark.parametrize("fabric", [
+    MeshSpec(dims=(2, 3)), TorusSpec(dims=(2, 3)), FullMeshSpec(dims=(2, 3)), FullMeshSpec(dims=(6,)),
+    CircuitsSpec(strides=(2, 3)),
+])  # fmt: skip
+def test_links_are_made_as_the_graph_has_them(fabric: Fabric) -> None:
+    """Each in its place, however it is asked for; those of GPU 1, at a quarter of the rate, are a quarter as fast."""
+    spec = grid(fabric, 6)
+    cluster = Cluster(msgspec.structs.replace(spec, per_gpu={1: PerGpu(link=0.25)}))
+    all_of_them = list(cluster.resources)
+    links = [one for one in all_of_them if one.group == "nic"]
+    of_graph = [edge.resources[0] for _, _, edge in Cluster(spec).graph.edges(data="edge") if edge.resources]
+    assert [one.name for one in links] == [one.name for one in of_graph if one.group == "nic"]
+    assert {one.name for one in links if one.capacity == RATE / 4} == {one.name for one in links if "[1]" in one.name}
+    assert [cluster.resources[index] for index in range(len(cluster.resources))] == all_of_them
+    assert cluster.resources.capacities() == [one.capacity for one in all_of_them]
+    assert [cluster.resources.number(one.name) for one in all_of_them] == [*range(len(all_of_them))]
 
 
 def test_a_torus_of_two_by_two_is_a_ring_of_four_links() -> None:

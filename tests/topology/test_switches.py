@@ -126,12 +126,14 @@ def test_ports_are_on_leaves_by_nodes_or_by_rails() -> None:
     [
         (None, 8, 0),
         (FatTreeSpec(below=(64, 16), above=(32,), oversubscription=(2.0,)), 8, 2 * 16 * 32),
+        (FatTreeSpec(below=(8, 8, 16), above=(8, 8)), 8, 2 * (128 * 8 + 128 * 8)),
         (RailOptimisedSpec(below=(32, 32), above=(16,)), 8, 2 * 32 * 16),
         (RailOnlySpec(below=(32, 4), above=(16,)), 8, 2 * 8 * 4 * 16),
         (DragonflyPlusSpec(below=16, leaves=8, spines=8, global_links=7), 8, 2 * (8 * 64 + 28 * 8)),
         (MeshSpec(dims=(32, 32)), 1, 0),
         (TorusSpec(dims=(16, 8, 8)), 1, 0),
         (FullMeshSpec(dims=(32, 32)), 1, 0),
+        (FullMeshSpec(dims=(1024,)), 1, 0),
         (CircuitsSpec(strides=(1, 32)), 1, 0),
     ],
 )
