@@ -30,7 +30,7 @@ from topology.host import num_cores
 
 QUESTION = "What do planners win on batches of documents of many lengths?"
 SEEDS = 1
-"""Batches of each distribution on the page; ``--seeds`` draws more, at two minutes of CPU time each."""
+"""Batches of each distribution on the page; ``--seeds`` draws more, at some ten minutes of CPU time each."""
 _TOKENS = 128 * 1024
 _DISTRIBUTIONS = ("magi", "prolong", "wikipedia", "wlb-llm")
 _MACHINES = ("dgx-a100", "hgx-h100")
@@ -349,8 +349,8 @@ def _pairs(compared: Sequence[dict[str, Any]]) -> str:
 _PASSES = {"forward": "Forward", "both": "Forward and backward"}
 _MISSING = (
     "What decides the rest is not published where it could be read: the lengths of the batches, of which DCP's times "
-    "depend most; LoongTrain's code for documents, whose backward pass takes twice what is simulated; and what DCP's "
-    "executor takes for a block."
+    "depend most; LoongTrain's code for documents, whose backward pass takes twice as long as simulated, and more; and "
+    "what DCP's executor takes for a block."
 )
 
 
