@@ -9,6 +9,8 @@ from typing import Any, Literal
 from sim.errors import InputError
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
+Sharding = Literal["sequence", "document"]
+"""Whether a layout is one of the whole sequence, or of each of its documents."""
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
@@ -97,7 +99,8 @@ class LayerOptions:
         return found
 
 
-_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed"}
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
+          "halves": "slices"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (

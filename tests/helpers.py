@@ -95,6 +95,9 @@ class Variant(NamedTuple):
 
 VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "double-ring": Variant("double-ring", per_node=2),
+    "zigzag of each document": Variant("zigzag", {"sharding": "document", "halves": "host-mask"}),
+    "double-ring of each document": Variant("double-ring", {"sharding": "document", "halves": "host-mask"}, per_node=2),
+    "usp of each document": Variant("usp", {"sharding": "document", "ring_backward": "kv-at-hand"}, ulysses=2),
     "ring from the KV at hand": Variant("ring", {"ring_backward": "kv-at-hand"}),
     "ring, queries travel": Variant("ring", {"ring_backward": "queries", "gradients": "model"}),
     "ring, no overlap": Variant("ring", {"overlap": False, "communicators": "two"}),

@@ -23,7 +23,19 @@ from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import FETCH, OFFLOAD, AdamW, Barrier, Collective, Exchange, Hold, HostAdamW, HostCopy, Op
+from sim.schedule.ir.ops import (
+    FETCH,
+    OFFLOAD,
+    AdamW,
+    Barrier,
+    Collective,
+    Exchange,
+    Hold,
+    HostAdamW,
+    HostCopy,
+    HostSync,
+    Op,
+)
 from sim.schedule.ir.program import Program
 from sim.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
@@ -291,6 +303,8 @@ class CostModel:
         issue = self._profile.issue if self._profile else {}
         if isinstance(op, Exchange) and op.num_messages > 1:
             return self._issue_s(issue.get("exchange")) + op.num_messages * self._issue_s(issue.get("message"), 0.0)
+        if isinstance(op, HostSync) and op.calls:
+            return op.calls * self._issue_s(issue.get("kernel"))
         kind = use.kernel if use else _kind(op)
         back_s = self._issue_s(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
         return self._issue_s(issue.get(kind, issue.get("kernel") if use else None)) + back_s

@@ -423,6 +423,8 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
         return use.kernel, use.into_slice, use.loop
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages
+    if isinstance(op, ops.HostSync):
+        return type(op), op.calls
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
 
 

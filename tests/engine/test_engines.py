@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from sim.engine import native, reference, selfcheck
 from sim.engine.cost import CostModel
@@ -163,7 +164,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
             state = {"weights": weights, "gradient": gradient, "first": first, "second": second, "squares": squares}
             b.add(HostAdamW(label=label, cast=cast, **state))
         elif kind == "sync":
-            b.add(HostSync(label=label, streams=(*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)),)))
+            streams = (*draw(st.sets(st.sampled_from(("compute", "a", "b")), min_size=1)),)
+            b.add(HostSync(label=label, streams=streams, calls=draw(st.sampled_from((UNSET, 1, 7)))))
         elif kind == "to host":
             b.host_copy(mine[size], hosts[rank][size], label)
         elif kind == "from host":

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 
 from sim.breakdown import breakdown
 from sim.engine.network import _SLACK
@@ -157,9 +158,9 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
     issues it only when the first has ended (at 1.1), and 0.1 later it starts: at 1.2, plus 0.1 for the sync itself.
     """
     starts = []
-    for synchronise in (False, True):
+    for synchronise, calls in ((False, UNSET), (True, UNSET), (True, 3)):
 
-        def build(rank: int, synchronise: bool = synchronise) -> Program:
+        def build(rank: int, synchronise: bool = synchronise, calls: int | UnsetType = calls) -> Program:
             b = ProgramBuilder(rank, Workload(model=make_model(HEADS, HEADS, DIM), seq=TOKENS, mask="full"))
             tokens, heads = (Span(0, TOKENS),), Span(0, HEADS)
             q, k, v = (b.input(name, tokens, heads) for name in "qkv")
@@ -167,7 +168,7 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
                 out, lse = b.like(f"out {number}", q, "attention"), b.lse(f"lse {number}", TOKENS, HEADS, "attention")
                 b.add(Attend(label=f"attend {number}", q=q, k=k, v=v, out=out, lse=lse, band=FULL))
                 if synchronise:
-                    b.add(HostSync(streams=("compute",)))
+                    b.add(HostSync(streams=("compute",), calls=calls))
             return b.build()
 
         workload = Workload(model=make_model(HEADS, HEADS, DIM), seq=TOKENS, mask="full")
@@ -178,6 +179,7 @@ def test_a_host_synchronisation_lets_the_host_fall_behind() -> None:
         starts.append(attends)
     assert starts[0] == pytest.approx([0.1, 1.1])
     assert starts[1] == pytest.approx([0.1, 1.2])
+    assert starts[2] == pytest.approx([0.1, 1.2]), "the host makes its calls while the kernel runs"
 
 
 def test_two_nodes_are_held_by_the_nic() -> None:

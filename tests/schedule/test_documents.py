@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from runtime.execution.inputs import global_labels, global_tokens, reference
 from runtime.execution.reference import attention
-from sim.errors import InputError, ScheduleError
+from sim.errors import InputError, LengthError, ScheduleError
 from sim.schedule.derive.kernels import attention_use, mask_variant
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Documents, Span, count_pairs, keeps_parts
-from sim.schedule.ir.ops import NO_LABEL
+from sim.schedule.ir.ops import NO_LABEL, Attend, HostSync
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
@@ -65,6 +65,46 @@ def test_no_pair_is_lost_or_doubled(data: st.DataObject, name: str, ranks: int) 
 @pytest.mark.parametrize("name", ["zigzag", "striped", "allgather", "ulysses"])
 def test_executed_documents_are_exact(name: str) -> None:
     assert exact_or_refused(name, 4, 3, model=make_model(), seq=64, documents=LENGTHS, dtype="fp64")
+
+
+OF_EACH = ("zigzag of each document", "double-ring of each document", "usp of each document")
+
+
+@pytest.mark.parametrize("name", OF_EACH)
+def test_shards_of_each_document_are_exact(name: str) -> None:
+    assert exact_or_refused(name, 4, 3, model=make_model(), seq=64, documents=(8, 40, 16), dtype="fp64")
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=8), st.sampled_from(OF_EACH), st.sampled_from([2, 4]))
+def test_each_document_is_shared_out_alike(eighths: list[int], name: str, ranks: int) -> None:
+    lengths = tuple(8 * size for size in eighths)
+    of, variant = workload(documents=lengths, seq=sum(lengths)), VARIANTS[name]
+    checked = check(variant.build(of, variant.mesh(ranks, of.model)))
+    kernels = {sum(isinstance(op, Attend) for op in program.ops) for program in checked.schedule.programs}
+    ring = variant.mesh(ranks, of.model).ring
+    assert kernels == {ring}, "one variable-length kernel a step"
+
+
+def test_a_document_that_does_not_divide_is_refused() -> None:
+    variant = VARIANTS["zigzag of each document"]
+    with pytest.raises(LengthError, match="12"):
+        variant.build(workload(documents=(12, 52)), variant.mesh(4, make_model()))
+
+
+def test_the_host_waits_for_each_half_that_it_takes() -> None:
+    """Rank 0 of 4 takes halves of queries in 3 of 4 steps: 4 times forward, 2 backward, beside those of each pass; the
+    last rank of keys: 2 and 6."""
+    variant, of = VARIANTS["zigzag of each document"], workload(documents=(24, 40))
+    found = variant.build(of, variant.mesh(4, of.model))
+    waits = [[op for op in program.ops if isinstance(op, HostSync)] for program in found.programs]
+    for rank, forward, backward in ((0, 4, 2), (3, 2, 6)):
+        times = [sum(op.part == part for op in waits[rank]) for part in ("forward", "backward")]
+        assert times == [2 + 3 * forward, 4 + 3 * backward]
+    loops = [op.calls for op in waits[0] if op.label == "masks"]
+    assert loops == [2 * 10, 2 * 3]
+    alone = variant.build(workload(documents=(64,)), variant.mesh(4, of.model))
+    assert not any(isinstance(op, HostSync) for program in alone.programs for op in program.ops), "slices of one"
 
 
 @pytest.mark.slow

@@ -55,6 +55,25 @@ def test_bytes_by_hand() -> None:
         assert schedule.header.claims.wire_bytes == wanted
 
 
+def test_what_lies_between_documents_meets_nothing() -> None:
+    """Rank 1 fetches documents 0 and 3, which one kernel attends. Between their queries lie those of document 2, whose
+    keys are its own; between their keys those of document 1, which its own queries attend.
+    """
+    layout = ((Span(0, 4), Span(6, 8), Span(10, 16)), (Span(4, 6), Span(8, 10)))
+    at_home = (task((6, 8), (4, 8)), task((8, 12), (10, 12)))
+    apart = (task((4, 6), (4, 8)), task((8, 12), (8, 10)))
+    whole = (task((0, 4), (0, 4)), task((12, 16), (12, 16)))
+    workload = msgspec.structs.replace(SMALL, documents=(4, 4, 4, 4), mask="full")
+    plan = Plan(layout, (at_home, (*whole, *apart)))
+    between = [
+        op
+        for op in proved(plan, workload).schedule.program(1).ops
+        if isinstance(op, Attend) and op.documents and op.q.shape[1] == 10 and op.k.shape[1] == 10
+    ]
+    assert [len(op.documents or ()) for op in between] == [2]
+    exact(plan, workload)
+
+
 def test_neighbours_are_one_kernel_and_one_message() -> None:
     """Rank 1 attends to keys 0..4, and to its own 4..12, in a kernel each; cut in five tasks it is no more."""
     cut = tuple(task((at, at + 4), (to, to + 4)) for at in (4, 8) for to in range(0, at + 4, 4))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 
 from sim.errors import LengthError
-from sim.options import LayoutName
+from sim.options import LayoutName, Sharding
 from sim.schedule.ir.masks import Span, Tokens
+from sim.workload import Workload
 
 
 def contiguous(seq: int, parts: int) -> tuple[Tokens, ...]:
@@ -40,15 +42,33 @@ LAYOUTS: dict[LayoutName, Callable[[int, int], tuple[Tokens, ...]]] = {
 }
 
 
-def shared_out(name: LayoutName, seq: int, parts: int, shares: int) -> list[tuple[Tokens, ...]]:
+def laid_out(name: LayoutName, workload: Workload, parts: int, sharding: Sharding = "sequence") -> tuple[Tokens, ...]:
+    """Return what lies on each of the ranks of a sequence, or of each of its documents in turn; raises LengthError
+    where its length, or that of a document, does not divide.
+    """
+    if sharding == "sequence":
+        return LAYOUTS[name](workload.seq, parts)
+    lengths = workload.document_lengths
+    *_, last = starts = [0, *accumulate(lengths[:-1])]
+    sizes = (*lengths[:-1], workload.seq - last)
+    each = [
+        [tuple(span.moved(start) for span in tokens) for tokens in LAYOUTS[name](size, parts)]
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return tuple(tuple(span for tokens in of_rank for span in tokens) for of_rank in zip(*each, strict=True))
+
+
+def shared_out(
+    name: LayoutName, workload: Workload, parts: int, shares: int, sharding: Sharding = "sequence"
+) -> list[tuple[Tokens, ...]]:
     """Return per position of a layout its tokens, cut in the order of memory into equal shares; raises LengthError
     where they do not divide.
     """
     chunks = 2 * parts if name == "zigzag" and parts > 1 else parts
-    size = _divided(seq, parts * shares, math.lcm(parts * shares, chunks))
+    size = _divided(workload.seq, parts * shares, math.lcm(parts * shares, chunks))
     return [
         tuple(cut(tokens, share * size, (share + 1) * size) for share in range(shares))
-        for tokens in LAYOUTS[name](seq, parts)
+        for tokens in laid_out(name, workload, parts, sharding)
     ]
 
 

@@ -572,6 +572,9 @@ class HostSync(_Op, frozen=True, kw_only=True):
     stream: ClassVar[str] = HOST
     label: str = "host sync"
     streams: tuple[str, ...]
+    calls: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
+    """Where the host has work of its own before it waits, as many eager calls: each takes what one of a small kernel
+    does. Executed it only waits: what these calls find is known when the schedule is built."""
 
 
 Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barrier

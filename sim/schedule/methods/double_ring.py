@@ -18,7 +18,7 @@ from msgspec import Meta
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import LayoutName, SumOptions
-from sim.schedule.ir.layout import LAYOUTS
+from sim.schedule.ir.layout import laid_out, num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Accumulate
 from sim.schedule.ir.program import Schedule
@@ -28,8 +28,9 @@ from sim.schedule.methods.ring import HopOptions, Rings, ring_communicators, sum
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, all_heads
-from sim.schedule.write.blocks import Block, blocks
+from sim.schedule.write.blocks import Block, kept_blocks
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.halves import HostMasks
 from sim.schedule.write.hops import Lane, hop, to_send
 from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
 
@@ -54,7 +55,7 @@ def build(
     mesh.only("double-ring", "ring")
     size = mesh.ring
     width = inner_degree(options, size, hints.gpus_per_node)
-    layout = LAYOUTS[options.layout](workload.seq, size)
+    layout = laid_out(options.layout, workload, size, options.sharding)
     nodes = [[ring[first : first + width] for first in range(0, size, width)] for ring in mesh.groups("ring")]
     inner = ring_communicators(tuple(node for ring in nodes for node in ring), options, "inner")
     outer = ring_communicators(tuple(peers for ring in nodes for peers in zip(*ring, strict=True)), options, "outer")
@@ -96,6 +97,8 @@ class DoubleRingAttention:
         self._rounds = len(outer.on.group_of(builder.rank))
         self._node, self._place = outer.on.position(builder.rank), inner.on.position(builder.rank)
         self._mask = mask_of(builder.workload)
+        self._masks = HostMasks(builder, options.halves)
+        self._rows = num_tokens(layout[self._source(0, 0)])
         self.saved_shard = all_heads(builder.workload.model, layout[self._source(0, 0)])
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
@@ -103,10 +106,12 @@ class DoubleRingAttention:
         found = [[self._blocks(r, s) for s in range(self._width)] for r in range(self._rounds)]
         softmax = SoftmaxAccumulator(self._b, q, num_parts=sum(len(step) for one in found for step in one))
         starts, pool = self._starts((k, v)), travel_slots(self._b, self._inner.on, (k, v), "kv", self._width)
+        self._masks.begin(backward=False)
         for r in range(self._rounds):
             for s, (k_here, v_here) in enumerate(self._round(r, starts, pool)):
                 for block in found[r][s]:
-                    softmax.attend(block, k_here, v_here, f"kv{self._source(r, s)}")
+                    with self._masks.around(block, self._rows, backward=False):
+                        softmax.attend(block, k_here, v_here, f"kv{self._source(r, s)}")
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
@@ -116,6 +121,7 @@ class DoubleRingAttention:
         starts, pool = self._starts(kv), travel_slots(b, self._inner.on, kv, "kv", self._width)
         (dq,) = new_sums(b, self._options, {"dq": saved.q})
         arrived: tuple[View, ...] = ()
+        self._masks.begin(backward=True)
         for r in range(self._rounds):
             # New ones in each round: those of the last one are still on their way outward.
             slots = sum_slots(b, self._inner.behind, self._options, likes, self._width)
@@ -124,7 +130,8 @@ class DoubleRingAttention:
                 sums = [GradientSum(b, name, view, empty=s == 0) for name, view in zip(names, here, strict=True)]
                 for block in self._blocks(r, s):
                     operands = saved._replace(k=k_here, v=v_here)
-                    attend_backward(b, block, operands, dout, Gradients(dq, *sums), f"kv{source}")
+                    with self._masks.around(block, self._rows, backward=True):
+                        attend_backward(b, block, operands, dout, Gradients(dq, *sums), f"kv{source}")
                 for total in sums if s == 0 else ():
                     total.fill()
                 if self._width > 1:
@@ -143,7 +150,8 @@ class DoubleRingAttention:
         return (self._node - outer) % self._rounds * self._width + (self._place - inner) % self._width
 
     def _blocks(self, outer: int, inner: int) -> tuple[Block, ...]:
-        return blocks(self._mask, self._layout[self._source(0, 0)], self._layout[self._source(outer, inner)])
+        queries, keys = self._layout[self._source(0, 0)], self._layout[self._source(outer, inner)]
+        return kept_blocks(self._mask, queries, keys, self._options.sharding)
 
     def _starts(self, kv: tuple[View, View]) -> list[tuple[View, ...]]:
         """Return which buffers hold the keys that each round begins with: the own ones, then two in turns."""

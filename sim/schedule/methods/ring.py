@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayoutName, OverlapOptions, SumOptions
-from sim.schedule.ir.layout import LAYOUTS
+from sim.options import LayoutName, OverlapOptions, Sharding, SumOptions
+from sim.schedule.ir.layout import laid_out, num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Delta, Hold
 from sim.schedule.ir.program import Communicator, Schedule
@@ -24,8 +24,9 @@ from sim.schedule.ir.views import View
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
-from sim.schedule.write.blocks import Block, blocks
+from sim.schedule.write.blocks import Block, kept_blocks
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.halves import Halves, HostMasks
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
 from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
@@ -36,6 +37,13 @@ class HopOptions(SumOptions, OverlapOptions):
 
     layout: LayoutName = "contiguous"
     """Which tokens lie on which member of a ring: see ``layout``."""
+    sharding: Sharding = "sequence"
+    """Whether these are chunks of the sequence, whatever its documents; or of each document, so that every rank has
+    some of all of them and every step one variable-length kernel, as in ring-flash-attention and Transformer Engine.
+    Their lengths have to divide then."""
+    halves: Halves = "slices"
+    """How zigzag code takes halves of several documents, which lie apart: by views that a kernel takes, or by a mask in
+    host memory: see ``write.halves``."""
     communicators: Literal["one", "two"] = "one"
     """Whether gradients queue behind what hops on, as in ring-flash-attention and yunchang (both take one process
     group), or have a communicator of their own."""
@@ -60,7 +68,7 @@ class RingOptions(HopOptions):
 def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) -> Schedule:
     """Return ring attention along the axis ring."""
     mesh.only("ring", "ring")
-    layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
+    layout = laid_out(options.layout, workload, mesh.ring, options.sharding)
     rings = ring_communicators(mesh.groups("ring"), options)
     check_backward(workload, options)
 
@@ -122,6 +130,8 @@ class RingAttention:
         self._layout = layout
         self._options = options
         self._mask = mask_of(builder.workload)
+        self._masks = HostMasks(builder, options.halves)
+        self._rows = num_tokens(layout[self._position])
         self.saved_shard = shard
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
@@ -129,9 +139,11 @@ class RingAttention:
         parts = sum(len(self._blocks(self._position, source)) for source in range(self._size))
         softmax = SoftmaxAccumulator(self._b, q, num_parts=parts, always=self._options.sums == "published")
         here: tuple[View, ...] = (k, v)
+        self._masks.begin(backward=False)
         for _, source, here in self._tour((k, v), "kv"):
             for block in self._blocks(self._position, source):
-                softmax.attend(block, here[0], here[1], f"kv{source}")
+                with self._masks.around(block, self._rows, backward=False):
+                    softmax.attend(block, here[0], here[1], f"kv{source}")
         at_hand = here if self._options.ring_backward == "kv-at-hand" else ()
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
 
@@ -152,11 +164,13 @@ class RingAttention:
         likes = dict(zip(names, kv, strict=True))
         pool = sum_slots(b, self._rings.behind, self._options, likes, self._size + published)
         hops = self._size - at_hand if self._size > 1 else 0
+        self._masks.begin(backward=True)
         for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
             dk, dv = self._sums(names, pool[step % 2], parts[1:], empty=step == 0)
             for block in self._blocks(self._position, source):
                 operands = saved._replace(k=k, v=v)
-                attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
+                with self._masks.around(block, self._rows, backward=True):
+                    attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
             self._send_sums(step, hops, (dk, dv), pool, way, f"send dkv{source}")
         for here, there in zip(*pool, strict=True) if published and self._size == 1 else ():
             b.copy(here, there, "send to itself")
@@ -226,7 +240,7 @@ class RingAttention:
         return [(self._position + first - way * step) % self._size for step in range(self._size)]
 
     def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
-        return blocks(self._mask, self._layout[queries], self._layout[keys])
+        return kept_blocks(self._mask, self._layout[queries], self._layout[keys], self._options.sharding)
 
     def _hop(self, over: Lane, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         hop(self._b, over, here, there, way, label, overlap=self._options.overlap)

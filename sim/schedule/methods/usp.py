@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sim.mesh import Mesh
 from sim.options import LayoutName
-from sim.schedule.ir.layout import LAYOUTS, shared_out
+from sim.schedule.ir.layout import laid_out, shared_out
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.methods.ring import RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
 from sim.schedule.methods.ulysses import UlyssesAttention, check_heads, input_bytes, ulysses_bytes
@@ -64,8 +64,8 @@ def around_rings(
     """Return a schedule in which ``outside`` trades heads in each Ulysses group, and what it attends to with the heads
     that a rank gets goes around a ring.
     """
-    shares = shared_out(options.layout, workload.seq, mesh.ring, mesh.ulysses)
-    layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
+    shares = shared_out(options.layout, workload, mesh.ring, mesh.ulysses, options.sharding)
+    layout = laid_out(options.layout, workload, mesh.ring, options.sharding)
     ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))
     rings = ring_communicators(mesh.groups("ring"), options)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Mask, Span, count_pairs, keeps_mask, keeps_parts
+from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Documents, Mask, Span, count_pairs, keeps_mask, keeps_parts
 from sim.schedule.model.scope import is_sum, num_terms, tensor_of
 from sim.schedule.proof.contents import (
     BATCH,
@@ -104,7 +105,7 @@ class AttentionRules(NamedTuple):
             dq.append(Piece(piece.box, partial))
         dk = [Piece(part.box, content) for part, content in sums.items()]
         seen = {replaced(piece.box, HEADS, (0, 0)) for piece in dk}
-        left = [key for key in block.k if block.apart and replaced(key.box, HEADS, (0, 0)) not in seen]  # of no part
+        left = [key for key in block.k if replaced(key.box, HEADS, (0, 0)) not in seen]  # that meet no queries
         dk += [Piece(key.box, Content("dk", key.content.layer, key.content.at)) for key in left]
         return dq, dk, [Piece(box, Content("dv", layer, at, seen)) for box, (_, layer, at, seen) in dk]
 
@@ -153,13 +154,13 @@ class AttentionRules(NamedTuple):
         """Return the operands of a block; cut where its parts begin and end if these leave out some of what the mask
         keeps, which is attended elsewhere then.
         """
-        size = _extent(q), _extent(k)
+        size, near = (_extent(q), _extent(k)), _near(self.mask, q, k, band)
         if isinstance(band, Band) or all(
             _keeps(self.mask, band, (x.content.tokens, y.content.tokens), (x.box[TOKENS][0], y.box[TOKENS][0]), size)
-            for x in q
-            for y in k
+            for x, others in zip(q, near, strict=True)
+            for y in others
         ):
-            return _Operands(q, k, band, size)
+            return _Operands(q, k, band, size, near)
         rows, columns = (
             sorted({edge for span in spans for edge in (span.start, span.stop)})
             for spans in ([part.rows for part in band], [part.columns for part in band])
@@ -171,8 +172,8 @@ class AttentionRules(NamedTuple):
         its key/value head, of the query head that meets each first; checks that the heads belong together and that the
         band keeps just what the mask keeps.
         """
-        for whole in block.q:
-            k, locals_ = block.met_by(whole)
+        for number, whole in enumerate(block.q):
+            k, locals_ = block.met_by(number)
             if whole.content.tensor != "q":
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
             low, high = whole.box[HEADS]
@@ -209,7 +210,7 @@ class AttentionRules(NamedTuple):
                             f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {local}, "
                             f"which is not what the mask {self.mask} keeps of them"
                         )
-                if len(offsets) != 1 and (found or not block.apart):
+                if len(offsets) != 1 and (found or (k and not block.apart)):
                     raise ScheduleError(f"{brief(piece.content)} attends to no one set of key/value heads")
                 yield piece, [key for key, _ in found], offsets.pop() if offsets else 0
 
@@ -221,15 +222,17 @@ class _Operands(NamedTuple):
     k: list[Piece]
     band: Local
     size: tuple[int, int]
+    near: Sequence[list[Piece]] = ()
+    """Per piece of the queries those of the keys that mask or band may keep some of; the others meet in neither."""
     apart: bool = False
     """Whether only pairs within one part are attended here: pieces then end where parts do."""
 
-    def met_by(self, queries: Piece) -> tuple[list[Piece], list[Local]]:
+    def met_by(self, number: int) -> tuple[list[Piece], list[Local]]:
         """Return the keys that a piece of the queries attends to, and by which mask each."""
         if not self.apart:
-            return self.k, [self.band] * len(self.k)
+            return self.near[number], [self.band] * len(self.near[number])
         assert not isinstance(self.band, Band)
-        first, last = queries.box[TOKENS]
+        first, last = self.q[number].box[TOKENS]
         found = [
             (key, (part,))
             for part in self.band
@@ -238,6 +241,43 @@ class _Operands(NamedTuple):
             if part.columns.start <= key.box[TOKENS][0] and key.box[TOKENS][1] <= part.columns.stop
         ]
         return [key for key, _ in found], [local for _, local in found]
+
+
+def _near(mask: Mask, q: list[Piece], k: list[Piece], band: Local) -> list[list[Piece]]:
+    """Return per piece of q those of k that share a document with it, or meet it in a part of the band; all of them
+    where either is not known of each document by itself.
+    """
+    if not isinstance(mask, Documents) or isinstance(band, Band):
+        return [k] * len(q)
+    if any(piece.content.tokens.stop > FAR // 2 for piece in (*q, *k)):
+        return [k] * len(q)
+    by_document: dict[int, list[int]] = defaultdict(list)
+    for number, piece in enumerate(k):
+        for document in _documents(mask, piece.content.tokens):
+            by_document[document].append(number)
+    places = sorted((*piece.box[TOKENS], number) for number, piece in enumerate(k))
+    longest = max((stop - start for start, stop, _ in places), default=0)
+    in_order = sorted(band, key=lambda part: part.rows)
+    firsts, most = [part.rows.start for part in in_order], max((part.rows.size for part in in_order), default=0)
+    found = []
+    for piece in q:
+        numbers = {n for document in _documents(mask, piece.content.tokens) for n in by_document[document]}
+        first, last = piece.box[TOKENS]
+        for part in in_order[bisect_right(firsts, first - most) : bisect_left(firsts, last)]:
+            if part.rows.stop > first:
+                at = bisect_left(places, (part.columns.start - longest,))
+                for start, stop, number in places[at:]:
+                    if start >= part.columns.stop:
+                        break
+                    if stop > part.columns.start:
+                        numbers.add(number)
+        found.append([k[number] for number in sorted(numbers)])
+    return found
+
+
+def _documents(mask: Documents, tokens: Span) -> range:
+    """Return the numbers of the documents from that of the first token to that of the last."""
+    return range(bisect_right(mask.edges, tokens.start), bisect_right(mask.edges, tokens.stop - tokens.step) + 1)
 
 
 def _cut(pieces: list[Piece], edges: list[int]) -> list[Piece]:

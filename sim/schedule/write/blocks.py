@@ -7,13 +7,15 @@ mask keeps of all of them, one kernel does it, without the rows and columns that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
+from sim.options import Sharding
 from sim.schedule.ir.masks import (
     FULL,
     Band,
@@ -78,6 +80,30 @@ def blocks(mask: Mask, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
             for block in blocks(mask, queries, (span,))
         ]
     return tuple(sorted(parts, key=_extent, reverse=True))
+
+
+@lru_cache(maxsize=65536)
+def kept_blocks(mask: Mask, queries: Tokens, keys: Tokens, sharding: Sharding) -> tuple[Block, ...]:
+    """Return the same; of tokens that lie document by document one variable-length kernel."""
+    if sharding == "sequence" or not isinstance(mask, Documents):
+        return blocks(mask, queries, keys)
+    columns = {document: (others, start) for document, others, start in _by_document(mask, keys)}
+    found = [
+        _moved(block, row, columns[document][1])
+        for document, some, row in _by_document(mask, queries)
+        if document in columns
+        for block in blocks(mask.band, some, columns[document][0])
+    ]
+    return (together(found),) if found else ()
+
+
+def _by_document(mask: Documents, tokens: Tokens) -> Iterator[tuple[int, Tokens, int]]:
+    """Yield each document with the tokens that are of it, and where these begin in memory."""
+    start = 0
+    for document, spans in groupby(tokens, lambda span: bisect_right(mask.edges, span.start)):
+        of_it = tuple(spans)
+        yield document, of_it, start
+        start += sum(span.size for span in of_it)
 
 
 def _of_documents(mask: Documents, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
