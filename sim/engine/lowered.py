@@ -266,8 +266,9 @@ def _facts(fragment: Fragment) -> _Facts:
     communicators, kinds = Distinct(), Distinct()
     rows: list[tuple[int, ...]] = []
     over: list[int] = []
-    for form, at in zip(forms, np.unique(which, return_index=True)[1].tolist(), strict=True):
-        op, of_form, copied = fragment.ops[at], _of_form(form), -1
+    of_forms = list(map(_of_form, forms))
+    for of_form, at in zip(of_forms, np.unique(which, return_index=True)[1].tolist(), strict=True):
+        op, copied = fragment.ops[at], -1
         issued = issues.number(of_form.issue, (of_form.issue, (op, of_form.use)))
         if isinstance(op, ops.HostCopy):
             places = (program.buffers[view.buffer].place for view in (op.source, op.target))
@@ -286,7 +287,7 @@ def _facts(fragment: Fragment) -> _Facts:
     numbers = which.tolist()
     for index in fragment.communication:
         op, number = fragment.ops[index], numbers[index]
-        of_form = _of_form(forms[number])
+        of_form = of_forms[number]
         if isinstance(op, ops.Exchange):
             out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
             sides += [(index, over[number], 0, *sent) for sent in out.items()]

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.schedule.ir.declare import operands, rebound, views_in
+from sim.schedule.ir.declare import operands, rebound
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Slices, Split, View
 
@@ -50,17 +50,21 @@ def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, st
     """Return ops by their forms; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
     like: dict[int, Hashable] = dict(enumerate(buffers))
     like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
-    found: dict[Form, int] = {}
+    found: list[Form] = []
+    numbers: dict[Hashable, int] = {}
     which, of_ops = [], []
     for op in ops:
-        form, numbers = _formed(op, like, buffers)
-        which.append(found.setdefault(form, len(found)))
-        of_ops.append(numbers)
-    return Formed(list(found), np.array(which, np.intp), of_ops)
+        views, key = _described(op, like)
+        if key not in numbers:
+            numbers[key] = len(found)
+            found.append(_FORMS.get(key) or _FORMS.setdefault(key, Form(op, views, buffers)))
+        which.append(numbers[key])
+        of_ops.append([view.buffer for view in views])
+    return Formed(found, np.array(which, np.intp), of_ops)
 
 
-def _formed(op: Op, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> tuple[Form, list[int]]:
-    """Return the form of an op, and the numbers of the buffers of its views."""
+def _described(op: Op, like: Mapping[int, Hashable]) -> tuple[list[View], Hashable]:
+    """Return the views of an op, and what all ops of its form have in common."""
     kind = type(op)
     values, others = _getters(kind)
     views: list[View] = []
@@ -75,16 +79,12 @@ def _formed(op: Op, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> 
             views.append(value.view)
             cuts.append((value.dim, value.parts, value.sizes))
         else:
-            views += views_in(value)
+            views += [one if type(one) is View else one.view for one in value]
             cuts.append(len(value))
     numbers = [view.buffer for view in views]
     shared = () if len(set(numbers)) == len(numbers) else tuple([numbers.index(number) for number in numbers])
     boxes = tuple([view.slices for view in views])
-    key = (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
-    form = _FORMS.get(key)
-    if form is None:
-        form = _FORMS.setdefault(key, Form(op, views, buffers))
-    return form, numbers
+    return views, (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
 
 
 _FORMS: WeakValueDictionary[Hashable, Form] = WeakValueDictionary()
