@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any, assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
-from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
+from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import Program, Schedule
 
 
@@ -38,6 +39,8 @@ class Interpreter(ABC):
         self._under_way: list[dict[int, str]] = [{} for _ in self._programs]
         """Per rank the ops that have begun and not ended, which are communication, each with its stream."""
         self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
+        self._begins: dict[type[Op], Callable[[Key, Any], set[int] | None]] = {}
+        """What begins an op of each kind that was met: asking for it again takes longer than most ops do."""
 
     @abstractmethod
     def kernel(self, key: Key, op: Kernel | HostAdamW) -> None:
@@ -101,25 +104,29 @@ class Interpreter(ABC):
             if under_way and not (under_way.keys().isdisjoint(waits[index]) and op.stream not in under_way.values()):
                 break  # see _blockers
             self._begun[rank] = index + 1
-            if isinstance(op, Exchange):
-                woken |= self._exchange((rank, index), op.stream)
-            elif isinstance(op, Kernel | HostAdamW):
-                self.kernel((rank, index), op)
-            elif isinstance(op, HostCopy):
-                self.host_copy((rank, index), op)
-            elif isinstance(op, HostSync):
-                self.host_sync((rank, index), op)
-            elif isinstance(op, Collective):
-                woken |= self._collective((rank, index), op.stream)
-            else:
-                assert_never(op)
+            begin = self._begins.get(type(op)) or self._begins.setdefault(type(op), self._begin(op))
+            woken.update(begin((rank, index), op) or ())
         return woken - {rank}
 
-    def _exchange(self, key: Key, stream: str) -> set[int]:
+    def _begin(self, op: Op) -> Callable[[Key, Any], set[int] | None]:
+        """Return what begins ops of the kind of this one, and may return the ranks that can go on because of it."""
+        if isinstance(op, Exchange):
+            return self._exchange
+        if isinstance(op, Kernel | HostAdamW):
+            return self.kernel
+        if isinstance(op, HostCopy):
+            return self.host_copy
+        if isinstance(op, HostSync):
+            return self.host_sync
+        if isinstance(op, Collective):
+            return self._collective
+        assert_never(op)
+
+    def _exchange(self, key: Key, exchange: Exchange) -> set[int]:
         """Begin an Exchange; carry out the transfers whose other side has begun too."""
         missing = self._missing
         if missing.get(key):
-            self._under_way[key[0]][key[1]] = stream
+            self._under_way[key[0]][key[1]] = exchange.stream
         woken = set()
         for number in self._matching.transfers_of.get(key, ()):
             transfer = self._matching.transfers[number]
@@ -135,11 +142,11 @@ class Interpreter(ABC):
                     woken.add(side[0])
         return woken
 
-    def _collective(self, key: Key, stream: str) -> set[int]:
+    def _collective(self, key: Key, collective: Collective) -> set[int]:
         """Begin a collective; carry it out if this is its last member."""
         members = self._matching.groups[self._matching.group_of[key]].members
         if any(self._begun[member] <= op for member, op in members):
-            self._under_way[key[0]][key[1]] = stream
+            self._under_way[key[0]][key[1]] = collective.stream
             return set()
         ops = []
         for member, at in members:

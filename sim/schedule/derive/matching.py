@@ -55,8 +55,8 @@ def match(schedule: Schedule) -> Matching:
         forms, which, _ = program.formed
         tensors, numbers = list(map(_tensors, forms)), which.tolist()
         for index, op in program.communication:
-            group, members = groups_of[op.communicator]
             if isinstance(op, ops.Exchange):
+                group, members = groups_of[op.communicator]
                 key, (given, taken) = (rank, index), tensors[numbers[index]]
                 sides = _sides_of(key, op.sends, given), _sides_of(key, op.recvs, taken)
                 if not (members.issuperset(sides[0]) and members.issuperset(sides[1])):
@@ -68,7 +68,7 @@ def match(schedule: Schedule) -> Matching:
                 for peer, side in sides[1].items():
                     recvs[op.communicator, peer, rank].append(side)
             elif isinstance(op, ops.Collective):
-                calls[op.communicator, group][rank].append(index)
+                calls[op.communicator, groups_of[op.communicator][0]][rank].append(index)
     transfers = list(_transfers(schedule, sends, recvs))
     groups = list(_groups(schedule, calls))
     transfers_of: dict[Key, list[int]] = defaultdict(list)

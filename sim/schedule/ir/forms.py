@@ -42,7 +42,7 @@ class Formed(NamedTuple):
     """Each once, in the order of its first op."""
     which: NDArray[np.intp]
     """(ops,): the number of each op's form."""
-    buffers: list[Sequence[int]]
+    buffers: list[list[int]]
     """Of each op the numbers of the buffers of its views."""
 
 
