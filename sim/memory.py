@@ -139,9 +139,10 @@ def _of_form(form: Form) -> _OfForm:
 @kept
 def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
-    forms, which, buffers = fragment.formed
+    forms, which, buffers = formed = fragment.formed
     of_forms = list(map(_of_form, forms))
     ops = [of_forms[form] for form in which.tolist()]
+    adopts = [(start, op.adopted) for start, op in zip(formed.starts.tolist(), ops, strict=True) if op.adopted]
     return _Columns(
         [op.stream for op in ops],
         [op.workspace for op in ops],
@@ -154,7 +155,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         [op.moves for op in ops],
         [op.holds for op in ops],
         *_touched(fragment),
-        np.array([on[place] for on, op in zip(buffers, ops, strict=True) for place in op.adopted], np.int64),
+        np.array([buffers[start + place] for start, places in adopts for place in places], np.int64),
         np.array([len(op.adopted) for op in ops], np.int64),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )

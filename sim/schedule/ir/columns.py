@@ -47,9 +47,7 @@ def columns_of(ops: Formed) -> Columns:
     ends = np.cumsum(counts, dtype=INT)
     first = np.cumsum([0, *map(len, rows)])[ops.which]
     accesses = together(rows, ACCESS)[np.repeat(first - (ends - counts), counts) + np.arange(counts.sum())]
-    before = np.cumsum([0, *map(len, ops.buffers)])[:-1]
-    numbers = np.fromiter(chain.from_iterable(ops.buffers), INT)
-    accesses["buffer"] = numbers[accesses["buffer"] + np.repeat(before, counts)]
+    accesses["buffer"] = np.array(ops.buffers, INT)[accesses["buffer"] + np.repeat(ops.starts, counts)]
     syncs = {number: form.op.streams for number, form in enumerate(ops.forms) if isinstance(form.op, HostSync)}
     return Columns(
         streams=tuple(streams),

@@ -42,8 +42,15 @@ class Formed(NamedTuple):
     """Each once, in the order of its first op."""
     which: NDArray[np.intp]
     """(ops,): the number of each op's form."""
-    buffers: list[list[int]]
-    """Of each op the numbers of the buffers of its views."""
+    buffers: list[int]
+    """The numbers of the buffers of the views of all ops, one op after the other."""
+
+    @property
+    def starts(self) -> NDArray[np.intp]:
+        """(ops,): where the views of each op begin among those of all."""
+        counts = np.array([len(form.boxes) for form in self.forms], np.intp)[self.which]
+        found: NDArray[np.intp] = np.cumsum(counts) - counts
+        return found
 
 
 def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Formed:
@@ -52,15 +59,15 @@ def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, st
     like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
     found: list[Form] = []
     numbers: dict[Hashable, int] = {}
-    which, of_ops = [], []
+    which, of_views = list[int](), list[int]()
     for op in ops:
         views, key = _described(op, like)
         if key not in numbers:
             numbers[key] = len(found)
             found.append(_FORMS.get(key) or _FORMS.setdefault(key, Form(op, views, buffers)))
         which.append(numbers[key])
-        of_ops.append([view.buffer for view in views])
-    return Formed(found, np.array(which, np.intp), of_ops)
+        of_views += [view.buffer for view in views]
+    return Formed(found, np.array(which, np.intp), of_views)
 
 
 def _described(op: Op, like: Mapping[int, Hashable]) -> tuple[list[View], Hashable]:
