@@ -17,14 +17,14 @@ from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.presets import override
-from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile
+from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
 from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
-from topology.cluster import Cluster
+from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, HbmSpec, LinkSpec, PerGpu
 
 SPEC = make_cluster_spec(
@@ -318,3 +318,14 @@ def test_a_copy_of_integers_takes_what_memory_takes() -> None:
     seconds, note = CostModel(Cluster(SPEC), None).kernel_seconds(0, use)
     assert seconds == pytest.approx(1600 / 1e11)
     assert note == ""
+
+
+def test_messages_that_are_alike_cost_what_each_costs_by_itself() -> None:
+    """A model that has costed like ones before gives, to the bit, what a new one does."""
+    spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2)
+    profile, group = load_profile("h100-sxm"), tuple(range(16))
+    known = CostModel(Cluster(spec), profile)
+    for source, target in ((0, 1), (1, 2), (7, 0), (0, 8), (3, 11), (2, 13), (15, 7)):
+        for nbytes in (2**20, 2**25):
+            alone = CostModel(Cluster(spec), profile).transfer(source, target, nbytes, group)
+            assert known.transfer(source, target, nbytes, group) == alone
