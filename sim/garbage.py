@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept off while a schedule is built, proved or played.
+"""Python's garbage collector, kept off while a schedule is built, proved, played or reported on.
 
 A schedule is very many small objects in no cycle, which the collector would walk again and again.
 """

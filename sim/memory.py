@@ -10,15 +10,16 @@ kernel has to wait for it. Inputs and outputs belong to the caller and stay.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import adopted, workspace_bytes
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
-from sim.schedule.ir.program import Fragment, Program
+from sim.schedule.ir.program import Fragment, Program, alone
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
 from sim.trace import Counter, Trace
@@ -108,26 +109,54 @@ class _Columns(NamedTuple):
     outputs: Integers
 
 
+class _OfForm(NamedTuple):
+    """What matters of an op of a form, as in ``_Columns``."""
+
+    stream: str
+    workspace: int
+    attends: bool
+    forward: bool
+    moves: bool
+    holds: bool
+    adopted: list[int]
+    """The places, among its views, of buffers that its results become."""
+
+
+@kept
+def _of_form(form: Form) -> _OfForm:
+    op, program = form.op, alone(form)
+    return _OfForm(
+        op.stream,
+        workspace_bytes(op, program) if isinstance(op, Kernel) else 0,
+        isinstance(op, Attend | AttendBackward),
+        op.part == "forward",
+        op.stream in {OFFLOAD, FETCH},
+        isinstance(op, Hold),
+        [form.places[number] for number in adopted(op, program)],
+    )
+
+
 @kept
 def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
-    alone, streams = fragment.program(rank=0), [op.stream for op in fragment.ops]
-    kernels = [op if stream == COMPUTE else None for op, stream in zip(fragment.ops, streams, strict=True)]
-    results = [adopted(op, alone) for op in fragment.ops]
+    forms, which, buffers = formed = fragment.formed
+    of_forms = list(map(_of_form, forms))
+    ops = [of_forms[form] for form in which.tolist()]
+    adopts = [(start, op.adopted) for start, op in zip(formed.starts.tolist(), ops, strict=True) if op.adopted]
     return _Columns(
-        streams,
-        [workspace_bytes(cast("Kernel", op), alone) if op else 0 for op in kernels],
-        [type(op) in {Attend, AttendBackward} for op in kernels],
+        [op.stream for op in ops],
+        [op.workspace for op in ops],
+        [op.attends for op in ops],
         [buffer.nbytes for buffer in fragment.own],
         [buffer.place == "hbm" for buffer in fragment.own],
         [buffer.category for buffer in fragment.own],
         list(map(_term, fragment.own)),
-        [op.part == "forward" for op in fragment.ops],
-        [stream in {OFFLOAD, FETCH} for stream in streams],
-        [type(op) is Hold for op in fragment.ops],
+        [op.forward for op in ops],
+        [op.moves for op in ops],
+        [op.holds for op in ops],
         *_touched(fragment),
-        np.array(list(chain.from_iterable(results)), np.int64),
-        np.array(list(map(len, results)), np.int64),
+        np.array([buffers[start + place] for start, places in adopts for place in places], np.int64),
+        np.array([len(op.adopted) for op in ops], np.int64),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
 

@@ -7,7 +7,7 @@ measured costs too. Profiles are JSON: those that ship lie in ``sim/profiles``, 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -308,9 +308,15 @@ def profile_bytes(name: str) -> bytes:
     if name in _own_names():
         return read_bytes("profile", str(profile_folder() / f"{name}.json"), "`profile`")
     if name in preset_names("sim/profiles", ".json"):
-        return resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
+        return _shipped(name)
     where = "`profile` (longstep calibrate makes one)"
     raise unknown("profile", name, [*profile_names(), "datasheet", "FILE.json"], where)
+
+
+@cache
+def _shipped(name: str) -> bytes:
+    """Return the file of a profile that ships, which nobody changes: the same object, whose hash is found once."""
+    return resources.files("sim").joinpath("profiles", f"{name}.json").read_bytes()
 
 
 def save_profile(profile: Profile, path: Path) -> None:

@@ -158,5 +158,7 @@ def _of_links(spec: ClusterSpec) -> tuple[list[Resource], list[Resource], int]:
 
 def _in_all_nodes(spec: ClusterSpec, found: Iterable[Resource]) -> list[Resource]:
     """Return resources of the first node and their equals in all others, node by node."""
+    if spec.nodes == 1:
+        return list(found)
     columns = [map(Resource, equals(spec, one.name), repeat(one.group), repeat(one.capacity)) for one in found]
     return list(chain.from_iterable(zip(*columns, strict=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -73,6 +73,17 @@ class _Moving(NamedTuple):
     """The algorithm that was asked for, if it is another than measured collectives are taken to have run."""
 
 
+class _Like(NamedTuple):
+    """What messages take that are alike but for the numbers of what they pass."""
+
+    before: Activity
+    """What comes before the flow."""
+    seconds: float
+    """Of the flow."""
+    demands: list[tuple[int, float]]
+    """Of the flow, by place among what a message passes."""
+
+
 class CostModel:
     """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates."""
 
@@ -86,10 +97,10 @@ class CostModel:
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
         self._alike = cluster.spec.fabric is None and not cluster.uneven
         """Whether messages between like places of any nodes take as long."""
-        self._like: dict[tuple[float, ...], tuple[Activity, float, list[tuple[int, float]]]] = {}
-        """By places in nodes, bytes and spread of a message: what comes before its flow, the flow's seconds, and its
-        demands by what it passes.
-        """
+        self._like: dict[tuple[float, ...], _Like] = {}
+        """By places in nodes, bytes and spread of a message."""
+        self._passing: dict[Hashable, _Like] = {}
+        """By what it passes, bytes and spread of a message."""
         self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
@@ -250,14 +261,23 @@ class CostModel:
         key = (here.number % places, there.number % places, near, nbytes, per_node, nodes)
         like = self._like.get(key)
         if like is None:
-            moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
-            activity = self._moving(moving)
-            if self._alike and self._cluster.spec.gpu.kind == "cuda" and isinstance(activity[-1], Flow):
-                demands = [(passed.index(resource), amount) for resource, amount in activity[-1].demands]
-                self._like[key] = activity[:-1], activity[-1].seconds, demands
-            return activity
-        before, seconds, demands = like
-        return (*before, Flow(seconds, tuple(sorted([(passed[place], amount) for place, amount in demands]))))
+            by_kind = (self._kinds(passed), route[1:], near, nbytes, per_node, nodes) if self._alike else None
+            like = self._passing.get(by_kind)
+            if like is None:
+                moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
+                activity = self._moving(moving)
+                if not (self._alike and self.cuda and isinstance(activity[-1], Flow)):
+                    return activity
+                of_places = [(passed.index(resource), amount) for resource, amount in activity[-1].demands]
+                like = self._passing[by_kind] = _Like(activity[:-1], activity[-1].seconds, of_places)
+            self._like[key] = like
+        demands = tuple(sorted([(passed[place], amount) for place, amount in like.demands]))
+        return (*like.before, Flow(like.seconds, demands))
+
+    def _kinds(self, passed: tuple[int, ...]) -> Hashable:
+        """Return what messages have in common that pass as many resources of the same kinds and rates."""
+        resources = self._cluster.resources
+        return tuple([(passed.index(one), resources[one].group, resources[one].capacity) for one in passed])
 
     def _message(self, kernel: str, ranks: tuple[int, ...], spread: Spread, route: Route, nbytes: int) -> _Moving:
         """Return bytes that take one route."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from sim.engine.cost import CostModel
 from sim.engine.lowered import lowered
 from sim.errors import InputError
+from sim.kept import kept
 from sim.schedule.proof.check import Checked
 
 KERNELS = 0.0127
@@ -28,6 +30,8 @@ to 17.7 us, 14.5 in the mean, read as a 90 % range (NVIDIA/dgxc-benchmarking@841
 scatter as much: 3.1 to 4.4 us between 2 and 8 A100 (NVIDIA/nccl-tests issue 123)."""
 
 MOST_SEEDS = 99
+_FEW = 2**17
+"""Ops of a schedule for which what was drawn is kept: at most 1 MiB a seed."""
 
 Stretch = NDArray[np.float64] | None
 """Per op a factor: of a kernel's time, or on GPUs of the event that wakes another op. None: no noise."""
@@ -61,11 +65,12 @@ class Jitter(NamedTuple):
             return None
         mesh, arrays = checked.schedule.header.mesh, lowered(checked)
         roles = [rank if self.per_rank else mesh.role(rank) for rank in range(len(arrays.programs))]
-        counts = [end - begin for begin, end, _ in arrays.programs.tolist()]
-        # Of replicas that have shards of their own the last one may pad what it sends, which takes more ops.
-        most = max(counts, default=0)
-        drawn = {role: np.random.default_rng([self.seed, role]).standard_normal(most) for role in dict.fromkeys(roles)}
-        z = np.concatenate([drawn[role][:count] for role, count in zip(roles, counts, strict=True)])
+        known = _drawn(checked)
+        z = known.get((self.seed, self.per_rank))
+        if z is None:
+            z = _draw(self.seed, roles, [end - begin for begin, end, _ in arrays.programs.tolist()])
+            if arrays.num_ops <= _FEW:
+                known[self.seed, self.per_rank] = z
         own = arrays.op_use >= 0
         if not cost.cuda:
             return np.where(own, 1.0 + self.share * np.abs(z), 1.0)
@@ -74,6 +79,22 @@ class Jitter(NamedTuple):
         scatter: NDArray[np.float64] = np.where(own, share[arrays.op_use], HANDOFFS)
         factors: NDArray[np.float64] = np.exp(scatter * z)
         return factors
+
+
+@kept
+def _drawn(_: Checked) -> dict[tuple[int, bool], NDArray[np.float64]]:
+    """Return where the z of a schedule's ops are kept, by seed and by whether ranks draw for themselves: they are those
+    of all what-ifs.
+    """
+    return {}
+
+
+def _draw(seed: int, roles: Sequence[int], counts: Sequence[int]) -> NDArray[np.float64]:
+    """Return the z of the ops of all ranks, of some roles, that have so many each."""
+    # Of replicas that have shards of their own the last one may pad what it sends, which takes more ops.
+    most = max(counts, default=0)
+    drawn = {role: np.random.default_rng([seed, role]).standard_normal(most) for role in dict.fromkeys(roles)}
+    return np.concatenate([drawn[role][:count] for role, count in zip(roles, counts, strict=True)])
 
 
 STEADY = Jitter()

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from sim.errors import InputError
 from sim.kept import kept
-from sim.schedule.derive.kernels import KernelUse, kernel_uses
+from sim.schedule.derive.kernels import KernelUse, use_of
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.columns import together
-from sim.schedule.ir.program import Fragment, Program, Schedule
+from sim.schedule.ir.forms import Form
+from sim.schedule.ir.program import Fragment, Program, Schedule, alone
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 
@@ -231,35 +232,71 @@ _EXCHANGE = np.dtype([("op", INT), ("communicator", INT), ("peers", INT), ("nbyt
 _COLLECTIVE = np.dtype([("op", INT), ("communicator", INT), ("kind", INT), ("nbytes", np.int64)])
 
 
+class _OfForm(NamedTuple):
+    """What ops of a form are to an engine."""
+
+    kind: int
+    use: KernelUse | None
+    issue: Hashable
+    sent: list[int]
+    """Bytes of the messages of an Exchange."""
+    taken: list[int]
+    part: int
+    """Of a collective the bytes of its largest part, 0 of others."""
+
+
+@kept
+def _of_form(form: Form) -> _OfForm:
+    op, program, use = form.op, alone(form), use_of(form)
+    sent, taken = (op.sends, op.recvs) if isinstance(op, ops.Exchange) else ((), ())
+    return _OfForm(
+        kind_of(op),
+        use,
+        issue_key(op, use),
+        [program.nbytes(view) for _, view in sent],
+        [program.nbytes(view) for _, view in taken],
+        largest_part(op, program) if isinstance(op, ops.Collective) else 0,
+    )
+
+
 @kept
 def _facts(fragment: Fragment) -> _Facts:
-    alone = fragment.program(rank=0)
+    (forms, which, _), program = fragment.formed, fragment.program(rank=0)
     streams, issues, uses, copies = Distinct(), Distinct(), Distinct(), Distinct()
     communicators, kinds = Distinct(), Distinct()
     rows: list[tuple[int, ...]] = []
+    over: list[int] = []
+    of_forms = list(map(_of_form, forms))
+    for of_form, at in zip(of_forms, np.unique(which, return_index=True)[1].tolist(), strict=True):
+        op, copied = fragment.ops[at], -1
+        issued = issues.number(of_form.issue, (of_form.issue, (op, of_form.use)))
+        if isinstance(op, ops.HostCopy):
+            places = (program.buffers[view.buffer].place for view in (op.source, op.target))
+            what = (op.stream, op.source.shape, program.dtype(op.source), *places)
+            copied = copies.number(what, (what, op))
+        elif isinstance(op, ops.HostAdamW):
+            of_host = (type(op), op.weights.shape, program.dtype(op.weights), program.dtype(op.cast))
+            copied = copies.number(of_host, (of_host, op))
+        used = -1 if of_form.use is None else uses.number(of_form.use, of_form.use)
+        rows.append((of_form.kind, streams.number(op.stream, op.stream), issued, used, copied))
+        communicates = isinstance(op, ops.Communication)
+        over.append(communicators.number(op.communicator, op.communicator) if communicates else -1)
     sides: list[tuple[int, ...]] = []
     exchanges: list[tuple[int, ...]] = []
     collectives: list[tuple[int, ...]] = []
-    for index, (op, kernel) in enumerate(zip(fragment.ops, kernel_uses(alone), strict=True)):
-        issued, copied = issues.number(key := issue_key(op, kernel), (key, (op, kernel))), -1
-        if isinstance(op, ops.HostCopy):
-            places = (alone.buffers[view.buffer].place for view in (op.source, op.target))
-            what = (op.stream, op.source.shape, alone.dtype(op.source), *places)
-            copied = copies.number(what, (what, op))
-        elif isinstance(op, ops.HostAdamW):
-            of_host = (type(op), op.weights.shape, alone.dtype(op.weights), alone.dtype(op.cast))
-            copied = copies.number(of_host, (of_host, op))
-        elif isinstance(op, ops.Exchange):
-            over = communicators.number(op.communicator, op.communicator)
-            sides += [(index, over, 0, *sent) for sent in _by_peer(op.sends, alone)]
-            sides += [(index, over, 1, *taken) for taken in _by_peer(op.recvs, alone)]
-            exchanges.append((index, over, *largest_message(op, alone)))
+    numbers = which.tolist()
+    for index in fragment.communication:
+        op, number = fragment.ops[index], numbers[index]
+        of_form = of_forms[number]
+        if isinstance(op, ops.Exchange):
+            out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
+            sides += [(index, over[number], 0, *sent) for sent in out.items()]
+            sides += [(index, over[number], 1, *taken) for taken in into.items()]
+            largest = max((*of_form.sent, *of_form.taken), default=0)
+            exchanges.append((index, over[number], max(len(out), len(into)), largest))
         elif isinstance(op, ops.Collective):
-            over = communicators.number(op.communicator, op.communicator)
-            collectives.append((index, over, kinds.number(type(op), op), largest_part(op, alone)))
-        used = -1 if kernel is None else uses.number(kernel, kernel)
-        rows.append((kind_of(op), streams.number(op.stream, op.stream), issued, used, copied))
-    kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5).T
+            collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
+    kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5)[which].T
     return _Facts(
         kind, streams.found, stream, issues.found, issue, uses.found, use, copies.found, copy,
         np.array(sides, _SIDE), np.array(exchanges, _EXCHANGE), np.array(collectives, _COLLECTIVE), communicators.found,
@@ -267,12 +304,12 @@ def _facts(fragment: Fragment) -> _Facts:
     )  # fmt: skip
 
 
-def _by_peer(messages: Iterable[ops.Message], program: Program) -> Iterable[tuple[int, int]]:
+def _by_peer(messages: Iterable[ops.Message], sizes: Iterable[int]) -> dict[int, int]:
     """Return how many bytes go to each peer, or come from it."""
     nbytes: dict[int, int] = {}
-    for peer, view in messages:
-        nbytes[peer] = nbytes.get(peer, 0) + program.nbytes(view)
-    return nbytes.items()
+    for (peer, _), size in zip(messages, sizes, strict=True):
+        nbytes[peer] = nbytes.get(peer, 0) + size
+    return nbytes
 
 
 class _Met:

@@ -16,6 +16,7 @@ from sim.engine.room import Room, Verdict, held_by_socket, room_of, tiers
 from sim.engine.sensitivity import NOT_ASKED, bound
 from sim.engine.simulate import Simulation
 from sim.engine.work import Work, of_routes, played, work_of
+from sim.garbage import garbage_collection_off
 from sim.memory import MemoryWalk, walks
 from sim.profile import Rates
 from sim.schedule.ir.program import Claims
@@ -99,6 +100,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "yes" if self.fits else "no"
 
 
+@garbage_collection_off()
 def report(simulation: Simulation, *, with_interval: bool = False, with_bound: bool = True) -> Report:
     """Return the figures of a simulated schedule; its interval takes two more plays, what bounds it one."""
     (checked, cluster, *_), trace = simulation.fold, simulation.trace

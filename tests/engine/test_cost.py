@@ -17,7 +17,7 @@ from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.presets import override
-from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile
+from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
@@ -336,3 +336,14 @@ def test_a_cpu_takes_documents_one_after_the_other_each_at_the_rate_of_its_lengt
     alone = [seconds(model.kernel(0, attention(length, causal=True))) for length in (1024, 256)]
     assert seconds(model.kernel(0, packed)) == pytest.approx(alone[0] + 2 * alone[1])
     assert seconds(cost(*points).kernel(0, packed)) < alone[0] + 2 * alone[1]
+
+
+def test_messages_that_are_alike_cost_what_each_costs_by_itself() -> None:
+    """A model that has costed like ones before gives, to the bit, what a new one does."""
+    spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2)
+    profile, group = load_profile("h100-sxm"), tuple(range(16))
+    known = CostModel(Cluster(spec), profile)
+    for source, target in ((0, 1), (1, 2), (7, 0), (0, 8), (3, 11), (2, 13), (15, 7)):
+        for nbytes in (2**20, 2**25):
+            alone = CostModel(Cluster(spec), profile).transfer(source, target, nbytes, group)
+            assert known.transfer(source, target, nbytes, group) == alone

@@ -12,9 +12,11 @@ import pytest
 from sim.errors import InputError, ScheduleError
 from sim.memory import walk, walks
 from sim.schedule.derive.dependencies import derive_plainly
+from sim.schedule.derive.kernels import kernel_use, use_of
+from sim.schedule.derive.workspace import adopted, workspace_bytes
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, Copy
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.ops import Accumulate, Copy, Kernel
+from sim.schedule.ir.program import Program, Schedule, alone
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
@@ -189,3 +191,21 @@ def test_layers_in_names_and_labels(b: ProgramBuilder) -> None:
     assert [op.label for op in program.ops] == ["to layer 3", "to layer 7"]
     assert [buffer.name for buffer in program.buffers] == ["x", "copy 4", "copy 4", "copy 8", "copy 8"]
     assert program.calls[1].fragment is program.calls[2].fragment
+
+
+@pytest.mark.parametrize("name", by_tier({"ring", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
+def test_what_a_form_says_holds_of_each_of_its_ops(name: str) -> None:
+    """Kernels, workspace and what results become, of the op in its own program, whichever rank's op was seen first."""
+    try:
+        programs = layered(name, layers=2).programs
+    except InputError as error:
+        pytest.skip(str(error))
+    for program in programs:
+        (forms, which, buffers), starts = program.formed, program.formed.starts.tolist()
+        for op, form, start in zip(program.ops, [forms[number] for number in which], starts, strict=True):
+            kernel = kernel_use(op, program) if isinstance(op, Kernel) else None
+            assert use_of(form) == kernel
+            if isinstance(op, Kernel) and isinstance(form.op, Kernel):
+                assert workspace_bytes(form.op, alone(form)) == workspace_bytes(op, program)
+            places = [form.places[number] for number in adopted(form.op, alone(form))]
+            assert [buffers[start + place] for place in places] == adopted(op, program)

@@ -169,6 +169,9 @@ WIRE: dict[str, Callable[[int], int]] = {
     "ulysses": ulysses_wire,
     "usp": ulysses_wire,  # no more than 4 ranks: all of them trade heads
     "upipe": lambda p: ulysses_wire(p) + upipe_again(p),
+    "zigzag of each document": ring_wire,
+    "double-ring of each document": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
+    "usp of each document": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1), hops=max(p // 2, 1) - 1),
     "ring from the KV at hand": lambda p: ring_wire(p, hops=p - 1),
     "ring, queries travel": lambda p: burst_wire(p, behind=E),
     "ring, no overlap": ring_wire,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any, assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window
-from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel
+from sim.schedule.ir.ops import Collective, Exchange, HostAdamW, HostCopy, HostSync, Kernel, Op
 from sim.schedule.ir.program import Program, Schedule
 
 
@@ -35,9 +36,11 @@ class Interpreter(ABC):
         self._dependencies = dependencies
         self._programs = programs or schedule.programs
         self._begun = [0] * len(self._programs)
-        self._under_way: list[set[int]] = [set() for _ in self._programs]
-        """Per rank the ops that have begun and not ended, which are communication."""
+        self._under_way: list[dict[int, str]] = [{} for _ in self._programs]
+        """Per rank the ops that have begun and not ended, which are communication, each with its stream."""
         self._missing: dict[Key, int] = {key: len(found) for key, found in matching.transfers_of.items()}
+        self._begins: dict[type[Op], Callable[[Key, Any], set[int] | None]] = {}
+        """What begins an op of each kind that was met: asking for it again takes longer than most ops do."""
 
     @abstractmethod
     def kernel(self, key: Key, op: Kernel | HostAdamW) -> None:
@@ -88,59 +91,62 @@ class Interpreter(ABC):
 
     def _blockers(self, rank: int, index: int) -> list[int]:
         """Return what an op waits for that has not ended: ops that it depends on, and its predecessor on the stream."""
-        ops, under_way = self._programs[rank].ops, self._under_way[rank]
+        under_way, stream = self._under_way[rank], self._programs[rank].ops[index].stream
         needed = [other for other in self._dependencies[rank].waits[index] if other in under_way]
-        stream = ops[index].stream
-        return needed + [other for other in under_way if ops[other].stream == stream and other not in needed]
+        return needed + [other for other, on in under_way.items() if on == stream and other not in needed]
 
     def _advance(self, rank: int) -> set[int]:
         """Begin as many ops of a rank as can begin; return the ranks that may go on because of it."""
         woken: set[int] = set()
-        ops, under_way = self._programs[rank].ops, self._under_way[rank]
-        while self._begun[rank] < len(ops):
-            index = self._begun[rank]
+        ops, under_way, waits = self._programs[rank].ops, self._under_way[rank], self._dependencies[rank].waits
+        for index in range(self._begun[rank], len(ops)):
             op = ops[index]
-            if under_way and self._blockers(rank, index):
-                break
-            self._begun[rank] += 1
-            if isinstance(op, Exchange):
-                woken |= self._exchange(rank, index)
-            elif isinstance(op, Kernel | HostAdamW):
-                self.kernel((rank, index), op)
-            elif isinstance(op, HostCopy):
-                self.host_copy((rank, index), op)
-            elif isinstance(op, HostSync):
-                self.host_sync((rank, index), op)
-            elif isinstance(op, Collective):
-                woken |= self._collective(rank, index)
-            else:
-                assert_never(op)
+            if under_way and not (under_way.keys().isdisjoint(waits[index]) and op.stream not in under_way.values()):
+                break  # see _blockers
+            self._begun[rank] = index + 1
+            begin = self._begins.get(type(op)) or self._begins.setdefault(type(op), self._begin(op))
+            woken.update(begin((rank, index), op) or ())
         return woken - {rank}
 
-    def _exchange(self, rank: int, index: int) -> set[int]:
+    def _begin(self, op: Op) -> Callable[[Key, Any], set[int] | None]:
+        """Return what begins ops of the kind of this one, and may return the ranks that can go on because of it."""
+        if isinstance(op, Exchange):
+            return self._exchange
+        if isinstance(op, Kernel | HostAdamW):
+            return self.kernel
+        if isinstance(op, HostCopy):
+            return self.host_copy
+        if isinstance(op, HostSync):
+            return self.host_sync
+        if isinstance(op, Collective):
+            return self._collective
+        assert_never(op)
+
+    def _exchange(self, key: Key, exchange: Exchange) -> set[int]:
         """Begin an Exchange; carry out the transfers whose other side has begun too."""
-        key = (rank, index)
-        if self._missing.get(key):
-            self._under_way[rank].add(index)
+        missing = self._missing
+        if missing.get(key):
+            self._under_way[key[0]][key[1]] = exchange.stream
         woken = set()
-        for number in self._matching.transfers_of.get(key, []):
+        for number in self._matching.transfers_of.get(key, ()):
             transfer = self._matching.transfers[number]
-            peer, op = transfer.target if transfer.source == key else transfer.source
+            source, target, *_ = transfer
+            peer, op = target if source == key else source
             if self._begun[peer] <= op:
                 continue
             self.transfer(transfer)
-            for side in (transfer.source, transfer.target):
-                self._missing[side] -= 1
-                if self._missing[side] == 0:
-                    self._under_way[side[0]].remove(side[1])
+            for side in (source, target):
+                missing[side] -= 1
+                if not missing[side]:
+                    del self._under_way[side[0]][side[1]]
                     woken.add(side[0])
         return woken
 
-    def _collective(self, rank: int, index: int) -> set[int]:
+    def _collective(self, key: Key, collective: Collective) -> set[int]:
         """Begin a collective; carry it out if this is its last member."""
-        members = self._matching.groups[self._matching.group_of[rank, index]].members
+        members = self._matching.groups[self._matching.group_of[key]].members
         if any(self._begun[member] <= op for member, op in members):
-            self._under_way[rank].add(index)
+            self._under_way[key[0]][key[1]] = collective.stream
             return set()
         ops = []
         for member, at in members:
@@ -149,5 +155,5 @@ class Interpreter(ABC):
             ops.append(op)
         self.collective(members, ops)
         for member, at in members:
-            self._under_way[member].discard(at)
+            self._under_way[member].pop(at, None)
         return {member for member, _ in members}

@@ -11,10 +11,13 @@ import math
 from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from sim.kept import kept
 from sim.options import AttentionName
 from sim.schedule.derive.tiles import tiles
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
     Attend,
@@ -35,7 +38,7 @@ from sim.schedule.ir.ops import (
     TiledKernel,
     TiledMlpBackward,
 )
-from sim.schedule.ir.program import Fragment, Program
+from sim.schedule.ir.program import Fragment, Program, alone
 from sim.workload import DTYPE_BYTES, Dtype
 
 TILE = 128
@@ -107,25 +110,25 @@ def kernel_flops(program: Program) -> dict[str, int]:
     """Return the FLOPs of a program by kernel."""
     found: Counter[str] = Counter()
     for fragment, calls in Counter([call.fragment for call in program.calls]).items():
-        for use in filter(None, _uses_of(fragment)):
-            for kernel, count in use.each:
-                found[kernel.kernel] += calls * count * kernel.flops
+        forms, which, _ = fragment.shared.formed
+        for form, times in zip(forms, np.bincount(which).tolist(), strict=True):
+            use = use_of(form)
+            for kernel, count in use.each if use else ():
+                found[kernel.kernel] += calls * times * count * kernel.flops
     return found
 
 
 def _uses_of(fragment: Fragment) -> list[KernelUse | None]:
     """Return the kernels of a fragment's ops, which are those of every call."""
-    shared = fragment.shared
-    if shared not in _USES:
-        alone = shared.program(rank=0)
-        forms = [form for form, _ in shared.formed]
-        distinct = dict(zip(forms, shared.ops, strict=True))
-        uses = {form: kernel_use(op, alone) if isinstance(op, Kernel) else None for form, op in distinct.items()}
-        _USES[shared] = [uses[form] for form in forms]
-    return _USES[shared]
+    forms, which, _ = fragment.shared.formed
+    uses = list(map(use_of, forms))
+    return [uses[form] for form in which.tolist()]
 
 
-_USES: WeakKeyDictionary[Fragment, list[KernelUse | None]] = WeakKeyDictionary()
+@kept
+def use_of(form: Form) -> KernelUse | None:
+    """Return the kernel that ops of a form run, None for communication and synchronisation."""
+    return kernel_use(form.op, alone(form)) if isinstance(form.op, Kernel) else None
 
 
 def kernel_use(op: Kernel, program: Program) -> KernelUse:

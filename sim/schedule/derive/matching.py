@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, assert_never
 
 from sim.errors import ScheduleError
+from sim.kept import kept
 from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.ir import ops
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.forms import Form
+from sim.schedule.ir.program import Schedule, alone
 from sim.schedule.ir.views import Split, View
 from sim.workload import Dtype
 
@@ -45,25 +47,28 @@ class Matching(NamedTuple):
 
 def match(schedule: Schedule) -> Matching:
     """Return what belongs together; raises ScheduleError where a side is missing or does not fit the other."""
-    sends: dict[tuple[str, int, int], list[tuple[Key, list[View]]]] = defaultdict(list)
-    recvs: dict[tuple[str, int, int], list[tuple[Key, list[View]]]] = defaultdict(list)
+    sends: dict[tuple[str, int, int], list[_Side]] = defaultdict(list)
+    recvs: dict[tuple[str, int, int], list[_Side]] = defaultdict(list)
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for program in schedule.programs:
         rank, groups_of = program.rank, _Groups(schedule, program.rank)
+        forms, which, _ = program.formed
+        tensors, numbers = list(map(_tensors, forms)), which.tolist()
         for index, op in program.communication:
             if isinstance(op, ops.Exchange):
-                group = groups_of[op.communicator]
-                for peer, _ in (*op.sends, *op.recvs):
-                    if peer not in group:
-                        raise ScheduleError(
-                            f"{describe(schedule, (rank, index))} names rank {peer}, which is not in its group {group}"
-                        )
-                for peer, views in _by_peer(op.sends):
-                    sends[op.communicator, rank, peer].append(((rank, index), views))
-                for peer, views in _by_peer(op.recvs):
-                    recvs[op.communicator, peer, rank].append(((rank, index), views))
+                group, members = groups_of[op.communicator]
+                key, (given, taken) = (rank, index), tensors[numbers[index]]
+                sides = _sides_of(key, op.sends, given), _sides_of(key, op.recvs, taken)
+                if not (members.issuperset(sides[0]) and members.issuperset(sides[1])):
+                    peer = next(peer for peer, _ in (*op.sends, *op.recvs) if peer not in members)
+                    named = f"{describe(schedule, key)} names rank {peer}"
+                    raise ScheduleError(f"{named}, which is not in its group {group}")
+                for peer, side in sides[0].items():
+                    sends[op.communicator, rank, peer].append(side)
+                for peer, side in sides[1].items():
+                    recvs[op.communicator, peer, rank].append(side)
             elif isinstance(op, ops.Collective):
-                calls[op.communicator, groups_of[op.communicator]][rank].append(index)
+                calls[op.communicator, groups_of[op.communicator][0]][rank].append(index)
     transfers = list(_transfers(schedule, sends, recvs))
     groups = list(_groups(schedule, calls))
     transfers_of: dict[Key, list[int]] = defaultdict(list)
@@ -75,54 +80,17 @@ def match(schedule: Schedule) -> Matching:
     return Matching(transfers, groups, dict(transfers_of), group_of)
 
 
-class _Groups(dict[str, tuple[int, ...]]):
-    """By communicator the group of one rank, looked for when it is first asked for."""
+class _Groups(dict[str, tuple[tuple[int, ...], frozenset[int]]]):
+    """By communicator the group of one rank, in its order and as a set, looked for when it is first asked for."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         super().__init__()
         self._schedule, self._rank = schedule, rank
 
-    def __missing__(self, communicator: str) -> tuple[int, ...]:
-        self[communicator] = self._schedule.communicator(communicator).group_of(self._rank)
+    def __missing__(self, communicator: str) -> tuple[tuple[int, ...], frozenset[int]]:
+        group = self._schedule.communicator(communicator).group_of(self._rank)
+        self[communicator] = group, frozenset(group)
         return self[communicator]
-
-
-def _by_peer(messages: tuple[ops.Message, ...]) -> Iterable[tuple[int, list[View]]]:
-    """Return each peer once, with its views in their order."""
-    views: dict[int, list[View]] = {}
-    for peer, view in messages:
-        if peer in views:
-            views[peer].append(view)
-        else:
-            views[peer] = [view]
-    return views.items()
-
-
-def _transfers(
-    schedule: Schedule,
-    sends: dict[tuple[str, int, int], list[tuple[Key, list[View]]]],
-    recvs: dict[tuple[str, int, int], list[tuple[Key, list[View]]]],
-) -> Iterator[Transfer]:
-    tensors = [_Tensors(program) for program in schedule.programs]
-    for channel in sorted(sends.keys() | recvs.keys()):
-        name, source, target = channel
-        out, into = sends.get(channel, []), recvs.get(channel, [])
-        if len(out) != len(into):
-            raise ScheduleError(
-                f"communicator {name!r}: rank {source} sends {len(out)} times to rank {target}, which receives "
-                f"{len(into)} times; every Exchange needs its counterpart"
-            )
-        for (sender, sent), (receiver, received) in zip(out, into, strict=True):
-            sizes = [tensors[source].of(view) for view in sent]
-            wanted = [tensors[target].of(view) for view in received]
-            if sizes != wanted:
-                raise ScheduleError(
-                    f"{describe(schedule, sender)} sends {_spell(sizes)} but {describe(schedule, receiver)} receives "
-                    f"{_spell(wanted)}"
-                )
-            yield Transfer(
-                sender, receiver, tuple(zip(sent, received, strict=True)), sum(size.nbytes for size in sizes)
-            )
 
 
 class _Tensor(NamedTuple):
@@ -134,19 +102,58 @@ class _Tensor(NamedTuple):
     nbytes: int
 
 
-class _Tensors:
-    """The tensors that a program's views are; programs use few views many times."""
+@kept
+def _tensors(form: Form) -> tuple[list[_Tensor], list[_Tensor]]:
+    """Return what an Exchange sends, and what it receives; nothing of other ops."""
+    if not isinstance(form.op, ops.Exchange):
+        return [], []
+    program = alone(form)
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._known: dict[View, _Tensor] = {}
+    def tensors(messages: tuple[ops.Message, ...]) -> list[_Tensor]:
+        buffers = [(view, program.buffers[view.buffer]) for _, view in messages]
+        return [_Tensor(buffer.dims, view.shape, buffer.dtype, program.nbytes(view)) for view, buffer in buffers]
 
-    def of(self, view: View) -> _Tensor:
-        """Return what a view is."""
-        if view not in self._known:
-            buffer = self._program.buffers[view.buffer]
-            self._known[view] = _Tensor(buffer.dims, view.shape, buffer.dtype, self._program.nbytes(view))
-        return self._known[view]
+    return tensors(form.op.sends), tensors(form.op.recvs)
+
+
+class _Side(NamedTuple):
+    """What one Exchange sends to one peer, or receives from it, in the order of the messages."""
+
+    key: Key
+    views: list[View]
+    tensors: list[_Tensor]
+
+
+def _sides_of(key: Key, messages: tuple[ops.Message, ...], tensors: list[_Tensor]) -> dict[int, _Side]:
+    """Return the sides of an Exchange, by peer."""
+    found: dict[int, _Side] = {}
+    for (peer, view), tensor in zip(messages, tensors, strict=True):
+        if peer not in found:
+            found[peer] = _Side(key, [], [])
+        found[peer].views.append(view)
+        found[peer].tensors.append(tensor)
+    return found
+
+
+def _transfers(
+    schedule: Schedule, sends: dict[tuple[str, int, int], list[_Side]], recvs: dict[tuple[str, int, int], list[_Side]]
+) -> Iterator[Transfer]:
+    for channel in sorted(sends.keys() | recvs.keys()):
+        name, source, target = channel
+        out, into = sends.get(channel, []), recvs.get(channel, [])
+        if len(out) != len(into):
+            raise ScheduleError(
+                f"communicator {name!r}: rank {source} sends {len(out)} times to rank {target}, which receives "
+                f"{len(into)} times; every Exchange needs its counterpart"
+            )
+        for (sender, sent, sizes), (receiver, received, wanted) in zip(out, into, strict=True):
+            if sizes != wanted:
+                raise ScheduleError(
+                    f"{describe(schedule, sender)} sends {_spell(sizes)} but {describe(schedule, receiver)} receives "
+                    f"{_spell(wanted)}"
+                )
+            nbytes = sum([size.nbytes for size in sizes])
+            yield Transfer(sender, receiver, tuple(zip(sent, received, strict=True)), nbytes)
 
 
 def _spell(tensors: list[_Tensor]) -> str:

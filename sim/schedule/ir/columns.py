@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.kept import kept
 from sim.schedule.ir.forms import Form, Formed
 from sim.schedule.ir.ops import HostSync
 
@@ -37,32 +38,35 @@ class Columns(NamedTuple):
     """Of all ops, each op's reads before its writes, in the order of its fields."""
 
 
-def columns_of(ops: Sequence[Formed]) -> Columns:
+def columns_of(ops: Formed) -> Columns:
     """Return the columns of ops; raises OverflowError for boxes that have no place in an array."""
     streams: dict[str, int] = {}
-    places: dict[Form, list[int]] = {}  # among its views, of all that a form reads and writes
-    first: dict[Form, int] = {}  # row of a form among those of all forms
-    rows: list[tuple[int, int, list[int]]] = []
-    for form in dict.fromkeys([form for form, _ in ops]):
-        streams.setdefault(form.op.stream, len(streams))
-        places[form], first[form] = [*form.reads, *form.writes], len(rows)
-        rows += [(0, 0, edges(form.boxes[place])) for place in form.reads]
-        rows += [(0, 1, edges(form.boxes[place])) for place in form.writes]
-    of_forms = np.zeros(len(rows), ACCESS)
-    if rows:
-        of_forms["buffer"], of_forms["writes"], of_forms["box"] = (list(column) for column in zip(*rows, strict=True))
-    counts = np.array([len(places[form]) for form, _ in ops], INT)
+    of_forms = np.array([streams.setdefault(form.op.stream, len(streams)) for form in ops.forms], INT)
+    rows = [_accesses(form) for form in ops.forms]
+    counts = np.array([len(own) for own in rows], INT)[ops.which]
     ends = np.cumsum(counts, dtype=INT)
-    starts = np.array([first[form] for form, _ in ops], INT) - (ends - counts)
-    accesses = of_forms[np.repeat(starts, counts) + np.arange(counts.sum())]
-    accesses["buffer"] = [numbers[place] for form, numbers in ops for place in places[form]]
+    first = np.cumsum([0, *map(len, rows)])[ops.which]
+    accesses = together(rows, ACCESS)[np.repeat(first - (ends - counts), counts) + np.arange(counts.sum())]
+    accesses["buffer"] = np.array(ops.buffers, INT)[accesses["buffer"] + np.repeat(ops.starts, counts)]
+    syncs = {number: form.op.streams for number, form in enumerate(ops.forms) if isinstance(form.op, HostSync)}
     return Columns(
         streams=tuple(streams),
-        stream=np.array([streams[form.op.stream] for form, _ in ops], INT),
-        syncs=tuple((at, form.op.streams) for at, (form, _) in enumerate(ops) if isinstance(form.op, HostSync)),
+        stream=of_forms[ops.which],
+        syncs=tuple((at, syncs[form]) for at, form in enumerate(ops.which.tolist()) if form in syncs),
         access_ends=ends,
         accesses=accesses,
     )
+
+
+@kept
+def _accesses(form: Form) -> Array:
+    """Return what a form reads and writes, in place of buffers the places of its views."""
+    rows = [(place, 0, edges(form.boxes[place])) for place in form.reads]
+    rows += [(place, 1, edges(form.boxes[place])) for place in form.writes]
+    found = np.zeros(len(rows), ACCESS)
+    if rows:
+        found["buffer"], found["writes"], found["box"] = (list(column) for column in zip(*rows, strict=True))
+    return found
 
 
 def edges(slices: Iterable[tuple[int, int]]) -> list[int]:

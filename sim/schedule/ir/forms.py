@@ -8,7 +8,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from sim.schedule.ir.declare import operands, views_in
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.schedule.ir.declare import operands, rebound
 from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Slices, Split, View
 
@@ -18,30 +21,57 @@ class Form:
     differ in nothing else but labels and peers. Forms are equal where they are the same object.
     """
 
-    def __init__(self, op: Op, views: Sequence[View]) -> None:
-        self.op = op
-        """The first op of this form that was seen."""
+    def __init__(self, op: Op, views: Sequence[View], buffers: Sequence[Buffer]) -> None:
+        numbers = [view.buffer for view in views]
+        own = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+        self.op = rebound(op, own)
+        """The first op of this form that was seen, on ``buffers``."""
+        self.buffers = [buffers[number] for number in own if 0 <= number < len(buffers)]
+        """Those of the views of that op, each once; fewer where a view is of none."""
+        self.places = [numbers.index(number) for number in own]
+        """Of each buffer the place of its first view among all views."""
         self.reads, self.writes = ([_place(view, views) for view in some] for some in (op.reads, op.writes))
         """The places of what it reads and writes among its views."""
         self.boxes: list[Slices] = [view.slices for view in views]
 
 
 class Formed(NamedTuple):
-    """An op as a form on some buffers."""
+    """Ops as forms on some buffers."""
 
-    form: Form
-    buffers: Sequence[int]
-    """The numbers of the buffers of its views."""
+    forms: list[Form]
+    """Each once, in the order of its first op."""
+    which: NDArray[np.intp]
+    """(ops,): the number of each op's form."""
+    buffers: list[int]
+    """The numbers of the buffers of the views of all ops, one op after the other."""
+
+    @property
+    def starts(self) -> NDArray[np.intp]:
+        """(ops,): where the views of each op begin among those of all."""
+        counts = np.array([len(form.boxes) for form in self.forms], np.intp)[self.which]
+        found: NDArray[np.intp] = np.cumsum(counts) - counts
+        return found
 
 
-def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Formed]:
+def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Formed:
     """Return ops by their forms; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
     like: dict[int, Hashable] = dict(enumerate(buffers))
     like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
-    return [_formed(op, like) for op in ops]
+    found: list[Form] = []
+    numbers: dict[Hashable, int] = {}
+    which, of_views = list[int](), list[int]()
+    for op in ops:
+        views, key = _described(op, like)
+        if key not in numbers:
+            numbers[key] = len(found)
+            found.append(_FORMS.get(key) or _FORMS.setdefault(key, Form(op, views, buffers)))
+        which.append(numbers[key])
+        of_views += [view.buffer for view in views]
+    return Formed(found, np.array(which, np.intp), of_views)
 
 
-def _formed(op: Op, like: Mapping[int, Hashable]) -> Formed:
+def _described(op: Op, like: Mapping[int, Hashable]) -> tuple[list[View], Hashable]:
+    """Return the views of an op, and what all ops of its form have in common."""
     kind = type(op)
     values, others = _getters(kind)
     views: list[View] = []
@@ -56,16 +86,12 @@ def _formed(op: Op, like: Mapping[int, Hashable]) -> Formed:
             views.append(value.view)
             cuts.append((value.dim, value.parts, value.sizes))
         else:
-            views += views_in(value)
+            views += [one if type(one) is View else one.view for one in value]
             cuts.append(len(value))
     numbers = [view.buffer for view in views]
     shared = () if len(set(numbers)) == len(numbers) else tuple([numbers.index(number) for number in numbers])
     boxes = tuple([view.slices for view in views])
-    key = (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
-    form = _FORMS.get(key)
-    if form is None:
-        form = _FORMS.setdefault(key, Form(op, views))
-    return Formed(form, numbers)
+    return views, (kind, others(op), tuple(cuts), shared, boxes, tuple([like.get(number) for number in numbers]))
 
 
 _FORMS: WeakValueDictionary[Hashable, Form] = WeakValueDictionary()

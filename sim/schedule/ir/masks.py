@@ -222,6 +222,7 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
     return total
 
 
+@lru_cache(maxsize=65536)
 def block_band(band: Band, queries: Span, keys: Span) -> Band | None:
     """Return the band in row and column indices of the block ``queries`` x ``keys``; None if it keeps no pair.
 

@@ -22,10 +22,11 @@ import numpy as np
 
 from sim.errors import InputError
 from sim.garbage import garbage_collection_off
+from sim.kept import kept
 from sim.mesh import Mesh
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
 from sim.schedule.ir.declare import rebound
-from sim.schedule.ir.forms import Formed, formed
+from sim.schedule.ir.forms import Form, Formed, formed
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Communication, Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
@@ -110,7 +111,8 @@ class Fragment:
     @cached_property
     def communication(self) -> list[int]:
         """Which of its ops are communication."""
-        return [at for at, op in enumerate(self.ops) if isinstance(op, Communication)]
+        forms, which, _ = self.formed
+        return np.flatnonzero(np.array([isinstance(form.op, Communication) for form in forms], bool)[which]).tolist()
 
     @cached_property
     def digest(self) -> bytes:
@@ -124,7 +126,7 @@ class Fragment:
         return found.digest()
 
     @cached_property
-    def formed(self) -> list[Formed]:
+    def formed(self) -> Formed:
         """Its ops by their forms."""
         of, inputs = self.shared.alone, {port.view.buffer: port.tensor for port in self.inputs}
         return formed(self.ops, self.own, inputs) if of is self else of.formed
@@ -300,7 +302,7 @@ class Program:
         return joined([(call.fragment.columns, call.numbers) for call in self.calls])
 
     @cached_property
-    def formed(self) -> list[Formed]:
+    def formed(self) -> Formed:
         """All ops by their forms, as of all that the program does with its buffers."""
         if len(self.calls) == 1:
             return self.calls[0].fragment.formed
@@ -357,6 +359,14 @@ class Program:
         return isinstance(other, Program) and _fields(self) == _fields(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@kept
+def alone(form: Form) -> Program:
+    """Return a program that does nothing but the op of a form, on buffers of its own: what holds of that op in it holds
+    of all ops of this form.
+    """
+    return Program(rank=0, buffers=form.buffers, ops=[form.op])
 
 
 class _Written(Data, frozen=True, kw_only=True):

@@ -56,14 +56,14 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return tuple([stop - start for start, stop in self.slices])
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> View:
-        slices = list(self.slices)
+        slices = self.slices
         for at, part in enumerate(key if isinstance(key, tuple) else (key,)):
             if part.start is not None or part.stop is not None:
                 start, stop = slices[at]
                 begin, end, _ = part.indices(stop - start)
-                slices[at] = start + begin, start + end
-        cut = tuple(slices)
-        return self if cut == self.slices else View(self.buffer, cut)
+                if end - begin != stop - start:
+                    slices = (*slices[:at], (start + begin, start + end), *slices[at + 1 :])
+        return self if slices is self.slices else View(self.buffer, slices)
 
 
 class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, reduce
-from typing import assert_never
+from typing import Any, assert_never
 
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
@@ -45,6 +45,8 @@ class AbstractPlayer(Interpreter):
         self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
         """The op that is being played."""
+        self._writers: dict[type[ops.Op], Callable[[AbstractMemory, Any], None]] = {}
+        """What writes what a kernel of each kind makes that was met."""
         self.memory = [AbstractMemory(program, self._rules) for program in self._programs]
 
     def run(self) -> None:
@@ -68,29 +70,45 @@ class AbstractPlayer(Interpreter):
 
     def _run(self, memory: AbstractMemory, op: ops.Kernel | ops.HostAdamW) -> None:
         """Write what a kernel makes of what it reads."""
+        write = self._writers.get(type(op)) or self._writers.setdefault(type(op), self._writer(op))
+        write(memory, op)
+
+    def _writer(self, op: ops.Kernel | ops.HostAdamW) -> Callable[[AbstractMemory, Any], None]:
+        """Return what writes what kernels of the kind of this one make."""
         if isinstance(op, ops.AttentionKernel):
-            self._attention(memory, op)
-        elif isinstance(op, ops.LinearKernel):
-            self._linear(memory, op)
-        elif isinstance(op, ops.Zero | ops.Hold):
-            list(map(memory.zero, op.writes))  # none of the latter
-        elif isinstance(op, ops.Copy):
-            found = memory.read_parts(op.source)
-            memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
-        elif isinstance(op, ops.Fold):
-            found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-            folded = [reduce(sum_of, found[i : i + each]) for i in range(0, len(found), each)]
-            memory.write_parts(op.target, folded)
-        elif isinstance(op, ops.TokenKernel | ops.Accumulate):
-            self._equation(memory, op)
-        elif isinstance(op, ops.TiledKernel):
-            self._tiled(memory, op)
-        elif isinstance(op, ops.StateKernel | ops.HostAdamW):
-            made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
-            for view, pieces in zip(op.writes, made, strict=True):
-                memory.write(view, pieces)
-        else:
-            assert_never(op)
+            return self._attention
+        if isinstance(op, ops.LinearKernel):
+            return self._linear
+        if isinstance(op, ops.Zero | ops.Hold):
+            return self._zero
+        if isinstance(op, ops.Copy):
+            return self._copy
+        if isinstance(op, ops.Fold):
+            return self._fold
+        if isinstance(op, ops.TokenKernel | ops.Accumulate):
+            return self._equation
+        if isinstance(op, ops.TiledKernel):
+            return self._tiled
+        if isinstance(op, ops.StateKernel | ops.HostAdamW):
+            return self._state
+        assert_never(op)
+
+    def _zero(self, memory: AbstractMemory, op: ops.Zero | ops.Hold) -> None:
+        list(map(memory.zero, op.writes))  # none of the latter
+
+    def _copy(self, memory: AbstractMemory, op: ops.Copy) -> None:
+        found = memory.read_parts(op.source)
+        memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
+
+    def _fold(self, memory: AbstractMemory, op: ops.Fold) -> None:
+        found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
+        folded = [reduce(sum_of, found[i : i + each]) for i in range(0, len(found), each)]
+        memory.write_parts(op.target, folded)
+
+    def _state(self, memory: AbstractMemory, op: ops.StateKernel | ops.HostAdamW) -> None:
+        made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
+        for view, pieces in zip(op.writes, made, strict=True):
+            memory.write(view, pieces)
 
     def _attention(self, memory: AbstractMemory, op: ops.AttentionKernel) -> None:
         """Write what a kernel of softmax attention makes of what it reads."""

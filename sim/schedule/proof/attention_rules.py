@@ -17,6 +17,7 @@ from sim.schedule.proof.contents import (
     FAR,
     HEADS,
     TOKENS,
+    Box,
     Content,
     Piece,
     Seen,
@@ -84,7 +85,7 @@ class AttentionRules(NamedTuple):
             if name not in {"q", "k", "v"}:
                 self.same_queries(name, q, pieces)
         dq: list[Piece] = []
-        sums: dict[Piece, Content] = {}
+        sums: dict[Box, Content] = {}
         block = self._at_parts(q, k, band)
         for piece, keys, offset in self._blocks(block, ratio):
             queries = piece.content
@@ -100,13 +101,14 @@ class AttentionRules(NamedTuple):
                 part = key.clipped(replaced(key.box, HEADS, (first // ratio, -(-last // ratio))))
                 assert part is not None
                 low, width = offset + first % ratio, min(ratio, last - first)
-                summed = sums.get(part) or Content("dk", part.content.layer, part.content.at)
-                sums[part] = seeing(summed, queries.tokens, Span(low, low + width)) if meets else summed
+                summed = sums.get(part.box) or Content("dk", part.content.layer, part.content.at)
+                sums[part.box] = seeing(summed, queries.tokens, Span(low, low + width)) if meets else summed
             dq.append(Piece(piece.box, partial))
-        dk = [Piece(part.box, content) for part, content in sums.items()]
-        seen = {replaced(piece.box, HEADS, (0, 0)) for piece in dk}
-        left = [key for key in block.k if replaced(key.box, HEADS, (0, 0)) not in seen]  # that meet no queries
-        dk += [Piece(key.box, Content("dk", key.content.layer, key.content.at)) for key in left]
+        dk = [Piece(box, content) for box, content in sums.items()]
+        if not isinstance(band, Band):
+            seen = {replaced(piece.box, HEADS, (0, 0)) for piece in dk}
+            left = [key for key in block.k if replaced(key.box, HEADS, (0, 0)) not in seen]  # that meet no queries
+            dk += [Piece(key.box, Content("dk", key.content.layer, key.content.at)) for key in left]
         return dq, dk, [Piece(box, Content("dv", layer, at, seen)) for box, (_, layer, at, seen) in dk]
 
     def same_queries(self, name: str, queries: list[Piece], pieces: list[Piece]) -> None:
@@ -154,18 +156,18 @@ class AttentionRules(NamedTuple):
         """Return the operands of a block; cut where its parts begin and end if these leave out some of what the mask
         keeps, which is attended elsewhere then.
         """
-        size, near = (_extent(q), _extent(k)), _near(self.mask, q, k, band)
+        whole = _Operands(q, k, band, near=_near(self.mask, q, k, band))
         if isinstance(band, Band) or all(
-            _keeps(self.mask, band, (x.content.tokens, y.content.tokens), (x.box[TOKENS][0], y.box[TOKENS][0]), size)
-            for x, others in zip(q, near, strict=True)
+            _keeps(self.mask, band, (x.content.tokens, y.content.tokens), (x.box[TOKENS][0], y.box[TOKENS][0]), whole)
+            for x, others in zip(q, whole.near, strict=True)
             for y in others
         ):
-            return _Operands(q, k, band, size, near)
+            return whole
         rows, columns = (
             sorted({edge for span in spans for edge in (span.start, span.stop)})
             for spans in ([part.rows for part in band], [part.columns for part in band])
         )
-        return _Operands(_cut(q, rows), _cut(k, columns), band, size, apart=True)
+        return _Operands(_cut(q, rows), _cut(k, columns), band, apart=True)
 
     def _blocks(self, block: _Operands, ratio: int) -> Iterator[tuple[Piece, list[Piece], int]]:
         """Yield pieces of q, each with the pieces of k for all of its heads and with the number, within the group of
@@ -205,7 +207,7 @@ class AttentionRules(NamedTuple):
                         )
                     offsets.add(offset)
                     row, column = piece.box[TOKENS][0], key.box[TOKENS][0]
-                    if not _keeps(self.mask, local, (mine.tokens, other.tokens), (row, column), block.size):
+                    if not _keeps(self.mask, local, (mine.tokens, other.tokens), (row, column), block):
                         raise ScheduleError(
                             f"{brief(piece.content)} attends to keys {spell(key.content.tokens)} with {local}, "
                             f"which is not what the mask {self.mask} keeps of them"
@@ -221,11 +223,15 @@ class _Operands(NamedTuple):
     q: list[Piece]
     k: list[Piece]
     band: Local
-    size: tuple[int, int]
     near: Sequence[list[Piece]] = ()
     """Per piece of the queries those of the keys that mask or band may keep some of; the others meet in neither."""
     apart: bool = False
     """Whether only pairs within one part are attended here: pieces then end where parts do."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many rows and columns hold something."""
+        return _extent(self.q), _extent(self.k)
 
     def met_by(self, number: int) -> tuple[list[Piece], list[Local]]:
         """Return the keys that a piece of the queries attends to, and by which mask each."""
@@ -295,16 +301,17 @@ def _extent(pieces: list[Piece]) -> int:
     return max((piece.box[TOKENS][1] for piece in pieces), default=0)
 
 
-def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, int], size: tuple[int, int]) -> bool:
-    """Return whether a block of some size keeps what the mask keeps of tokens that lie at a row and a column; raises
+def _keeps(mask: Mask, local: Local, tokens: tuple[Span, Span], at: tuple[int, int], block: _Operands) -> bool:
+    """Return whether a part of a block keeps what the mask keeps of tokens that lie at a row and a column; raises
     Unclassed where that depends on the member of a class.
     """
-    if any(span.stop > FAR // 2 for span in tokens):
+    if max(tokens[0].stop, tokens[1].stop) > FAR // 2:
         raise Unclassed
     if isinstance(mask, Band) and isinstance(local, Band):
         return keeps_mask(mask, local, *tokens, at[0] - at[1])
     if isinstance(local, Band):
-        local = (DocumentBlock(Span(0, size[0]), Span(0, size[1]), local),)
+        rows, columns = block.size
+        local = (DocumentBlock(Span(0, rows), Span(0, columns), local),)
     return keeps_parts(mask, local, *tokens, *at)
 
 

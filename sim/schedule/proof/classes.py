@@ -47,7 +47,8 @@ def classes_of(schedule: Schedule) -> Classes:
     def outline(program: Program) -> Hashable:
         formed = program.formed  # of ranks that share their fragments the same
         if id(formed) not in known:
-            alike = tuple([(_outline(form), *numbers) for form, numbers in formed])
+            outlines = list(map(_outline, formed.forms))
+            alike = tuple([outlines[form] for form in formed.which.tolist()]), tuple(formed.buffers)
             known[id(formed)] = alike, tuple([(one.dims, one.shape, one.dtype, one.place) for one in program.buffers])
         ports = [(port.tensor, port.layer, port.view) for port in (*program.inputs, *program.outputs)]
         return known[id(formed)], len(program.inputs), ports

@@ -179,10 +179,13 @@ def _continued(a: Span, b: Span) -> Span | None:
 
 
 def common(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
-    """Yield the parts of two operands that lie at the same place."""
-    if [piece.box for piece in a] == [piece.box for piece in b]:  # most; pieces of one operand share nothing
-        yield from zip(a, b, strict=True)
-        return
+    """Return the parts of two operands that lie at the same place."""
+    if [box for box, _ in a] == [box for box, _ in b]:  # most; pieces of one operand share nothing
+        return zip(a, b, strict=True)
+    return _crossing(a, b)
+
+
+def _crossing(a: list[Piece], b: list[Piece]) -> Iterator[tuple[Piece, Piece]]:
     for x in a:
         for y in b:
             left, right = x.clipped(y.box), y.clipped(x.box)

@@ -6,6 +6,8 @@ import math
 from functools import cache, lru_cache
 from itertools import combinations
 
+import numpy as np
+
 from sim.errors import ScheduleError
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
@@ -36,12 +38,12 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     kept = {port.view.buffer: port.tensor for port in program.inputs}
     updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
-    ops_of, formed = program.ops, program.formed
-    places = {form: index for index, (form, _) in reversed(list(enumerate(formed)))}  # the first op of each
-    exchanges = {form for form in places if isinstance(form.op, ops.Exchange)}  # whose peers are no part of it
-    peers = [index for index, (form, _) in enumerate(formed) if form in exchanges] if exchanges else []
-    for index in sorted({*places.values(), *peers}):
-        op, (form, _) = ops_of[index], formed[index]
+    ops_of, (forms, which, _) = program.ops, program.formed
+    exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)  # whose peers are no part of it
+    looked_at = exchanges[which]
+    looked_at[np.unique(which, return_index=True)[1]] = True  # the first op of each
+    for index in np.flatnonzero(looked_at).tolist():
+        op, form = ops_of[index], forms[which[index]]
         problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
             sound.add(form)

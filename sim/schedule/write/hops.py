@@ -89,8 +89,8 @@ def hop(
     overlap: bool,
 ) -> None:
     """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
-    ring, position = over.group_of(builder.rank), over.position(builder.rank)
-    size = len(ring)
+    ring = over.group_of(builder.rank)
+    size, position = len(ring), ring.index(builder.rank)
     target, source = ring[(position + way) % size], ring[(position - way) % size]
     sent, taken = (_packs(builder, views) if over.packed else list(views) for views in (here, there))
     sends, recvs = [Message(target, view) for view in sent], [Message(source, view) for view in taken]
