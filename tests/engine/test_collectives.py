@@ -85,10 +85,10 @@ def test_one_rank_moves_nothing(kind: CollectiveName) -> None:
     assert found.latency_s == 0
 
 
-def test_a_way_over_a_new_kind_of_link_is_named() -> None:
+def test_a_way_over_a_new_kind_of_link_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = machine(1)
     links = cluster.route(0, 1).load(8)
-    for link in links:
-        cluster.resources[link] = cluster.resources[link]._replace(group="optical")
+    renamed = [one._replace(group="optical") if at in links else one for at, one in enumerate(cluster.resources)]
+    monkeypatch.setattr(cluster, "resources", renamed)
     with pytest.raises(InputError, match="no name for a way over optical: they know nic, nvlink, pcie, loopback; add"):
         link_name(links, cluster)
