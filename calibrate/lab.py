@@ -6,14 +6,11 @@ rates, and on other networks, follow from the rates alone.
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -23,17 +20,15 @@ import torch.distributed as dist
 from calibrate.interference import short_cases
 from calibrate.kernels import RepeatedKernel
 from calibrate.lab_network import lab_network
-from calibrate.links import LinkCase, LinkKernel, link_schedule, time_link
+from calibrate.links import LinkCase, LinkKernel, LinkTimes, time_link
 from runtime.execution.groups import start_together
 from runtime.lab.lab import Lab
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from runtime.run import ScheduleRun
 from sim.engine.cost import measured_cluster
 from sim.errors import InputError
 from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.ir.program import Program
-from sim.schedule.proof.check import check
 from sim.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 from topology.lab import PAYLOAD, lab_spec
@@ -43,11 +38,10 @@ SET_BYTES_PER_S = 25e6
 """200 Mbit/s: low enough that no core limits a transfer, high enough that large ones take little time."""
 _SIZES = (12, 16, 19, 21)
 """Powers of two of bytes: what takes a latency to what takes 0.1 s."""
-_CPU_CASE = LinkCase("exchange", 2**22, "idle")
 _FAST_BYTES_PER_S = 125e6
 """1 Gbit/s: where bytes, and not the timers and wake-ups of a link, are most of what a transfer takes of the cores."""
-_CPU_STEPS = 2
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_BESIDE = {SET_BYTES_PER_S: 2**20, _FAST_BYTES_PER_S: 2**22}
+"""Bytes that take some 40 ms at each rate, about as long as the attention beside which they are timed."""
 _CHECK_KERNEL_S, _CHECK_S = 0.1, 0.04
 """About how long a lap of the kernels of a check takes, and each of its transfers."""
 _CHECK_LAPS = 5
@@ -75,16 +69,17 @@ def calibrated_lab(
             for case in lab_cases():
                 advance(f"{case.label}, {count} ranks")
                 points.append(time_link(session, case, model, dtype).point)
-    per_byte = []
-    for bytes_per_s in (SET_BYTES_PER_S, _FAST_BYTES_PER_S):
-        advance(f"cores that transfers take at {bytes_per_s:g} B/s")
-        with _session(host, ranks, bytes_per_s) as session:
-            per_byte.append(core_seconds_per_byte(session, model, dtype))
     spec = lab_spec(measured_cluster(host), "flat", ranks, SET_BYTES_PER_S)
     assert spec.host
     assert spec.loopback
+    taken = []
+    for bytes_per_s, nbytes in _BESIDE.items():
+        advance(f"cores that transfers take at {bytes_per_s:g} B/s")
+        with _session(host, ranks, bytes_per_s) as session:
+            timed = time_link(session, LinkCase("exchange", nbytes, "busy"), model, dtype)
+            taken.append(cores_taken(timed, spec.host.cores))
     least_s = min(point.median_s for point in points if point.kernel == "exchange")
-    cores, s_per_byte = cores_of(*per_byte)
+    cores, s_per_byte = cores_by_rate(*taken)
     spec = msgspec.structs.replace(
         spec,
         loopback=msgspec.structs.replace(spec.loopback, latency_s=least_s),
@@ -124,47 +119,31 @@ def _session(host: Profile, ranks: int, bytes_per_s: float) -> Iterator[Session]
         yield session
 
 
-def cores_of(slow: float, fast: float) -> tuple[float, float]:
-    """Return the cores that one side of a running transfer takes at any rate, and what a byte takes beside that, from
-    the core-seconds that a byte took at both rates.
+def cores_taken(timed: LinkTimes, cores: float) -> float:
+    """Return the cores that one side of a running exchange takes from kernels of all ranks, each of which sends and
+    receives: what all cores lose of the time that attention takes there, while the exchange runs. That counts the
+    interrupts in the midst of kernels, and caches that are filled again, which no thread's clock shows.
+    """
+    ranks, _ = timed.point.shape
+    lost_s = max(statistics.median(timed.lost_s), 0.0)
+    return lost_s / timed.point.median_s * min(cores, ranks) / (2 * ranks)
 
-    >>> cores, s_per_byte = cores_of(0.05 / 25e6 + 1e-9, 0.05 / 125e6 + 1e-9)
+
+def cores_by_rate(slow: float, fast: float) -> tuple[float, float]:
+    """Return the cores that one side of a running transfer takes at any rate, and what a byte takes beside that, from
+    what it took at both rates.
+
+    >>> cores, s_per_byte = cores_by_rate(0.05 + 25e6 * 1e-9, 0.05 + 125e6 * 1e-9)
     >>> round(cores, 6), round(s_per_byte, 15)
     (0.05, 1e-09)
     """
-    busy = slow * SET_BYTES_PER_S, fast * _FAST_BYTES_PER_S
-    per_byte = max((busy[1] - busy[0]) / (_FAST_BYTES_PER_S - SET_BYTES_PER_S), 0.0)
-    return max(busy[0] - per_byte * SET_BYTES_PER_S, 0.0), per_byte
+    per_byte = max((fast - slow) / (_FAST_BYTES_PER_S - SET_BYTES_PER_S), 0.0)
+    return max(slow - per_byte * SET_BYTES_PER_S, 0.0), per_byte
 
 
 def lab_cluster(profile: Profile, network: str, ranks: int, bytes_per_s: float) -> ClusterSpec:
     """Return a network of a lab at a rate, on the machine that a lab's profile was measured on."""
     return lab_spec(measured_cluster(profile), network, ranks, bytes_per_s)
-
-
-def core_seconds_per_byte(session: Session, model: ModelSpec, dtype: Dtype) -> float:
-    """Return what a core takes for a byte that a rank sends or receives: time of the threads that carry it, and of the
-    kernel's interrupts, during large exchanges.
-    """
-    run = ScheduleRun(session, check(link_schedule(_CPU_CASE, session.ranks, model, dtype)))
-    run.step()
-    before_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds()
-    rows = [row for _ in range(_CPU_STEPS) for row in run.step().trace.rows]
-    taken_s = math.fsum(session.call(_carrying_s)) + _interrupt_seconds() - before_s
-    run.close()
-    sent = _CPU_CASE.nbytes * sum(row.stream == "link" for row in rows)
-    return taken_s / (2 * sent)
-
-
-def _carrying_s(_: RankContext) -> float:
-    """Return the time on a core of all threads of a rank but this one, which computes."""
-    return time.process_time() - time.thread_time()
-
-
-def _interrupt_seconds() -> float:
-    """Return what all cores have spent on interrupts, hard and soft: those forward what a network carries."""
-    fields: list[str] = Path("/proc/stat").read_text().splitlines()[0].split()
-    return (int(fields[6]) + int(fields[7])) * _TICK_S
 
 
 class Checked(NamedTuple):

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.lab import cores_of, goodput, require_calibrated
+from calibrate.lab import cores_by_rate, cores_taken, goodput, require_calibrated
+from calibrate.links import LinkTimes
 from experiments.evidence.headlines import headlines
 from experiments.evidence.kept import Kept
 from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, lab_cells, read_lab
@@ -20,7 +21,7 @@ from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main
 from runtime.lab.lab import why_not
 from sim.errors import InputError
-from sim.profile import Profile, load_profile, save_profile
+from sim.profile import Point, Profile, load_profile, save_profile
 
 A100 = str(Path(__file__).parents[2] / "sim" / "profiles" / "a100-sxm.json")
 QUIET = ((1.0, 2.0), (1.04, 1.97))
@@ -156,11 +157,15 @@ def test_cells_of_schedules_with_two_degrees_are_of_both_placements() -> None:
     assert {cell.method for cell in cells} == {"ring", "usp ulysses-inner", "usp ring-inner"}
 
 
-def test_what_a_transfer_takes_of_the_cores_is_what_two_rates_show() -> None:
-    """What would be negative is nothing: a byte that costs less at the higher rate costs only what any time costs."""
-    cores, per_byte = cores_of(2e-9, 0.4e-9)
-    assert (cores, per_byte) == (0.05, 0.0)
-    assert cores_of(0.0, 0.0) == (0.0, 0.0)
+def test_a_transfer_takes_of_the_cores_what_attention_loses_there() -> None:
+    """Four ranks on two cores: 8 ms of 40 on each core are 0.4 cores in all, of eight sides. What would be negative is
+    nothing: a byte that costs less at the higher rate costs only what any time costs.
+    """
+    times = {"median_s": 0.04, "mean_s": 0.04, "low_s": 0.04, "high_s": 0.04, "runs": 4}
+    point = Point(kernel="exchange", dtype="fp32", shape=(4, 2**20), condition="busy", nbytes=2**20, **times)
+    assert cores_taken(LinkTimes(point, [0.007, 0.009, 0.1, -0.001], []), 2.0) == pytest.approx(0.05)
+    assert cores_taken(LinkTimes(point, [-0.001], []), 2.0) == 0.0
+    assert cores_by_rate(0.05, 0.01) == (0.05, 0.0)
 
 
 def test_a_record_comes_back_and_fills_a_page(tmp_path: Path) -> None:
