@@ -133,7 +133,9 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
         enter(seat.network)
     device = torch.device("cpu") if seat.kind == "cpu" else torch.device(seat.kind, number)
     if device.type == "cpu" and seat.one_host and hasattr(os, "sched_setaffinity"):  # which macOS lacks
-        os.sched_setaffinity(0, cores_of(seat.rank, seat.ranks, sorted(os.sched_getaffinity(0))))
+        here = sorted(os.sched_getaffinity(0))
+        if seat.ranks <= len(here) or seat.network:
+            os.sched_setaffinity(0, cores_of(seat.rank, seat.ranks, here))
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CONNECTIONS)  # which CUDA reads when it starts
         torch.cuda.set_device(device)
@@ -151,10 +153,11 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
 
 
 def cores_of(rank: int, ranks: int, cores: Sequence[int]) -> list[int]:
-    """Return the cores of a rank: a share of its own, or one that it has in common with the same ranks at all times.
+    """Return the cores that a rank is bound to, as launchers do (Open MPI, ``--bind-to core``): a share of its own, or
+    one that it has in common with the same ranks at all times.
 
-    Launchers bind processes like this (Open MPI, ``--bind-to core``). Left to itself, Linux now and then keeps three of
-    four ranks on one of two cores for 0.1 s.
+    Left to itself, Linux lets threads of transfers push kernels about, and now and then keeps three of four ranks of a
+    lab on one of two cores. Outside of a lab more ranks than cores stay free: they are to take turns on all of them.
 
     >>> [cores_of(rank, 2, range(5)) for rank in range(2)]
     [[0, 1, 2], [3, 4]]

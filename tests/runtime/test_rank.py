@@ -111,8 +111,10 @@ def cores_of_rank(_: RankContext) -> list[int]:
 
 @pytest.mark.gloo
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
-def test_ranks_are_bound_to_cores_that_they_share_with_the_same_ones(ranks: Callable[[int], Session]) -> None:
+def test_ranks_are_bound_to_cores_of_their_own_where_there_are_enough(ranks: Callable[[int], Session]) -> None:
     here = sorted(os.sched_getaffinity(0))
     for size in (2, 4):
-        assert ranks(size).call(cores_of_rank) == [module.cores_of(rank, size, here) for rank in range(size)]
+        free = size > len(here)
+        wanted = [here if free else module.cores_of(rank, size, here) for rank in range(size)]
+        assert ranks(size).call(cores_of_rank) == wanted
     assert sorted(core for rank in range(2) for core in module.cores_of(rank, 2, here * 2)) == sorted(here * 2)
