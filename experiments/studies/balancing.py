@@ -30,7 +30,7 @@ from topology.host import num_cores
 
 QUESTION = "What do planners win on batches of documents of many lengths?"
 SEEDS = 1
-"""Batches of each distribution on the page; ``--seeds`` draws more, at some ten minutes of CPU time each."""
+"""Batches of each distribution on the page; ``--seeds`` draws more, at seven minutes of CPU time each."""
 _TOKENS = 128 * 1024
 _DISTRIBUTIONS = ("magi", "prolong", "wikipedia", "wlb-llm")
 _MACHINES = ("dgx-a100", "hgx-h100")
