@@ -292,8 +292,7 @@ def _facts(fragment: Fragment) -> _Facts:
             out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
             sides += [(index, over[number], 0, *sent) for sent in out.items()]
             sides += [(index, over[number], 1, *taken) for taken in into.items()]
-            largest = max((*of_form.sent, *of_form.taken), default=0)
-            exchanges.append((index, over[number], max(len(out), len(into)), largest))
+            exchanges.append((index, over[number], *largest_message(op, (*of_form.sent, *of_form.taken))))
         elif isinstance(op, ops.Collective):
             collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
     kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5)[which].T
@@ -465,13 +464,14 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
 
 
-def largest_message(op: ops.Exchange, program: Program) -> tuple[int, int]:
-    """Return how many peers an Exchange has, in the direction with more, and the bytes of its largest message.
+def largest_message(op: ops.Exchange, nbytes: Iterable[int]) -> tuple[int, int]:
+    """Return how many peers an Exchange has, in the direction with more, and the bytes of its largest message, of those
+    of all.
 
     What it sends to one and takes from another is on the same channels.
     """
     peers = max(len({peer for peer, _ in messages}) for messages in (op.sends, op.recvs))
-    return peers, max((program.nbytes(view) for _, view in (*op.sends, *op.recvs)), default=0)
+    return peers, max(nbytes, default=0)
 
 
 def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:

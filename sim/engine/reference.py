@@ -173,9 +173,8 @@ class _Player:
     def _held(self, key: Key, op: ops.Op) -> float:
         """Return the compute units that a communication op holds from its launch to its end."""
         if isinstance(op, ops.Exchange):
-            return self._cost.held_by_messages(
-                self._group(op.communicator, key[0]), *largest_message(op, self._programs[key[0]])
-            )
+            nbytes = [self._programs[key[0]].nbytes(view) for _, view in (*op.sends, *op.recvs)]
+            return self._cost.held_by_messages(self._group(op.communicator, key[0]), *largest_message(op, nbytes))
         assert isinstance(op, ops.Collective)
         return self._cost.held_by_collective(op.name, *self._calls(self._matching.group_of[key]))
 
