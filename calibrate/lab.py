@@ -125,8 +125,8 @@ def cores_taken(timed: LinkTimes, cores: float) -> float:
     interrupts in the midst of kernels, and caches that are filled again, which no thread's clock shows.
     """
     ranks, _ = timed.point.shape
-    lost_s = max(statistics.median(timed.lost_s), 0.0)
-    return lost_s / timed.point.median_s * min(cores, ranks) / (2 * ranks)
+    together_s = min(timed.point.median_s, statistics.median(timed.during_s))
+    return max(statistics.median(timed.lost_s), 0.0) / together_s * min(cores, ranks) / (2 * ranks)
 
 
 def cores_by_rate(slow: float, fast: float) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -64,6 +64,8 @@ class LinkTimes(NamedTuple):
     """Extra seconds of attention during the transfer compared with right after it; of busy cases."""
     handoff_s: list[float]
     """Seconds from the end of the transfer to the start of the kernel that waited for it; of idle cases."""
+    during_s: Sequence[float] = ()
+    """Seconds of attention during the transfer; of busy cases."""
 
 
 def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
@@ -115,7 +117,7 @@ def time_link(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtype) 
     )
     during, alone = ([row.busy_s for row in rows if row.label == label] for label in (_DURING, _ALONE))
     lost = [slow - fast for slow, fast in zip(during, alone, strict=True)]
-    return LinkTimes(point, lost, [] if lost else _handoffs(rows))
+    return LinkTimes(point, lost, [] if lost else _handoffs(rows), during)
 
 
 def _handoffs(rows: list[Row]) -> list[float]:

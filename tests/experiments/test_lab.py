@@ -158,13 +158,16 @@ def test_cells_of_schedules_with_two_degrees_are_of_both_placements() -> None:
 
 
 def test_a_transfer_takes_of_the_cores_what_attention_loses_there() -> None:
-    """Four ranks on two cores: 8 ms of 40 on each core are 0.4 cores in all, of eight sides. What would be negative is
-    nothing: a byte that costs less at the higher rate costs only what any time costs.
+    """Four ranks on two cores: 8 ms of 40 on each core are 0.4 cores in all, of eight sides; of 16 if attention ended
+    before the transfer did, 1.0 cores. What would be negative is nothing: a byte that costs less at the higher rate
+    costs only what any time costs.
     """
     times = {"median_s": 0.04, "mean_s": 0.04, "low_s": 0.04, "high_s": 0.04, "runs": 4}
     point = Point(kernel="exchange", dtype="fp32", shape=(4, 2**20), condition="busy", nbytes=2**20, **times)
-    assert cores_taken(LinkTimes(point, [0.007, 0.009, 0.1, -0.001], []), 2.0) == pytest.approx(0.05)
-    assert cores_taken(LinkTimes(point, [-0.001], []), 2.0) == 0.0
+    lost = [0.007, 0.009, 0.1, -0.001]
+    assert cores_taken(LinkTimes(point, lost, [], [0.05]), 2.0) == pytest.approx(0.05)
+    assert cores_taken(LinkTimes(point, lost, [], [0.016]), 2.0) == pytest.approx(0.125)
+    assert cores_taken(LinkTimes(point, [-0.001], [], [0.05]), 2.0) == 0.0
     assert cores_by_rate(0.05, 0.01) == (0.05, 0.0)
 
 
