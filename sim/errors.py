@@ -50,10 +50,10 @@ class LengthError(InputError):
             f"sequence length {seq} is no multiple of {multiple}: the nearest are {nearest}; set `seq`, or (under a "
             f"causal mask) `pad` to fill up with masked tokens"
         )
-        self._given = seq, multiple
+        self.seq, self.multiple = seq, multiple
 
     def __reduce__(self) -> tuple[type[LengthError], tuple[int, int]]:
-        return type(self), self._given  # worker processes send it to their parent
+        return type(self), (self.seq, self.multiple)  # worker processes send it to their parent
 
 
 class ScheduleError(InputError):

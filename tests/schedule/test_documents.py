@@ -17,6 +17,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.blocks import blocks
+from sim.setup.setup import Setup
 from sim.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused
@@ -87,9 +88,15 @@ def test_each_document_is_shared_out_alike(eighths: list[int], name: str, ranks:
 
 
 def test_a_document_that_does_not_divide_is_refused() -> None:
-    variant = VARIANTS["zigzag of each document"]
-    with pytest.raises(LengthError, match="12"):
-        variant.build(workload(documents=(12, 52)), variant.mesh(4, make_model()))
+    """By its number; padding the sequence would not help."""
+    variant, wrong = VARIANTS["zigzag of each document"], "document 1 has 12 tokens, no multiple of 8, which 4 ranks"
+    with pytest.raises(InputError, match=wrong) as caught:
+        variant.build(workload(documents=(40, 12, 12)), variant.mesh(4, make_model()))
+    assert not isinstance(caught.value, LengthError)
+    given = {"documents": (40, 12, 12), "set": {"schedule.sharding": "document"}, "scope": "attention"}
+    setup = Setup("zigzag", model="tiny", cluster="hgx-h100", gpus=4, pad=True, **given)
+    with pytest.raises(InputError, match=wrong):
+        setup.resolved()
 
 
 def test_the_host_waits_for_each_half_that_it_takes() -> None:

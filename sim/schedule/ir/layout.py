@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
-from sim.errors import LengthError
+from sim.errors import InputError, LengthError
 from sim.options import LayoutName, Sharding
 from sim.schedule.ir.masks import Span, Tokens
 from sim.workload import Workload
@@ -44,17 +44,23 @@ LAYOUTS: dict[LayoutName, Callable[[int, int], tuple[Tokens, ...]]] = {
 
 def laid_out(name: LayoutName, workload: Workload, parts: int, sharding: Sharding = "sequence") -> tuple[Tokens, ...]:
     """Return what lies on each of the ranks of a sequence, or of each of its documents in turn; raises LengthError
-    where its length, or that of a document, does not divide.
+    where its length does not divide, and InputError where that of a document does not: a longer sequence is no remedy.
     """
     if sharding == "sequence":
         return LAYOUTS[name](workload.seq, parts)
     lengths = workload.document_lengths
     *_, last = starts = [0, *accumulate(lengths[:-1])]
     sizes = (*lengths[:-1], workload.seq - last)
-    each = [
-        [tuple(span.moved(start) for span in tokens) for tokens in LAYOUTS[name](size, parts)]
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    try:
+        each = [
+            [tuple(span.moved(start) for span in tokens) for tokens in LAYOUTS[name](size, parts)]
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    except LengthError as error:
+        raise InputError(
+            f"document {sizes.index(error.seq)} has {error.seq} tokens, no multiple of {error.multiple}, which "
+            f"{parts} ranks need of each: fill it up in `documents`, or set `schedule.sharding` sequence"
+        ) from None
     return tuple(tuple(span for tokens in of_rank for span in tokens) for of_rank in zip(*each, strict=True))
 
 
