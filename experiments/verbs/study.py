@@ -17,8 +17,12 @@ from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
-from sim.errors import InputError
+from sim.errors import InputError, none_of
 from sim.files import require_outputs
+
+
+_WORDS = ("list", "claims", "all")
+"""What may stand in place of a name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ def study(command: Study, console: Console) -> None:
         return
     if command.markdown:
         raise InputError(f"`markdown` is of all studies: longstep study all, not {command.name}")
+    if command.name not in studies.names():
+        raise InputError(none_of("study", command.name, [*studies.names(), *_WORDS]))
     wanted = studies.study(command.name)
     html, svg = command.output(command.page, PAGE_FILE), command.output(command.figure, FIGURE_FILE)
     require_outputs([html, svg])
