@@ -20,7 +20,6 @@ from experiments.verbs.writes import Writes
 from sim.errors import InputError, none_of
 from sim.files import require_outputs
 
-
 _WORDS = ("list", "claims", "all")
 """What may stand in place of a name."""
 
