@@ -43,7 +43,7 @@ _SETTINGS = {
 }
 """Of every rank. A pause between steps is no reason to begin slowly again. Reno is in every kernel; nothing is lost
 here, so it only ever opens its window, where a control that paces by its own guess of the rate (bbr) is one more limit.
-Of each connection 64 KiB may wait at a link, so that connections take turns there, as queue pairs of an RDMA NIC do, and
+Of each connection 64 KiB may wait at a link, so that connections take turns, as queue pairs of an RDMA NIC do, and
 no message waits for megabytes of another: at 1 Gbit/s a zigzag layer then took 0.31 s for 0.35 s. With 32 KiB such a
 link stands idle at times.
 """
