@@ -19,12 +19,12 @@ from typing import NamedTuple
 import msgspec
 
 from runtime.lab.namespaces import enter, leave
-from runtime.lab.network import Network, burst_bytes
+from runtime.lab.network import Network, burst_bytes, window_bytes
 
 LINK = "link0"
 """The interface of a rank that has its address."""
 _QUEUE_BYTES = 2**26
-"""Of a link: nothing is ever dropped, as in a network without loss; TCP's windows are smaller."""
+"""Of a link: nothing is ever dropped, as in a network without loss; what connections have on the way is less."""
 _MOST_SEGMENT = 65536
 """Of what TCP hands to a link at once, and half a bucket at most: more than a bucket would be cut into frames, each of
 which wakes a timer and the receiver (at 200 Mbit/s that took cores five times as long); what nearly fills one would
@@ -39,13 +39,9 @@ _SETTINGS = {
     "ipv4/tcp_slow_start_after_idle": "0",
     "ipv4/tcp_no_metrics_save": "1",
     "ipv4/tcp_congestion_control": "reno",
-    "ipv4/tcp_limit_output_bytes": str(2**16),
 }
 """Of every rank. A pause between steps is no reason to begin slowly again. Reno is in every kernel; nothing is lost
 here, so it only ever opens its window, where a control that paces by its own guess of the rate (bbr) is one more limit.
-Of each connection 64 KiB may wait at a link, so that connections take turns, as queue pairs of an RDMA NIC do, and
-no message waits for megabytes of another: at 1 Gbit/s a zigzag layer then took 0.31 s for 0.35 s. With 32 KiB such a
-link stands idle at times.
 """
 
 
@@ -87,7 +83,8 @@ def build(network: Network) -> tuple[str, ...]:
     namespaces = {name: leave() for name in network.ranks} | dict.fromkeys(network.switches, switchboard)
     for name in network.ranks:
         enter(namespaces[name])
-        _set(_SETTINGS | {"ipv4/ip_forward": str(int(network.forwards))})
+        forwards, window = int(network.forwards), window_bytes(network)
+        _set(_SETTINGS | {"ipv4/ip_forward": f"{forwards}", "ipv4/tcp_wmem": f"4096 {window} {window}"})
     _in(switchboard, "ip", [f"link add {_bridge(network, one)} type bridge" for one in network.switches])
     _in(switchboard, "ip", [f"link set {_bridge(network, one)} up" for one in network.switches])
     interfaces: dict[tuple[str, str], str] = {}

@@ -25,6 +25,15 @@ LEAST_BURST_BYTES = 12 * 1514
 50 Mbit/s, so two frames at once, acknowledgements of 66 bytes took 2 % of the links.
 """
 
+WINDOW_S = 2e-3
+"""Of the slowest rate that a connection may have on the way: so connections take turns at a link, as queue pairs of an
+RDMA NIC do, and nothing waits for megabytes of another. gloo needs that more than NCCL: a receiver lets a sender begin
+by a note, which travels among the data. Without a limit an all-reduce over a thin link took 1.3 times as long, and a
+zigzag layer at 1 Gbit/s 0.35 s for 0.32 s.
+"""
+LEAST_WINDOW_BYTES = 2**16
+"""As many frames as one call of TCP hands over: with fewer it waits for acknowledgements within one."""
+
 
 class Wire(msgspec.Struct, frozen=True):
     """A cable between two places."""
@@ -77,3 +86,9 @@ class Network(msgspec.Struct, frozen=True):
 def burst_bytes(bytes_per_s: float) -> int:
     """Return what a link of a rate passes at once after a pause."""
     return max(int(bytes_per_s * BURST_S), LEAST_BURST_BYTES)
+
+
+def window_bytes(network: Network) -> int:
+    """Return what one connection may have on the way in a network, as TCP counts it."""
+    slowest = min((rate for wire in network.wires for rate in wire.bytes_per_s if rate is not None), default=0.0)
+    return max(int(slowest * WINDOW_S), LEAST_WINDOW_BYTES)

@@ -20,7 +20,7 @@ from runtime.execution.execute import _stretch
 from runtime.execution.verify import BOUNDS
 from runtime.lab import lab as lab_module
 from runtime.lab.lab import Lab, why_not
-from runtime.lab.network import BURST_S, Network, Wire, burst_bytes
+from runtime.lab.network import BURST_S, WINDOW_S, Network, Wire, burst_bytes, window_bytes
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
@@ -75,6 +75,13 @@ def test_ranks_forward_where_there_is_no_switch_between_them() -> None:
 def test_a_bucket_takes_some_frames_at_any_rate() -> None:
     assert burst_bytes(125e6) == 125e6 * BURST_S
     assert burst_bytes(125e3) == 12 * 1514
+
+
+def test_a_connection_has_so_much_on_the_way_as_the_slowest_link_takes_in_a_moment() -> None:
+    assert window_bytes(flat(2, 125e6)) == 125e6 * WINDOW_S
+    assert window_bytes(flat(2, 6.25e6)) == 2**16
+    slow = Wire(("rank0", "rank1"), (125e6, 6.25e6))
+    assert window_bytes(Network(("rank0", "rank1"), (), (slow,), (("rank0", "rank1"),) * 2)) == 2**16
 
 
 def test_without_root_or_programs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
