@@ -25,6 +25,9 @@ COST = 0.15
 CLOSE = 1.5
 """Factor of bandwidth by which the place where two schedules change order may be off."""
 
+ALIKE = 0.01
+"""Below that difference no placement is predicted to be faster, as on a network of one switch."""
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What all cells say together."""
@@ -138,7 +141,7 @@ class Order(NamedTuple):
 
 
 def placements(results: Iterable[LabResult]) -> list[Order]:
-    """Return which placement is faster, wherever both were measured."""
+    """Return which placement is faster, wherever both were measured and one is predicted to be."""
     grouped: dict[tuple[str, str, str], list[LabResult]] = {}
     for one in results:
         if one.cell.placement:
@@ -151,7 +154,7 @@ def placements(results: Iterable[LabResult]) -> list[Order]:
             min(some, key=lambda one: one.times.median_s).cell.placement,
         )
         for some in grouped.values()
-        if len(some) > 1
+        if max(one.predicted_s for one in some) > (1 + ALIKE) * min(one.predicted_s for one in some)
     ]
 
 

@@ -136,6 +136,8 @@ def test_placements_are_told_apart() -> None:
     (order,) = placements([inner, outer])
     assert (order.predicted, order.measured) == ("ulysses-inner", "ring-inner")
     assert "measured: wrong" in lab_lines(record([inner, outer]))[-1]
+    alike = result("usp", 50, 1.005, [1.2], placement="ring-inner", network="thin")
+    assert placements([inner, alike]) == []
 
 
 def test_a_fault_costs_what_it_costs_beside_the_same_without() -> None:
