@@ -50,7 +50,7 @@ from topology.lab import lab_spec
 if TYPE_CHECKING:
     from sim.setup.prediction import Prediction
 
-RATES, SCHEDULES, LENGTHS = "100,300,1000", "ring,zigzag,ulysses,usp,allgather", "1K,2K"
+RATES, SCHEDULES, LENGTHS = "200,1000", "ring,zigzag,ulysses,usp,allgather", "1K,2K"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
