@@ -39,7 +39,8 @@ class Programs:
         """End what has not ended; return what that was."""
         left = self.alive()
         deadline = time.monotonic() + 5
-        while left and time.monotonic() < deadline and all(program.poll() is not None for program in self._running):
+        running = {program.pid for program in self._running}
+        while left and time.monotonic() < deadline and not left & running:
             time.sleep(0.1)
             left = self.alive()
         for pid in left:
