@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.batches.batch import Rectangle
-from sim.schedule.ir.masks import Band, Span, count_pairs
+from sim.schedule.ir.masks import Band, Rectangle, Span, count_pairs
 
 Ints = NDArray[np.int64]
 _MEETINGS = 1 << 21

@@ -17,6 +17,7 @@ from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
+from sim.setup.masks import Kept, kept_of
 from sim.setup.names import one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
@@ -85,6 +86,8 @@ class Balance(NamedTuple):
     """One batch by several planners."""
 
     batch: Batch
+    mask: str
+    """What each document keeps of itself, as it was asked."""
     ranks: int
     found: list[Balanced]
     rows: Table
@@ -92,7 +95,7 @@ class Balance(NamedTuple):
     seconds: ``attention_s`` with all transfers, ``slowest_s`` and ``mean_s`` of kernels; ``skew`` is the slowest rank
     over the mean, of seconds, pairs and tokens; bytes are those that the rank receives forward that receives most."""
     notes: list[str]
-    """What the predicted seconds rest on, where the profile has nothing near."""
+    """That a mask is not simulated; and what the predicted seconds rest on, where the profile has nothing near."""
 
 
 def balance(
@@ -100,16 +103,19 @@ def balance(
     documents: Sequence[int],
     planners: Sequence[str] = tuple(PLANNERS),
     *,
+    mask: str = "causal",
     order: Sequence[int] | None = None,
     play: bool = True,
 ) -> Balance:
-    """Return how evenly ranks attend causal documents of these lengths, packed in this order into one sequence.
+    """Return how evenly ranks attend documents of these lengths, packed in this order into one sequence.
 
-    Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``order`` is
-    a layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
+    Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``mask`` is
+    what each document keeps of itself: causal, full, or another form of ``sim.setup.masks.MASKS``. ``order`` is a
+    layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
     simulated: ring, zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own
     over gathered keys (``methods/allgather``), others by messages of the blocks that their tasks need
-    (``methods/planned``). Raises InputError for documents without tokens, an ``order`` that is no
+    (``methods/planned``); a pattern, as lambda:64:4096, is counted, but not simulated. Raises InputError for documents
+    without tokens, an ``order`` that is no
     permutation, or an unknown planner.
 
     >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
@@ -118,7 +124,8 @@ def balance(
     """
     for name in planners:
         one_of("planner", name, PLANNERS)
-    packed = batch(list(documents))
+    kept = kept_of(mask)
+    packed = batch(list(documents), kept.keeps)
     asked = asked_of(setup, packed)
     ranks, per_token, attention = asked.ranks, asked.per_token, asked.attention
     plans: list[tuple[str, Callable[[], Planned]]] = [
@@ -134,7 +141,7 @@ def balance(
         except InputError as refused:
             rows.append({"planner": name, **dict.fromkeys(_FIGURES), "error": str(refused)})
             continue
-        played = _played(setup, planned, packed) if play else None
+        played = _played(setup, planned, packed, kept) if play else None
         balanced.append(
             Balanced(
                 planned,
@@ -145,7 +152,8 @@ def balance(
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
-    return Balance(packed, ranks, balanced, Table(rows), attention.notes)
+    counted = [f"mask {mask}: planned and counted, not simulated"] if play and kept.pattern is not None else []
+    return Balance(packed, mask, ranks, balanced, Table(rows), [*counted, *attention.notes])
 
 
 _FIGURES = (
@@ -154,14 +162,16 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
-    """Return one step of attention by a plan; None where it has too many tasks to build in seconds."""
+def _played(setup: Setup, planned: Planned, packed: Batch, kept: Kept) -> Prediction | None:
+    """Return one step of attention by a plan; None where it has too many tasks to build in seconds, or a pattern."""
     schedule = _SCHEDULES.get(planned.planner)
+    if kept.pattern is not None:
+        return None
     if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
         return None
     return setup.replace(
         schedule=schedule or playing(planned), stack=None, scope="attention", pad=False,
-        documents=packed.documents, seeds=setup.seeds or 1,
+        mask=kept.mask, window=kept.window, documents=packed.documents, seeds=setup.seeds or 1,
     ).predicted()  # fmt: skip
 
 

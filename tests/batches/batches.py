@@ -6,16 +6,7 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from sim.batches.batch import (
-    Batch,
-    Rectangle,
-    attention_sink,
-    banded,
-    batch,
-    causal,
-    causal_blockwise,
-    shared_question,
-)
+from sim.batches.batch import Batch, batch
 from sim.batches.dcp import DcpOptions, dcp
 from sim.batches.fcp import FcpOptions, fcp
 from sim.batches.groups import GroupOptions, groups
@@ -23,17 +14,18 @@ from sim.batches.planned import Planned
 from sim.batches.static import all_gather, ring
 from sim.batches.statistics import TokenBytes
 from sim.batches.wlb import wlb
-from sim.schedule.ir.masks import FULL, Band, Span
+from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, Rectangle, Span
 
 Pairs = set[tuple[int, int]]
 
-PATTERNS = {
-    "causal": causal,
-    "full": banded(FULL),
-    "window": banded(Band(left=3, right=0)),
-    "lambda": attention_sink(2, 4),
-    "blockwise": causal_blockwise(3, 2),
-    "shared question": shared_question(3, 0.2),
+PATTERNS: dict[str, Band | Pattern] = {
+    "causal": CAUSAL,
+    "full": FULL,
+    "window": Band(left=3, right=0),
+    "lambda": AttentionSink(sink=2, window=4),
+    "blockwise": CausalBlockwise(size=3, local=2),
+    "shared question": SharedQuestion(answers=3, share=0.2),
 }
 BANDS = ("causal", "full", "window")
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from sim.errors import ScheduleError
-from sim.workload import BlockMask, Workload
+from sim.patterns import Pattern, parts
+from sim.workload import BlockMask, MaskName, Workload
 
 
 class Span(NamedTuple):
@@ -59,6 +60,14 @@ class Band(NamedTuple):
 
 FULL = Band()
 CAUSAL = Band(right=0)
+
+
+class Rectangle(NamedTuple):
+    """Queries x keys of which attention keeps the pairs in a band."""
+
+    queries: Span
+    keys: Span
+    band: Band
 
 
 class Documents(NamedTuple):
@@ -104,12 +113,32 @@ class RowBlock(NamedTuple):
     runs: tuple[Run, ...]
 
 
-def mask_of(workload: Workload) -> Mask:
-    """Return the mask of a whole sequence; a window of W keeps W tokens on each side that the mask keeps, the token
-    itself among them (arXiv:2310.06825 §2). Padding belongs to the last document.
+def kept_in(document: Span, keeps: Band | Pattern) -> tuple[Rectangle, ...]:
+    """Return the rectangles of what a document keeps of itself; no two overlap.
+
+    >>> kept_in(Span(4, 8), CAUSAL)[0].keys
+    Span(start=4, stop=8, step=1)
     """
-    reach = None if workload.window is None else workload.window - 1
-    band = Band(left=reach, right=0 if workload.mask == "causal" else reach)
+    if isinstance(keeps, Band):
+        return (Rectangle(document, document, keeps),)
+    at = document.start
+    return tuple(
+        Rectangle(Span(at + one.begin, at + one.end), Span(at + one.first, at + one.last), Band(one.left, 0))
+        for one in parts(keeps, document.size)
+    )
+
+
+def band_of(mask: MaskName, window: int | None) -> Band:
+    """Return the band of a mask; a window of W keeps W tokens on each side that the mask keeps, the token itself among
+    them (arXiv:2310.06825 §2).
+    """
+    reach = None if window is None else window - 1
+    return Band(left=reach, right=0 if mask == "causal" else reach)
+
+
+def mask_of(workload: Workload) -> Mask:
+    """Return the mask of a whole sequence. Padding belongs to the last document."""
+    band = band_of(workload.mask, workload.window)
     if workload.block_mask is not UNSET:
         return BlockSparse(band, workload.block_mask)
     lengths = workload.document_lengths
