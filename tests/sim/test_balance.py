@@ -159,7 +159,7 @@ def test_other_masks_are_counted_by_every_planner_that_takes_them() -> None:
 
 def test_kernels_of_other_masks_take_as_long_as_those_of_the_schedule() -> None:
     """Forward and backward, within what the tile model cannot tell of a mask."""
-    for gpus, mask, documents in ((1, "full", [16384]), (1, "window:1K", [65536])):
+    for gpus, mask, documents in ((1, "full", [16384]), (8, "window:1K", [65536]), (8, "window:512", [49152, 16384])):
         found = longstep.balance(ON_H100.replace(gpus=gpus, jitter=0), documents, ["all-gather"], mask=mask)
         played = found.found[0].played
         assert played is not None
