@@ -99,11 +99,12 @@ def parts(pattern: Pattern, size: int) -> tuple[Part, ...]:
     InputError for blocks or answers beyond number.
 
     >>> parts(AttentionSink(sink=2, window=3), 8)
-    (Part(begin=0, end=8, first=0, last=2, left=None), Part(begin=2, end=8, first=2, last=8, left=2))
+    (Part(begin=0, end=2, first=0, last=2, left=None), Part(begin=2, end=8, first=0, last=2, left=None), \
+Part(begin=2, end=8, first=2, last=8, left=2))
     """
     if isinstance(pattern, AttentionSink):
         edge = min(pattern.sink, size)
-        found = [Part(0, size, 0, edge), Part(edge, size, edge, size, pattern.window - 1)]
+        found = [Part(0, edge, 0, edge), Part(edge, size, 0, edge), Part(edge, size, edge, size, pattern.window - 1)]
     elif isinstance(pattern, CausalBlockwise):
         found = _of_blocks(pattern, size)
     elif isinstance(pattern, SharedQuestion):

@@ -26,7 +26,6 @@ from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.presets import preset_names
-from sim.setup.masks import kept_of
 from sim.setup.names import at_least_one, tokens
 from sim.setup.planners import PLANNERS
 
@@ -88,11 +87,6 @@ def balance(command: Balance, console: Console) -> None:
     )  # fmt: skip
     if command.execute and (command.kernels_only or command.seeds > 1):
         raise InputError("`execute` plays what was simulated of one batch: leave out `kernels_only` and `seeds`")
-    if command.execute and kept_of(command.mask).pattern is not None:
-        raise InputError(
-            f"`execute` plays what was simulated, and `mask` {command.mask} is planned and counted, not simulated: "
-            f"leave out `execute`, or set `mask` causal, full or window:TOKENS"
-        )
     chosen = list(PLANNERS) if command.planners is None else listed(command.planners, "`planners`", "dcp")
     if command.seeds > 1:
         _several(setup, chosen, command, console)

@@ -17,8 +17,7 @@ from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
-from sim.setup.masks import Kept, kept_of
-from sim.setup.names import one_of
+from sim.setup.names import kept, one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -87,7 +86,7 @@ class Balance(NamedTuple):
 
     batch: Batch
     mask: str
-    """What each document keeps of itself, as it was asked."""
+    """What each document keeps of itself."""
     ranks: int
     found: list[Balanced]
     rows: Table
@@ -95,7 +94,7 @@ class Balance(NamedTuple):
     seconds: ``attention_s`` with all transfers, ``slowest_s`` and ``mean_s`` of kernels; ``skew`` is the slowest rank
     over the mean, of seconds, pairs and tokens; bytes are those that the rank receives forward that receives most."""
     notes: list[str]
-    """That a mask is not simulated; and what the predicted seconds rest on, where the profile has nothing near."""
+    """What the predicted seconds rest on, where the profile has nothing near."""
 
 
 def balance(
@@ -103,20 +102,19 @@ def balance(
     documents: Sequence[int],
     planners: Sequence[str] = tuple(PLANNERS),
     *,
-    mask: str = "causal",
+    mask: str | None = None,
     order: Sequence[int] | None = None,
     play: bool = True,
 ) -> Balance:
     """Return how evenly ranks attend documents of these lengths, packed in this order into one sequence.
 
     Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``mask`` is
-    what each document keeps of itself: causal, full, or another form of ``sim.setup.masks.MASKS``. ``order`` is a
-    layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
-    simulated: ring, zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own
-    over gathered keys (``methods/allgather``), others by messages of the blocks that their tasks need
-    (``methods/planned``); a pattern, as lambda:64:4096, is counted, but not simulated. Raises InputError for documents
-    without tokens, an ``order`` that is no
-    permutation, or an unknown planner.
+    what each document keeps of itself, as ``Setup.mask`` is, by default that of the setup. ``order`` is a layout of
+    your own: all positions of the sequence as a framework shards them. With ``play`` each plan is simulated: ring,
+    zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own over gathered keys
+    (``methods/allgather``), others by messages of the blocks that their tasks need (``methods/planned``). Raises
+    InputError for documents without tokens, an ``order`` that is no permutation, an unknown planner, or a mask that is
+    none.
 
     >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
     >>> [round(row["pairs_skew"], 2) for row in found.rows]
@@ -124,8 +122,10 @@ def balance(
     """
     for name in planners:
         one_of("planner", name, PLANNERS)
-    kept = kept_of(mask)
-    packed = batch(list(documents), kept.keeps)
+    if mask is not None:
+        setup = setup.replace(mask=mask, window=None)
+    keeps = kept(setup.mask, setup.window)
+    packed = batch(list(documents), keeps.keeps)
     asked = asked_of(setup, packed)
     ranks, per_token, attention = asked.ranks, asked.per_token, asked.attention
     plans: list[tuple[str, Callable[[], Planned]]] = [
@@ -141,7 +141,7 @@ def balance(
         except InputError as refused:
             rows.append({"planner": name, **dict.fromkeys(_FIGURES), "error": str(refused)})
             continue
-        played = _played(setup, planned, packed, kept) if play else None
+        played = _played(setup, planned, packed) if play else None
         balanced.append(
             Balanced(
                 planned,
@@ -152,8 +152,7 @@ def balance(
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
-    counted = [f"mask {mask}: planned and counted, not simulated"] if play and kept.pattern is not None else []
-    return Balance(packed, mask, ranks, balanced, Table(rows), [*counted, *attention.notes])
+    return Balance(packed, keeps.name, ranks, balanced, Table(rows), attention.notes)
 
 
 _FIGURES = (
@@ -162,16 +161,14 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def _played(setup: Setup, planned: Planned, packed: Batch, kept: Kept) -> Prediction | None:
-    """Return one step of attention by a plan; None where it has too many tasks to build in seconds, or a pattern."""
+def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
+    """Return one step of attention by a plan; None where it has too many tasks to build in seconds."""
     schedule = _SCHEDULES.get(planned.planner)
-    if kept.pattern is not None:
-        return None
     if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
         return None
     return setup.replace(
         schedule=schedule or playing(planned), stack=None, scope="attention", pad=False,
-        mask=kept.mask, window=kept.window, documents=packed.documents, seeds=setup.seeds or 1,
+        documents=packed.documents, seeds=setup.seeds or 1,
     ).predicted()  # fmt: skip
 
 

@@ -22,6 +22,11 @@ class Kept(NamedTuple):
     """Of what a causal mask keeps; without a window."""
 
     @property
+    def name(self) -> str:
+        """What it is called."""
+        return str(self.pattern or self.mask + (f" with a window of {self.window}" if self.window else ""))
+
+    @property
     def keeps(self) -> Band | Pattern:
         """As batches and masks have it."""
         return self.pattern or band_of(self.mask, self.window)
@@ -58,8 +63,9 @@ MASKS = tuple(form.spelled(name) for name, form in _FORMS.items())
 """All forms of a mask."""
 
 
-def kept_of(given: str) -> Kept:
-    """Return what a text says; raises InputError that names the forms for one that says nothing.
+def kept_of(given: str, window: int | None = None) -> Kept:
+    """Return what a text says, with a window that is given beside it; raises InputError that names the forms for a text
+    that says nothing, and where it is of a window of its own, or of a pattern.
 
     >>> kept_of("lambda:64:4K").pattern
     AttentionSink(sink=64, window=4096)
@@ -71,7 +77,12 @@ def kept_of(given: str) -> Kept:
     needed = [one for one in form.numbers if one[0] != "["]
     if not len(needed) <= len(numbers) <= len(form.numbers):
         raise InputError(f"{_WHERE} {given}: expected {form.spelled(name)}; allowed are {', '.join(MASKS)}")
-    return form.of(*(_number(what, text, given) for what, text in zip(form.numbers, numbers, strict=False)))
+    found = form.of(*(_number(what, text, given) for what, text in zip(form.numbers, numbers, strict=False)))
+    if window is None:
+        return found
+    if form.numbers:
+        raise InputError(f"`window` {window} beside {_WHERE} {given}: leave out one of them")
+    return found._replace(window=window)
 
 
 def _number(what: str, text: str, given: str) -> float:

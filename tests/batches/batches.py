@@ -80,3 +80,26 @@ def for_planner(name: str, documents: list[int], ranks: int, pattern: str) -> Ba
 
 def within(span: Span) -> set[int]:
     return set(range(*span))
+
+
+def sees(keeps: Pattern, size: int, query: int, key: int) -> bool:
+    """Return whether a query of a document of ``size`` tokens sees a key of it, by the definition of the mask."""
+    if key > query:
+        return False
+    if isinstance(keeps, AttentionSink):
+        return key < keeps.sink or query - key < keeps.window
+    if isinstance(keeps, CausalBlockwise):
+        row, column, last = query // keeps.size, key // keeps.size, (size - 1) // keeps.size
+        return row == last or column < keeps.sink or row - column < keeps.local
+    edge = size - keeps.answers * int(size * keeps.share)
+    return key < edge or (query - edge) // int(size * keeps.share) == (key - edge) // int(size * keeps.share)
+
+
+def patterns() -> st.SearchStrategy[Pattern]:
+    return st.one_of(
+        st.builds(AttentionSink, sink=st.integers(1, 9), window=st.integers(1, 9)),
+        st.builds(CausalBlockwise, size=st.integers(1, 7), local=st.integers(1, 4), sink=st.integers(1, 3)),
+        st.integers(1, 5).flatmap(
+            lambda answers: st.builds(SharedQuestion, answers=st.just(answers), share=st.floats(0.01, 0.99 / answers))
+        ),
+    )

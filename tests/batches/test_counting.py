@@ -12,7 +12,7 @@ from sim.batches.counting import pairs_in_band, pairs_kept
 from sim.errors import InputError
 from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 from sim.schedule.ir.masks import Band, Span, count_pairs, kept_in
-from tests.batches.batches import PATTERNS, in_band, kept, lengths
+from tests.batches.batches import PATTERNS, in_band, kept, lengths, patterns, sees
 
 
 def spans(seq: int) -> st.SearchStrategy[Span]:
@@ -93,29 +93,7 @@ def test_bad_patterns_are_refused() -> None:
         SharedQuestion(answers=4, share=0.25)
 
 
-def sees(keeps: Pattern, size: int, query: int, key: int) -> bool:
-    """Return whether a query of a document of ``size`` tokens sees a key of it, by the definition of the mask."""
-    if key > query:
-        return False
-    if isinstance(keeps, AttentionSink):
-        return key < keeps.sink or query - key < keeps.window
-    if isinstance(keeps, CausalBlockwise):
-        row, column, last = query // keeps.size, key // keeps.size, (size - 1) // keeps.size
-        return row == last or column < keeps.sink or row - column < keeps.local
-    edge = size - keeps.answers * int(size * keeps.share)
-    return key < edge or (query - edge) // int(size * keeps.share) == (key - edge) // int(size * keeps.share)
-
-
-PATTERNS_OF_ALL_SIZES = st.one_of(
-    st.builds(AttentionSink, sink=st.integers(1, 9), window=st.integers(1, 9)),
-    st.builds(CausalBlockwise, size=st.integers(1, 7), local=st.integers(1, 4), sink=st.integers(1, 3)),
-    st.integers(1, 5).flatmap(
-        lambda answers: st.builds(SharedQuestion, answers=st.just(answers), share=st.floats(0.01, 0.99 / answers))
-    ),
-)
-
-
-@given(st.integers(1, 40), st.integers(0, 20), PATTERNS_OF_ALL_SIZES)
+@given(st.integers(1, 40), st.integers(0, 20), patterns())
 def test_patterns_keep_what_they_say(size: int, start: int, keeps: Pattern) -> None:
     wanted = [(q, k) for q in range(size) for k in range(size) if sees(keeps, size, q, k)]
     found = kept(kept_in(Span(start, start + size), keeps))
