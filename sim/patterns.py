@@ -69,7 +69,7 @@ class SharedQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def __str__(self) -> str:
-        return f"shared-question:{self.answers}:{self.share:g}"
+        return f"shared-question:{self.answers}:{self.share}"
 
 
 Pattern = AttentionSink | CausalBlockwise | SharedQuestion

@@ -70,7 +70,7 @@ def kept_of(given: str, window: int | None = None) -> Kept:
     >>> kept_of("lambda:64:4K").pattern
     AttentionSink(sink=64, window=4096)
     """
-    name, *numbers = given.split(":")
+    name, *numbers = str(given).split(":")
     form = _FORMS.get(name)
     if form is None:
         raise unknown("mask", given, MASKS, _WHERE)
