@@ -15,6 +15,7 @@ from msgspec import Meta
 from sim.errors import InputError, unknown
 from sim.hugging_face import model_fields
 from sim.options import SumOptions
+from sim.patterns import Pattern
 from sim.presets import Name, converted, load_toml, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
@@ -119,6 +120,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     the JSON of schedules, whose hashes are those of before there were documents."""
     block_mask: BlockMask | msgspec.UnsetType = msgspec.UNSET
     """Of what ``mask`` and ``window`` keep, the blocks that are kept. Unset where it is all of it."""
+    pattern: Pattern | msgspec.UnsetType = msgspec.UNSET
+    """Of what a causal mask keeps of each document, what is kept. Unset where it is all of it."""
     attention: Literal["linear"] | msgspec.UnsetType = msgspec.UNSET
     """What attention computes, unset for softmax: a schedule of another function says so itself."""
     padding: Annotated[int, Meta(ge=0)] = 0
@@ -149,6 +152,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         self._require_documents()
         self._require_block_mask()
+        self._require_pattern()
         if self.scope == "layer" and self.passes == "backward":
             raise InputError("pass backward: layers need their forward pass; set `passes` both, or `scope` attention")
         if self.scope == "step" and self.passes != "both":
@@ -183,6 +187,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InputError(
                 f"`block_mask` has {len(mask.kept)} blocks of queries: `seq` {self.seq} has {blocks} of {mask.size} "
                 f"tokens; set `seq`, or change the mask"
+            )
+
+    def _require_pattern(self) -> None:
+        """Raise InputError for a pattern beside what it is not combined with."""
+        beside = self.window is not None or self.block_mask is not msgspec.UNSET or self.padding
+        if self.pattern is not msgspec.UNSET and (self.mask != "causal" or beside):
+            raise InputError(
+                f"`mask` {self.pattern} is of what a causal mask keeps of whole documents: leave out `window`, "
+                f"`block_mask` and `pad`, or set `mask` causal"
             )
 
     @property

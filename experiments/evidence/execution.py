@@ -12,6 +12,7 @@ from experiments.evidence.units import size
 from sim.engine.report import hbm_held
 from sim.errors import InputError
 from sim.memory import walks
+from sim.patterns import AttentionSink
 from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
@@ -100,7 +101,7 @@ def timed_attention(profile: Profile | None, workload: Workload) -> str:
     from runtime.execution.attention_choice import runs
     from runtime.execution.tensors import TORCH_DTYPE
 
-    windows = workload.window is not None
+    windows = workload.window is not None or isinstance(workload.pattern, AttentionSink)
     return timed if runs(timed, TORCH_DTYPE[workload.dtype], windows=windows) else ""
 
 

@@ -43,6 +43,9 @@ class Balance(Writes):
     """Column of the file with the lengths."""
     seq: str = "128K"
     """Tokens that are drawn from a distribution."""
+    mask: str = "causal"
+    """What each document keeps of itself: causal, full, window:TOKENS, lambda:SINK:WINDOW, blockwise:SIZE:LOCAL[:SINK]
+    or shared-question:ANSWERS:SHARE (DCP, arXiv:2510.10620)."""
     seed: int = 0
     """Seed of what is drawn."""
     seeds: int = 1
@@ -89,10 +92,17 @@ def balance(command: Balance, console: Console) -> None:
         _several(setup, chosen, command, console)
         return
     found = longstep.balance(
-        setup, _documents(command, command.seed), chosen, order=_order(command.layout), play=not command.kernels_only
+        setup,
+        _documents(command, command.seed),
+        chosen,
+        mask=command.mask,
+        order=_order(command.layout),
+        play=not command.kernels_only,
     )
     of_batch = f"{len(found.batch.documents)} documents of {length(min(found.batch.documents))} to "
-    of_batch += f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all"
+    of_batch += (
+        f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all, mask {found.mask}"
+    )
     title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
     if out:
         out.write(page(title, found).encode())
@@ -100,7 +110,10 @@ def balance(command: Balance, console: Console) -> None:
     if command.json:
         by = {one.planned.planner: {"ranks": one.by_rank, "hops": one.by_hop} for one in found.found}
         beside = {"executed": executed} if command.execute else {}
-        print_json({"documents": found.batch.documents, "planners": found.rows.rows, "of": by, **beside}, console)
+        print_json(
+            {"documents": found.batch.documents, "mask": found.mask, "planners": found.rows.rows, "of": by, **beside},
+            console,
+        )
         return
     console.print(_planners_table(title, found.rows.rows))
     if executed:
@@ -123,9 +136,13 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
     with progress("planning") as show:
         for number in range(command.seeds):
             found = longstep.balance(
-                setup, _documents(command, command.seed + number), planners, play=not command.kernels_only
+                setup,
+                _documents(command, command.seed + number),
+                planners,
+                mask=command.mask,
+                play=not command.kernels_only,
             )
-            rows += [{"seed": command.seed + number, **row} for row in found.rows]
+            rows += [{"seed": command.seed + number, "mask": found.mask, **row} for row in found.rows]
             show(number + 1, command.seeds)
     if command.json:
         print_json(rows, console)
@@ -134,7 +151,9 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
     title = (
         f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {command.seeds} batches of "
     )
-    table = Table(*heads, title=f"{title}{command.seq} tokens of {command.documents}", title_justify="left")
+    table = Table(
+        *heads, title=f"{title}{command.seq} tokens of {command.documents}, mask {command.mask}", title_justify="left"
+    )
     for name in dict.fromkeys(row["planner"] for row in rows):
         mine = [row for row in rows if row["planner"] == name and not row["error"]]
         if not mine:

@@ -52,7 +52,8 @@ class Selection:
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
-    """causal or full."""
+    """What each document keeps of itself: causal, full, window:TOKENS, lambda:SINK:WINDOW, blockwise:SIZE:LOCAL[:SINK]
+    or shared-question:ANSWERS:SHARE (DCP, arXiv:2510.10620)."""
     window: OptionalText = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
     documents: OptionalText = None

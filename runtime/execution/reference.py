@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from sim.optimiser import ADAM
-from sim.schedule.ir.masks import Band, BlockSparse, Documents, Mask
+from sim.patterns import AttentionSink, CausalBlockwise, Pattern
+from sim.schedule.ir.masks import CAUSAL, Band, BlockSparse, Documents, Mask
 from sim.schedule.ir.ops import NO_LABEL
 from sim.workload import ModelSpec
 
@@ -188,11 +189,15 @@ def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:
     """Return which pairs of some queries and all keys a mask keeps."""
     rows, columns = torch.tensor(queries)[:, None], torch.arange(num_keys)[None, :]
     keep = torch.ones(len(queries), num_keys, dtype=torch.bool)
-    band = mask if isinstance(mask, Band) else mask.band
+    band = mask if isinstance(mask, Band) else CAUSAL
     if isinstance(mask, Documents):
         keep &= _document(rows, mask) == _document(columns, mask)
+        if isinstance(mask.keeps, Band):
+            band = mask.keeps
+        else:
+            keep &= _seen(mask.keeps, mask, rows, columns)
     if isinstance(mask, BlockSparse):
-        size, kept = mask.blocks.size, mask.blocks.kept
+        band, size, kept = mask.band, mask.blocks.size, mask.blocks.kept
         table = torch.zeros(len(kept), len(kept), dtype=torch.bool)
         for row, blocks in enumerate(kept):
             table[row, list(blocks)] = True
@@ -202,6 +207,20 @@ def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:
     if band.left is not None:
         keep &= columns >= rows - band.left
     return keep
+
+
+def _seen(pattern: Pattern, mask: Documents, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return which keys queries see of their own document, among those that are not later, by the definition."""
+    edges, document = torch.tensor(mask.edges), _document(rows, mask)
+    query, key, size = rows - edges[document], columns - edges[document], (edges[1:] - edges[:-1])[document]
+    if isinstance(pattern, AttentionSink):
+        return (key < pattern.sink) | (query - key < pattern.window)
+    if isinstance(pattern, CausalBlockwise):
+        row, column, last = query // pattern.size, key // pattern.size, (size - 1) // pattern.size
+        return (row == last) | (column < pattern.sink) | (row - column < pattern.local)
+    answer = (size.double() * pattern.share).long()
+    edge, each = size - pattern.answers * answer, answer.clamp(min=1)
+    return (key < edge) | ((query - edge) // each == (key - edge) // each)
 
 
 def _document(positions: Tensor, mask: Documents) -> Tensor:

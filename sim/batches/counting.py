@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.batches.batch import Rectangle
-from sim.schedule.ir.masks import Band, Span, count_pairs
+from sim.schedule.ir.masks import Band, Rectangle, Span, count_pairs
 
 Ints = NDArray[np.int64]
 _MEETINGS = 1 << 21
@@ -43,16 +42,28 @@ def counts(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> tuple[
 
 
 class Meetings(NamedTuple):
-    """Blocks that may keep pairs of rectangles; all arrays (n,)."""
+    """Blocks that may keep pairs of rectangles; arrays (n,) where not said otherwise."""
 
     block: Ints
     rectangle: Ints
     queries: Ints
-    """Rows of the block that lie in the rectangle."""
+    """(n, 3): rows of the block that lie in the rectangle."""
     keys: Ints
-    """Columns of the block that lie in it."""
+    """(n, 3): columns of the block that lie in it."""
+    limits: Ints
+    """(n, 2): of the rectangle's band."""
     pairs: Ints
-    """That the rectangle's band keeps of these."""
+    """That the band keeps of these."""
+
+    @property
+    def sizes(self) -> tuple[Ints, Ints]:
+        """Rows and columns without those of which the band keeps nothing, as kernels are launched on them."""
+        left, right = self.limits.T
+        (first, _, _), (first_key, _, _) = self.queries.T, self.keys.T
+        last, last_key = (span[:, 1] - span[:, 2] for span in (self.queries, self.keys))
+        some = _met(self.queries, np.stack([first_key - right, last_key + left + 1], axis=1))
+        others = _met(self.keys, np.stack([first - left, last + right + 1], axis=1))
+        return _num(some), _num(others)
 
 
 def meetings(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> Iterator[Meetings]:
@@ -77,8 +88,7 @@ def meetings(queries: Ints, keys: Ints, rectangles: Sequence[Rectangle]) -> Iter
         within = np.arange(len(block)) - np.repeat(np.cumsum(width) - width, width)
         which = order[low[block] + within]
         met = _met(queries[block], rows[which]), _met(keys[block], columns[which])
-        of_queries, of_keys = ((some[:, 1] - some[:, 0]) // some[:, 2] for some in met)
-        yield Meetings(block, which, of_queries, of_keys, _in_bands(*met, bands[which]))
+        yield Meetings(block, which, *met, bands[which], _in_bands(*met, bands[which]))
         begin = end
 
 
@@ -108,6 +118,12 @@ def _met(spans: Ints, intervals: Ints) -> Ints:
     return np.stack([first, np.maximum(last, first), step], axis=1)
 
 
+def _num(spans: Ints) -> Ints:
+    """Return (n,): positions of each."""
+    found: Ints = (spans[:, 1] - spans[:, 0]) // spans[:, 2]
+    return found
+
+
 def _in_bands(queries: Ints, keys: Ints, limits: Ints) -> Ints:
     kept = _at_most(limits[:, 1], queries, keys)
     cut = limits[:, 0] < _FAR
@@ -123,8 +139,7 @@ def _at_most(offset: Ints, queries: Ints, keys: Ints) -> Ints:
     two ends. Other strides go one by one.
     """
     step, key_step = queries[:, 2], keys[:, 2]
-    num_queries = (queries[:, 1] - queries[:, 0]) // step
-    num_keys = (keys[:, 1] - keys[:, 0]) // key_step
+    num_queries, num_keys = _num(queries), _num(keys)
     same = step == key_step
     base = queries[:, 0] + offset - keys[:, 0]
     base = np.where(same, base // step, base)  # in strides, where both have the same

@@ -40,9 +40,8 @@ def attention_seconds(planned: Planned, batch: Batch, kernel_seconds: KernelSeco
         )
         if not parts:
             continue
-        block, queries, keys, pairs = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("block", "queries", "keys", "pairs")
-        )
+        block, pairs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("block", "pairs"))
+        queries, keys = (np.concatenate(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True))
         division = np.array([one.division for one in tasks], dtype=np.int64)[block]
         for when in np.unique(division).tolist():
             mine = division == when

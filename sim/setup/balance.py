@@ -17,7 +17,7 @@ from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
-from sim.setup.names import one_of
+from sim.setup.names import kept, one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -85,6 +85,8 @@ class Balance(NamedTuple):
     """One batch by several planners."""
 
     batch: Batch
+    mask: str
+    """What each document keeps of itself."""
     ranks: int
     found: list[Balanced]
     rows: Table
@@ -100,17 +102,19 @@ def balance(
     documents: Sequence[int],
     planners: Sequence[str] = tuple(PLANNERS),
     *,
+    mask: str | None = None,
     order: Sequence[int] | None = None,
     play: bool = True,
 ) -> Balance:
-    """Return how evenly ranks attend causal documents of these lengths, packed in this order into one sequence.
+    """Return how evenly ranks attend documents of these lengths, packed in this order into one sequence.
 
-    Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``order`` is
-    a layout of your own: all positions of the sequence as a framework shards them. With ``play`` each plan is
-    simulated: ring, zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own
-    over gathered keys (``methods/allgather``), others by messages of the blocks that their tasks need
-    (``methods/planned``). Raises InputError for documents without tokens, an ``order`` that is no
-    permutation, or an unknown planner.
+    Model, data type, cluster, GPUs and profile are those of the setup, whose length is that of the batch. ``mask`` is
+    what each document keeps of itself, as ``Setup.mask`` is, by default that of the setup. ``order`` is a layout of
+    your own: all positions of the sequence as a framework shards them. With ``play`` each plan is simulated: ring,
+    zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own over gathered keys
+    (``methods/allgather``), others by messages of the blocks that their tasks need (``methods/planned``). Raises
+    InputError for documents without tokens, an ``order`` that is no permutation, an unknown planner, or a mask that is
+    none.
 
     >>> found = balance(Setup(model="llama3-8b", cluster="hgx-h100", gpus=4), [6144, 1024, 1024], ["ring", "zigzag"])
     >>> [round(row["pairs_skew"], 2) for row in found.rows]
@@ -118,7 +122,10 @@ def balance(
     """
     for name in planners:
         one_of("planner", name, PLANNERS)
-    packed = batch(list(documents))
+    if mask is not None:
+        setup = setup.replace(mask=mask, window=None)
+    keeps = kept(setup.mask, setup.window)
+    packed = batch(list(documents), keeps.keeps)
     asked = asked_of(setup, packed)
     ranks, per_token, attention = asked.ranks, asked.per_token, asked.attention
     plans: list[tuple[str, Callable[[], Planned]]] = [
@@ -145,7 +152,7 @@ def balance(
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
-    return Balance(packed, ranks, balanced, Table(rows), attention.notes)
+    return Balance(packed, keeps.name, ranks, balanced, Table(rows), attention.notes)
 
 
 _FIGURES = (

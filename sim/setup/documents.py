@@ -11,7 +11,7 @@ from sim.mesh import Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build
 from sim.schedule.methods.planned import PlannedOptions
-from sim.setup.names import lengths_of, texts
+from sim.setup.names import kept, lengths_of, texts
 from sim.setup.planners import MOST_TASKS, PLANNERS, Asked, asked_of, playing
 from sim.setup.setup import Setup
 from sim.workload import Workload
@@ -22,9 +22,9 @@ BY_BLOCKS = ("wlb-llm", "dcp", "fcp-style", "groups")
 
 def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
     """Return builders of schedules, one for each planner, of the documents of a setup on so many ranks; none where
-    there are no documents, or the mask is another one than planners know. What a planner refuses its builder does.
+    there are no documents. What a planner refuses, as WLB-LLM does patterns, its builder does.
     """
-    if setup.documents is None or setup.mask != "causal" or setup.window is not None:
+    if setup.documents is None:
         return []
     packed, asked = _asked(setup, ranks)
     found: list[Build] = []
@@ -44,11 +44,11 @@ def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
 
 def planned_by(setup: Setup) -> Setup:
     """Return a setup whose schedule plays what the planner of that name makes of the documents. Raises InputError
-    without documents, under another mask than planners know, and where the planner refuses.
+    without documents, and where the planner refuses.
     """
     name = str(setup.schedule)
-    if setup.documents is None or setup.mask != "causal" or setup.window is not None:
-        raise InputError(f"`schedule` {name} plans causal documents: set `documents`, leave out `mask` and `window`")
+    if setup.documents is None:
+        raise InputError(f"`schedule` {name} plans documents: set `documents`")
     mesh = setup.replace(schedule="ring").resolved().mesh
     return setup.replace(schedule=playing(PLANNERS[name](*_asked(setup, mesh.ring))._replace(planner=name)))
 
@@ -56,7 +56,7 @@ def planned_by(setup: Setup) -> Setup:
 def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
     """Return the documents of a setup, and what planners may ask about them on so many ranks."""
     assert setup.documents is not None, "planners plan documents"
-    packed = batch(list(lengths_of(setup.documents)))
+    packed = batch(list(lengths_of(setup.documents)), kept(setup.mask, setup.window).keeps)
     beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
     alone = setup.replace(
         gpus=ranks, nodes=None, dp_degree=1, ulysses_degree=None, ring_degree=None, layers=None, schedule="ring"

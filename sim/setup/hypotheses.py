@@ -119,14 +119,17 @@ def _length(setup: Setup, found: Configuration, numerator: int, denominator: int
 
 
 def _mask(setup: Setup, found: Configuration, mask: str) -> Setup | None:
-    return None if found.workload.mask == mask else setup.replace(mask=mask)
+    if found.workload.mask == mask and not found.workload.pattern:
+        return None
+    return setup.replace(mask=mask, window=found.workload.window)
 
 
 def _window(setup: Setup, found: Configuration, part: int) -> Setup | None:
     tokens = found.workload.seq // part
-    if found.workload.window is not None and found.workload.window <= tokens:
+    has = found.workload.window
+    if (has is not None and has <= tokens) or found.workload.pattern or not tokens:
         return None
-    return setup.replace(window=tokens) if tokens else None
+    return setup.replace(mask=found.workload.mask, window=tokens)
 
 
 def _documents(setup: Setup, found: Configuration, count: int) -> Setup | None:

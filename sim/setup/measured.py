@@ -128,8 +128,9 @@ def _counted(found: Configuration) -> dict[str, float]:
     alone = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
     masked = workload.layers * attention_flops(alone)
     full = msgspec.structs.replace(
-        alone, mask="full", window=None, documents=msgspec.UNSET, block_mask=msgspec.UNSET, padding=0
-    )
+        alone, mask="full", window=None, documents=msgspec.UNSET, block_mask=msgspec.UNSET, pattern=msgspec.UNSET,
+        padding=0,
+    )  # fmt: skip
     whole = workload.layers * attention_flops(full)
     matrices = gemm_flops(msgspec.structs.replace(workload, passes="both")) / 3
     meant = masked + matrices

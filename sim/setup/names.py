@@ -21,8 +21,9 @@ from sim.presets import override, preset_names
 from sim.profile import Profile, load_profile, profile_names
 from sim.schedule.methods.catalog import NAMED, Build, Entry
 from sim.setup.block_masks import block_mask_of
+from sim.setup.masks import Kept, kept_of
 from sim.setup.stacks import STACKS
-from sim.workload import FLOATS, BlockMask, MaskName, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from sim.workload import FLOATS, BlockMask, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -30,7 +31,6 @@ T = TypeVar("T")
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
-MASK_NAMES: tuple[MaskName, ...] = ("causal", "full")
 PLACEMENTS: dict[str, tuple[Axis, ...]] = {"ulysses-inner": AXES, "ring-inner": ("pp", "dp", "ulysses", "ring", "tp")}
 """Whose groups are neighbouring ranks, where ranks split both heads and sequence (arXiv:2405.07719 §3)."""
 DATASHEET = "datasheet"
@@ -121,18 +121,20 @@ def workload(
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
     model's, and so are the ``layers`` of a step. ``documents`` are packed into each sequence, which is as long as they:
-    their lengths, or a file with them. ``block_mask`` keeps some blocks: see ``Setup``.
+    their lengths, or a file with them. ``mask`` and ``block_mask``: see ``Setup``.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
     """
     spec = _model(model)
+    keeps = kept(mask, window)
     fields: dict[str, Any] = {
         "model": spec,
         "seq": tokens("seq", seq),
         "batch": at_least_one("batch", batch),
-        "mask": one_of("mask", mask, MASK_NAMES),
-        "window": None if window is None else tokens("window", window),
+        "mask": keeps.mask,
+        "window": keeps.window,
+        "pattern": keeps.pattern or msgspec.UNSET,
         "dtype": one_of("dtype", dtype or spec.dtype, FLOATS),
         "scope": one_of("scope", scope, SCOPES),
         "layers": (spec.num_layers if scope == "step" else 1) if layers is None else at_least_one("layers", layers),
@@ -144,8 +146,17 @@ def workload(
         fields["seq"] = sum(lengths)
         fields |= {"documents": lengths} if len(lengths) > 1 else {}
     if block_mask is not None:
-        fields["block_mask"] = block_mask_of(plain(block_mask), fields["seq"], mask, fields["seed"])
+        fields["block_mask"] = block_mask_of(plain(block_mask), fields["seq"], keeps.mask, fields["seed"])
     return Workload(**fields)
+
+
+def kept(mask: str, window: int | str | None = None) -> Kept:
+    """Return what each document keeps of itself: a mask, or with a window of the length beside it.
+
+    >>> kept("causal", "4K").name
+    'causal with a window of 4096'
+    """
+    return kept_of(mask, None if window is None else tokens("window", window))
 
 
 def lengths_of(documents: str | Sequence[int]) -> tuple[int, ...]:

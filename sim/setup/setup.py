@@ -29,6 +29,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
+from sim.setup.masks import Kept
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
@@ -75,7 +76,9 @@ class Setup:
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
-    """causal or full."""
+    """What each document keeps of itself: causal or full; ``window:TOKENS``, as with ``window``; or of what is causal a
+    pattern: ``lambda:SINK:WINDOW``, ``blockwise:SIZE:LOCAL[:SINK]``, ``shared-question:ANSWERS:SHARE``
+    (``sim.patterns``)."""
     window: int | str | None = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
     documents: str | tuple[int, ...] | None = None
@@ -344,7 +347,7 @@ class Configuration:
         ranks = f"{self.mesh.size} ranks on one" if self.one_device else f"{self.mesh.size} x"
         scope = names.scope_title(w.scope, w.layers)
         length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
-        mask = w.mask + (f" with a window of {w.window}" if w.window else "")
+        mask = Kept(w.mask, w.window, w.pattern or None).name
         mask += f", {len(w.document_lengths)} documents" if len(w.document_lengths) > 1 else ""
         return (
             f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "

@@ -6,16 +6,7 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from sim.batches.batch import (
-    Batch,
-    Rectangle,
-    attention_sink,
-    banded,
-    batch,
-    causal,
-    causal_blockwise,
-    shared_question,
-)
+from sim.batches.batch import Batch, batch
 from sim.batches.dcp import DcpOptions, dcp
 from sim.batches.fcp import FcpOptions, fcp
 from sim.batches.groups import GroupOptions, groups
@@ -23,17 +14,18 @@ from sim.batches.planned import Planned
 from sim.batches.static import all_gather, ring
 from sim.batches.statistics import TokenBytes
 from sim.batches.wlb import wlb
-from sim.schedule.ir.masks import FULL, Band, Span
+from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, Rectangle, Span
 
 Pairs = set[tuple[int, int]]
 
-PATTERNS = {
-    "causal": causal,
-    "full": banded(FULL),
-    "window": banded(Band(left=3, right=0)),
-    "lambda": attention_sink(2, 4),
-    "blockwise": causal_blockwise(3, 2),
-    "shared question": shared_question(3, 0.2),
+PATTERNS: dict[str, Band | Pattern] = {
+    "causal": CAUSAL,
+    "full": FULL,
+    "window": Band(left=3, right=0),
+    "lambda": AttentionSink(sink=2, window=4),
+    "blockwise": CausalBlockwise(size=3, local=2),
+    "shared question": SharedQuestion(answers=3, share=0.2),
 }
 BANDS = ("causal", "full", "window")
 
@@ -88,3 +80,26 @@ def for_planner(name: str, documents: list[int], ranks: int, pattern: str) -> Ba
 
 def within(span: Span) -> set[int]:
     return set(range(*span))
+
+
+def sees(keeps: Pattern, size: int, query: int, key: int) -> bool:
+    """Return whether a query of a document of ``size`` tokens sees a key of it, by the definition of the mask."""
+    if key > query:
+        return False
+    if isinstance(keeps, AttentionSink):
+        return key < keeps.sink or query - key < keeps.window
+    if isinstance(keeps, CausalBlockwise):
+        row, column, last = query // keeps.size, key // keeps.size, (size - 1) // keeps.size
+        return row == last or column < keeps.sink or row - column < keeps.local
+    edge = size - keeps.answers * int(size * keeps.share)
+    return key < edge or (query - edge) // int(size * keeps.share) == (key - edge) // int(size * keeps.share)
+
+
+def patterns() -> st.SearchStrategy[Pattern]:
+    return st.one_of(
+        st.builds(AttentionSink, sink=st.integers(1, 9), window=st.integers(1, 9)),
+        st.builds(CausalBlockwise, size=st.integers(1, 7), local=st.integers(1, 4), sink=st.integers(1, 3)),
+        st.integers(1, 5).flatmap(
+            lambda answers: st.builds(SharedQuestion, answers=st.just(answers), share=st.floats(0.01, 0.99 / answers))
+        ),
+    )

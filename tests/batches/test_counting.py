@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.batches.batch import attention_sink, batch, causal_blockwise, shared_question
+from sim.batches.batch import batch
 from sim.batches.counting import pairs_in_band, pairs_kept
 from sim.errors import InputError
-from sim.schedule.ir.masks import Band, Span, count_pairs
-from tests.batches.batches import PATTERNS, in_band, kept, lengths
+from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.schedule.ir.masks import Band, Span, count_pairs, kept_in
+from tests.batches.batches import PATTERNS, in_band, kept, lengths, patterns, sees
 
 
 def spans(seq: int) -> st.SearchStrategy[Span]:
@@ -44,18 +45,18 @@ def test_masks_stay_in_documents_and_keep_no_pair_twice(documents: list[int], pa
 
 
 def test_lambda_keeps_the_sink_and_a_window() -> None:
-    keys = {k for q, k in kept(attention_sink(2, 3)(Span(10, 20))) if q == 18}
+    keys = {k for q, k in kept(kept_in(Span(10, 20), AttentionSink(sink=2, window=3))) if q == 18}
     assert keys == {10, 11, 16, 17, 18}
 
 
 def test_blockwise_keeps_near_blocks_the_first_and_all_for_the_last() -> None:
-    pairs = kept(causal_blockwise(2, 2)(Span(0, 10)))
+    pairs = kept(kept_in(Span(0, 10), CausalBlockwise(size=2, local=2)))
     assert {k for q, k in pairs if q == 7} == {0, 1, 4, 5, 6, 7}
     assert {k for q, k in pairs if q == 9} == set(range(10))
 
 
 def test_answers_see_the_question_and_themselves() -> None:
-    pairs = kept(shared_question(2, 0.2)(Span(0, 10)))
+    pairs = kept(kept_in(Span(0, 10), SharedQuestion(answers=2, share=0.2)))
     assert {k for q, k in pairs if q == 9} == {0, 1, 2, 3, 4, 5, 8, 9}
 
 
@@ -87,6 +88,13 @@ def test_documents_without_tokens_are_refused(documents: list[int]) -> None:
 
 def test_bad_patterns_are_refused() -> None:
     with pytest.raises(InputError, match="`sink` 0: expected a whole number"):
-        attention_sink(0, 4)
+        AttentionSink(sink=0, window=4)
     with pytest.raises(InputError, match="leaves no question: expected above 0 and below 0.25"):
-        shared_question(4, 0.25)
+        SharedQuestion(answers=4, share=0.25)
+
+
+@given(st.integers(1, 40), st.integers(0, 20), patterns())
+def test_patterns_keep_what_they_say(size: int, start: int, keeps: Pattern) -> None:
+    wanted = [(q, k) for q in range(size) for k in range(size) if sees(keeps, size, q, k)]
+    found = kept(kept_in(Span(start, start + size), keeps))
+    assert sorted(found) == [(start + q, start + k) for q, k in wanted]

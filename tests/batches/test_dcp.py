@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sim.batches import hypergraph
-from sim.batches.batch import Batch, attention_sink, batch
+from sim.batches.batch import Batch, batch
 from sim.batches.blocks import cut, fitting_size
 from sim.batches.counting import Ints
 from sim.batches.coverage import require_covered
@@ -20,6 +20,7 @@ from sim.batches.seconds import PlanCosts, plan_seconds
 from sim.batches.static import ring
 from sim.batches.statistics import Statistics, TokenBytes, statistics, token_bytes
 from sim.errors import InputError
+from sim.patterns import AttentionSink
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
 from sim.setup.planners import PLANNERS, asked_of
@@ -54,7 +55,7 @@ def test_documents_that_fit_a_rank_move_nothing() -> None:
 
 def test_fewer_bytes_than_a_ring_and_fewer_still_under_a_sparse_mask() -> None:
     documents = [6000, 1200, 800, 192]
-    dense, sparse = batch(documents), batch(documents, attention_sink(64, 512))
+    dense, sparse = batch(documents), batch(documents, AttentionSink(sink=64, window=512))
     options = DcpOptions(block_size=128)
     static = counted(ring(dense, 4, "zigzag"), dense).received_bytes.sum()
     some = counted(dcp(dense, 4, HEADS, options), dense).received_bytes.sum()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sim.batches.batch import Batch, Rectangle, banded, batch
+from sim.batches.batch import Batch, batch
 from sim.batches.coverage import require_covered
 from sim.batches.fcp import FcpOptions, fcp
 from sim.batches.groups import GroupOptions, group_sizes, groups
 from sim.batches.planned import Planned
 from sim.batches.statistics import Statistics, statistics, token_bytes
 from sim.errors import InputError
-from sim.schedule.ir.masks import CAUSAL, Band
+from sim.schedule.ir.masks import Band
 
 HEADS = token_bytes(8, 2, 128, 2)
 
@@ -41,11 +41,12 @@ def test_groups_need_be_no_power_of_two() -> None:
 
 def test_tokens_ask_for_ranks_too() -> None:
     # Under a window every token has the same work, and 4096 of 8192 tokens fill two ranks of four.
-    found = batch([4096, *[64] * 64], banded(Band(left=15, right=0)))
+    found = batch([4096, *[64] * 64], Band(left=15, right=0))
     assert group_sizes(groups(found, 4, GroupOptions(memory_imbalance=0.0)), found)[0] >= 2
     # A document that attends little, beside one that attends much: tokens alone ask for its ranks.
-    pattern = lambda document: (Rectangle(document, document, CAUSAL if document.size < 2000 else Band(0, 0)),)  # noqa: E731
-    found = batch([4000, 1000, 1000, 1000, 1000], pattern)
+    found = batch([4000, 1000, 1000, 1000, 1000])
+    long, *short = found.rectangles
+    found = found._replace(rectangles=(long._replace(band=Band(0, 0)), *short))
     assert group_sizes(groups(found, 4, GroupOptions(memory_imbalance=0.0)), found) == [4, 1, 1, 1, 1]
     assert group_sizes(groups(found, 4, GroupOptions(memory_imbalance=0.5)), found) == [2, 1, 1, 1, 1]
 

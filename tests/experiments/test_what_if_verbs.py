@@ -95,6 +95,19 @@ def test_balance_prints_planners_ranks_and_hops_and_writes_a_page(
     assert "did you mean 'zigzag'" in fails(capsys, "balance", "--planners", "zigzg")
 
 
+def test_balance_of_other_masks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "balance.html"
+    batch = ("--documents", "3072,1024", "--gpus", "2", "--planners", "zigzag,wlb-llm", "--mask", "lambda:64:256")
+    printed = run(capsys, "balance", *batch, "--page", str(page))
+    assert "4K in all, mask lambda:64:256" in printed
+    assert re.search(r"zigzag +│ [0-9.]+ .s", printed)
+    assert "mask lambda:64:256" in page.read_text()
+    found = json.loads(run(capsys, "balance", *batch, "--json"))
+    assert found["mask"] == "lambda:64:256"
+    assert "one band each" in found["planners"][1]["error"]
+    assert "allowed are causal, full, window:TOKENS" in fails(capsys, "balance", "--mask", "lamda:64:256")
+
+
 def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ("balance", "--documents", "magi", "--seq", "16K", "--planners", "zigzag", "--json")
     first, again, other = (json.loads(run(capsys, *drawn, "--seed", seed))["documents"] for seed in ("1", "1", "2"))

@@ -18,20 +18,27 @@ from sim.breakdown import attention_s
 from sim.engine.simulate import simulate
 from sim.errors import InputError
 from sim.mesh import Mesh
+from sim.patterns import AttentionSink, CausalBlockwise
 from sim.schedule.derive.matching import wire_bytes
-from sim.schedule.ir.masks import Band, Span, mask_of
+from sim.schedule.ir.masks import Band, Span, count_pairs, mask_of
 from sim.schedule.ir.ops import Attend, Exchange, HostSync
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.methods.planned import PlannedOptions, planned
 from sim.setup.setup import Setup
 from sim.workload import Workload
-from tests.batches.batches import ANY_LENGTH, DIVIDED, OF_BLOCKS
+from tests.batches.batches import ANY_LENGTH, DIVIDED, OF_BLOCKS, PATTERNS
 from tests.helpers import make_cluster_spec, make_model
 from tests.schedule.plans import HELPED, LAYOUT, SEQ, TASKS, plans, proved, task, written
 from topology.cluster import Cluster
 
 CPU = torch.device("cpu")
-MASKS: tuple[dict[str, Any], ...] = ({"mask": "causal"}, {"mask": "full"}, {"window": 7})
+MASKS: tuple[dict[str, Any], ...] = (
+    {"mask": "causal"},
+    {"mask": "full"},
+    {"window": 7},
+    {"pattern": AttentionSink(sink=2, window=5)},
+    {"pattern": CausalBlockwise(size=3, local=2)},
+)
 MODEL = make_model(4, 2, 4)
 
 
@@ -120,16 +127,14 @@ def properties(plan: Plan, workload: Workload, options: PlannedOptions) -> None:
 
 def enumerated_bytes(plan: Plan, workload: Workload) -> int:
     """Count pair by pair which tokens each rank has to be sent, in fp64 of 2 key/value heads of 4."""
-    band = mask_of(workload)
-    assert isinstance(band, Band)
-    left, right = band
+    mask = mask_of(workload)
     home = {token: rank for rank, spans in enumerate(plan.layout) for span in spans for token in range(*span)}
     keys, queries = set(), set()
     for rank, tasks in enumerate(plan.tasks):
         for one in tasks:
             for q in range(*one.queries):
                 for k in range(*one.keys):
-                    if (left is None or k >= q - left) and (right is None or k <= q + right):
+                    if count_pairs(mask, Span(q, q + 1), Span(k, k + 1)):
                         keys |= {(rank, k)} if home[k] != rank else set()
                         queries |= {(rank, q)} if home[q] != rank else set()
     kv, q, lse = len(keys) * 2 * 2 * 4 * 8, len(queries) * 4 * 4 * 8, len(queries) * 4 * 8
@@ -157,6 +162,18 @@ def test_documents() -> None:
     assert sent is not None
     assert alone is not None
     assert sent.wire_bytes < alone.wire_bytes
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_planners_of_blocks_take_every_mask(name: str, pattern: str) -> None:
+    lengths = (17, 5, 26)
+    plan = OF_BLOCKS[name](batch(lengths, PATTERNS[pattern]), 3).plan
+    keeps = PATTERNS[pattern]
+    fields = (
+        {"window": 4} if pattern == "window" else {"mask": pattern} if isinstance(keeps, Band) else {"pattern": keeps}
+    )
+    exact(plan, Workload(model=MODEL, seq=48, documents=lengths, dtype="fp64", **fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

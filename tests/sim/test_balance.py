@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,50 @@ def test_a_document_longer_than_all_memory() -> None:
     assert skews["fcp-style"] < 1.2
     (played, _) = longstep.balance(ON_H100.replace(gpus=8), [10**9], ["groups"]).rows
     assert played["attention_s"] > 0.9 * played["slowest_s"] > 1e5
+
+
+def test_other_masks_are_counted_by_every_planner_that_takes_them() -> None:
+    """Of a document of 16K tokens: those of a full mask, of a sink and a window, and of a question with two answers."""
+    names, size = [name for name in PLANNERS if name != "dcp"], 16384
+    pairs = {
+        "full": size * size,
+        "window:1K": 1024 * size - 1024 * 1023 // 2,
+        "lambda:64:1K": 64 * size - 64 * 63 // 2 + 1024 * (size - 64) - 1024 * 1023 // 2,
+        "shared-question:2:0.25": size * (size + 1) // 2 - 4096**2,
+    }
+    for mask, count in pairs.items():
+        found = longstep.balance(ON_H100, [size], names, mask=mask, play=False)
+        assert all(int(one.statistics.pairs.sum()) == count for one in found.found)
+        refusing = [row["planner"] for row in found.rows if row["error"]]
+        assert refusing == ([] if mask in {"full", "window:1K"} else ["wlb-llm"]), mask
+        assert not refusing or "one band each" in of_planner(found, "wlb-llm")["error"]
+
+
+def test_kernels_of_other_masks_take_as_long_as_those_of_the_schedule() -> None:
+    """Forward and backward, within what the tile model cannot tell of a mask."""
+    for gpus, mask, documents in ((1, "full", [16384]), (8, "window:1K", [65536]), (8, "window:512", [49152, 16384])):
+        found = longstep.balance(ON_H100.replace(gpus=gpus, jitter=0), documents, ["all-gather"], mask=mask)
+        played = found.found[0].played
+        assert played is not None
+        busy = [
+            math.fsum(row.busy_s for row in played.trace.rows if row.rank == rank and "Attend" in row.kind)
+            for rank in range(gpus)
+        ]
+        assert of_planner(found, "all-gather")["slowest_s"] == pytest.approx(max(busy), rel=0.06), mask
+
+
+def test_patterns_are_simulated_by_static_schedules_and_by_messages() -> None:
+    """Of two documents; the mask may be the setup's, and fewer pairs take less time than all of a causal mask."""
+    names = ["ring", "zigzag", "striped", "all-gather", "fcp-style", "groups"]
+    found, causal = (longstep.balance(ON_H100, [24576, 8192], names, mask=mask) for mask in ("lambda:64:1K", "causal"))
+    assert found.mask == "lambda:64:1024"
+    for row, whole in zip(found.rows[:-1], causal.rows, strict=False):
+        assert row["slowest_s"] < row["attention_s"] < whole["attention_s"]
+    for one in found.found:
+        assert one.played is not None
+        busy = [row.busy_s for row in one.played.trace.rows if "Attend" in row.kind]
+        assert math.fsum(busy) / 4 == pytest.approx(one.row["mean_s"], rel=0.3)
+    again = longstep.balance(ON_H100.replace(mask="lambda:64:1K"), [24576, 8192], names[:1])
+    assert again.rows[0] == found.rows[0] | {"planning_s": again.rows[0]["planning_s"]}
+    with pytest.raises(InputError, match="unknown mask 'lamda'"):
+        longstep.balance(ON_H100, [8192], ["zigzag"], mask="lamda")

@@ -39,6 +39,12 @@ def test_plans_for_documents_are_those_of_trying_every_planner() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mask", ["full", "window:64", "lambda:16:128"])
+def test_plans_under_other_masks_are_those_of_trying_every_planner(mask: str) -> None:
+    require_same_as_by_trying(SMALL.replace(gpus=2, ring_degree=2, documents=PACKED, layers=1, mask=mask))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_more_plans_for_documents_are_those_of_trying_every_planner(seed: int) -> None:
     """Of random lengths, on four GPUs, where the least memory leaves no replicas."""
@@ -72,10 +78,13 @@ def test_what_a_planner_refuses_is_told() -> None:
     assert re.fullmatch(r"groups has \d+ tasks: at most 1 are simulated; choose fewer `documents`", found.refused)
 
 
-def test_planners_are_for_causal_documents_alone() -> None:
-    """And for no schedule that is named."""
-    for setup in (SMALL, SMALL.replace(documents=PACKED, mask="full"), SMALL.replace(documents=PACKED, window=64)):
-        assert not {one.named.partition(" ")[0] for one in families(setup)} & {*BY_BLOCKS}
+def test_planners_are_for_documents_alone() -> None:
+    """Under any mask, and for no schedule that is named."""
+    assert not {one.named.partition(" ")[0] for one in families(SMALL)} & {*BY_BLOCKS}
+    for more in ({}, {"mask": "full"}, {"window": 64}, {"mask": "lambda:16:64"}):
+        assert {one.named.partition(" ")[0] for one in families(SMALL.replace(documents=PACKED, **more))} >= {
+            *BY_BLOCKS
+        }
     assert {one.named.partition(" ")[0] for one in families(SMALL.replace(documents=PACKED, schedule="ring"))} == {
         "ring"
     }

@@ -3,9 +3,9 @@
 A ``Span`` is an arithmetic progression of positions, so a contiguous slice and every P-th token are one idea. A
 ``Band`` keeps key j for query i iff ``i - left <= j <= i + right``; None is no limit on that side. The same band
 describes a whole sequence (positions) and one block of it (row and column indices of the block). ``Documents`` of a
-packed sequence keep to themselves: their mask is a rectangle each, and in a block one ``DocumentBlock`` each. A
-``BlockSparse`` mask keeps some blocks of keys for each block of queries: in a block of both one ``RowBlock`` for each
-block of queries, with the runs of keys that it keeps.
+packed sequence keep to themselves: their mask is a rectangle each, or those of a pattern, and in a block one
+``DocumentBlock`` for each of them. A ``BlockSparse`` mask keeps some blocks of keys for each block of queries: in a
+block of both one ``RowBlock`` for each block of queries, with the runs of keys that it keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from sim.errors import ScheduleError
-from sim.workload import BlockMask, Workload
+from sim.patterns import Part, Pattern, parts
+from sim.workload import BlockMask, MaskName, Workload
 
 
 class Span(NamedTuple):
@@ -61,10 +62,18 @@ FULL = Band()
 CAUSAL = Band(right=0)
 
 
-class Documents(NamedTuple):
-    """Keep what the band keeps of pairs within one document of a packed sequence."""
+class Rectangle(NamedTuple):
+    """Queries x keys of which attention keeps the pairs in a band."""
 
+    queries: Span
+    keys: Span
     band: Band
+
+
+class Documents(NamedTuple):
+    """Keep what a band or a pattern keeps of pairs within one document of a packed sequence."""
+
+    keeps: Band | Pattern
     edges: tuple[int, ...]
     """Where each document begins, and where the last one ends."""
 
@@ -104,41 +113,89 @@ class RowBlock(NamedTuple):
     runs: tuple[Run, ...]
 
 
-def mask_of(workload: Workload) -> Mask:
-    """Return the mask of a whole sequence; a window of W keeps W tokens on each side that the mask keeps, the token
-    itself among them (arXiv:2310.06825 §2). Padding belongs to the last document.
+def kept_in(document: Span, keeps: Band | Pattern) -> tuple[Rectangle, ...]:
+    """Return the rectangles of what a document keeps of itself; no two overlap.
+
+    >>> kept_in(Span(4, 8), CAUSAL)[0].keys
+    Span(start=4, stop=8, step=1)
     """
-    reach = None if workload.window is None else workload.window - 1
-    band = Band(left=reach, right=0 if workload.mask == "causal" else reach)
+    if isinstance(keeps, Band):
+        return (Rectangle(document, document, keeps),)
+    at = document.start
+    return tuple(
+        Rectangle(Span(at + one.begin, at + one.end), Span(at + one.first, at + one.last), Band(one.left, 0))
+        for one in parts(keeps, document.size)
+    )
+
+
+def band_of(mask: MaskName, window: int | None) -> Band:
+    """Return the band of a mask; a window of W keeps W tokens on each side that the mask keeps, the token itself among
+    them (arXiv:2310.06825 §2).
+    """
+    reach = None if window is None else window - 1
+    return Band(left=reach, right=0 if mask == "causal" else reach)
+
+
+def mask_of(workload: Workload) -> Mask:
+    """Return the mask of a whole sequence. Padding belongs to the last document."""
+    band = band_of(workload.mask, workload.window)
     if workload.block_mask is not UNSET:
         return BlockSparse(band, workload.block_mask)
     lengths = workload.document_lengths
-    if len(lengths) == 1:
+    if len(lengths) == 1 and workload.pattern is UNSET:
         return band
-    return Documents(band, (0, *accumulate(lengths[:-1]), workload.seq))
+    return Documents(workload.pattern or band, (0, *accumulate(lengths[:-1]), workload.seq))
 
 
-def meeting(mask: Documents | BlockSparse, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
+def meeting(mask: Documents | BlockSparse, queries: Span, keys: Span) -> Iterator[tuple[slice, slice, Band]]:
     """Yield which of these queries and keys, by their numbers, belong to each document from the first to the last one
-    that has both; one between may lack either where strides leave it out. Of blocks, yield each block of queries with
-    each run of blocks of keys that it keeps.
+    that has both, and the band between their positions; one between may lack either where strides leave it out. Of a
+    pattern, yield each rectangle that has both. Of blocks, yield each block of queries with each run of blocks of keys
+    that it keeps.
     """
     if isinstance(mask, BlockSparse):
-        yield from _meeting_blocks(mask.blocks, queries, keys)
+        yield from ((rows, columns, mask.band) for rows, columns in _meeting_blocks(mask.blocks, queries, keys))
         return
-    edges = mask.edges
+    for low, high in _shared(mask.edges, queries, keys):
+        if isinstance(mask.keeps, Band):
+            rows, columns = (_within(span, low, high) for span in (queries, keys))
+            yield rows, columns, mask.keeps
+        else:
+            yield from _meeting_parts(mask.keeps, low, high - low, queries, keys)
+
+
+def _shared(edges: tuple[int, ...], queries: Span, keys: Span) -> Iterator[tuple[int, int]]:
+    """Yield where documents begin and end, from the first to the last one that has some of both."""
     first = bisect_right(edges, max(queries.start, keys.start)) - 1
     last = bisect_right(edges, min(span.stop - span.step for span in (queries, keys))) - 1
-    for low, high in zip(edges[first : last + 1], edges[first + 1 : last + 2], strict=True):
-        rows, columns = (slice(_before(span, low), _before(span, high)) for span in (queries, keys))
-        yield rows, columns
+    yield from zip(edges[first : last + 1], edges[first + 1 : last + 2], strict=True)
+
+
+def _meeting_parts(
+    pattern: Pattern, start: int, size: int, queries: Span, keys: Span
+) -> Iterator[tuple[slice, slice, Band]]:
+    found, reach = _in_order(pattern, size)
+    for part in found[bisect_right(reach, queries.start - start) :]:
+        if start + part.begin >= queries.stop:
+            return
+        rows = _within(queries, start + part.begin, start + part.end)
+        columns = _within(keys, start + part.first, start + part.last)
+        if rows.start < rows.stop and columns.start < columns.stop:
+            yield rows, columns, Band(part.left, 0)
+
+
+@lru_cache(maxsize=4096)
+def _in_order(pattern: Pattern, size: int) -> tuple[tuple[Part, ...], list[int]]:
+    """Return parts of a document by their first query, and up to which query those until each of them reach."""
+    found = parts(pattern, size)
+    return found, list(accumulate((part.end for part in found), max))
 
 
 def _meeting_blocks(blocks: BlockMask, queries: Span, keys: Span) -> Iterator[tuple[slice, slice]]:
     for row in range(queries.start // blocks.size, (queries.stop - queries.step) // blocks.size + 1):
-        rows = slice(_before(queries, row * blocks.size), _before(queries, (row + 1) * blocks.size))
+        rows = _within(queries, row * blocks.size, (row + 1) * blocks.size)
         for start, stop in runs_of(blocks)[row] if rows.start < rows.stop else ():
-            columns = slice(_before(keys, start), _before(keys, stop))
+            columns = _within(keys, start, stop)
             if columns.start < columns.stop:
                 yield rows, columns
 
@@ -159,6 +216,11 @@ def runs_of(blocks: BlockMask) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(found)
 
 
+def _within(span: Span, start: int, stop: int) -> slice:
+    """Return which positions of a span lie from one to another (exclusive), by their numbers."""
+    return slice(_before(span, start), _before(span, stop))
+
+
 def _before(span: Span, position: int) -> int:
     """Return how many positions of a span lie before one."""
     return min(max(-((span.start - position) // span.step), 0), span.size)
@@ -174,10 +236,10 @@ def restarted(tokens: Tokens, mask: Mask) -> Tokens:
         return tokens
     found = []
     for span in tokens:
-        for rows, _ in meeting(mask, span, span):
+        for start, stop in _shared(mask.edges, span, span):
+            rows = _within(span, start, stop)
             if rows.start < rows.stop:
-                part = span.part(rows.start, rows.stop)
-                found.append(part.moved(-mask.edges[bisect_right(mask.edges, part.start) - 1]))
+                found.append(span.part(rows.start, rows.stop).moved(-start))
     return tuple(found)
 
 
@@ -192,13 +254,12 @@ def count_pairs(mask: Mask, queries: Span, keys: Span) -> int:
     """
     if not isinstance(mask, Band):
         return sum(
-            count_pairs(mask.band, queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop))
-            for rows, columns in meeting(mask, queries, keys)
+            count_pairs(band, queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop))
+            for rows, columns, band in meeting(mask, queries, keys)
             if rows.start < rows.stop and columns.start < columns.stop
         )
-    band = mask
-    total = queries.size * keys.size if band.right is None else _at_most(band.right, queries, keys)
-    return total if band.left is None else total - _at_most(-band.left - 1, queries, keys)
+    total = queries.size * keys.size if mask.right is None else _at_most(mask.right, queries, keys)
+    return total if mask.left is None else total - _at_most(-mask.left - 1, queries, keys)
 
 
 def _at_most(offset: int, queries: Span, keys: Span) -> int:
@@ -279,11 +340,11 @@ def keeps_parts(
         mine, theirs = queries.part(some.start, some.stop), keys.part(others.start, others.stop)
         band = moved_band(part.band, some.start - row, others.start - column)
         given += count_pairs(band, Span(0, mine.size), Span(0, theirs.size))
-        for rows, columns in meeting(within, mine, theirs):
+        for rows, columns, of_mask in meeting(within, mine, theirs):
             if rows.start == rows.stop or columns.start == columns.stop:
                 continue
             q, k = mine.part(rows.start, rows.stop), theirs.part(columns.start, columns.stop)
-            wanted, kept = block_band(within.band, q, k), moved_band(band, rows.start, columns.start)
+            wanted, kept = block_band(of_mask, q, k), moved_band(band, rows.start, columns.start)
             if wanted is not None:
                 common = Band(_least(wanted.left, kept.left), _least(wanted.right, kept.right))
                 both += count_pairs(common, Span(0, q.size), Span(0, k.size))

@@ -62,6 +62,7 @@ class SingleAttention:
         mask = mask_of(builder.workload)
         if kernel != "flash" and not isinstance(mask, Band):
             what = "one document" if isinstance(mask, Documents) else "no block mask"
+            what = "no pattern" if builder.workload.pattern else what
             raise InputError(f"`attention` {kernel!r} takes {what}: set it to flash")
         self._kept: dict[str, Any] = {"band": mask} if isinstance(mask, Band) else blocks(mask, whole, whole)[0].kept
         self._kernel = kernel

@@ -88,11 +88,12 @@ def kept_blocks(mask: Mask, queries: Tokens, keys: Tokens, sharding: Sharding) -
     if sharding == "sequence" or not isinstance(mask, Documents):
         return blocks(mask, queries, keys)
     columns = {document: (others, start) for document, others, start in _by_document(mask, keys)}
+    within = mask.keeps if isinstance(mask.keeps, Band) else mask
     found = [
         _moved(block, row, columns[document][1])
         for document, some, row in _by_document(mask, queries)
         if document in columns
-        for block in blocks(mask.band, some, columns[document][0])
+        for block in blocks(within, some, columns[document][0])
     ]
     return (together(found),) if found else ()
 
@@ -108,18 +109,20 @@ def _by_document(mask: Documents, tokens: Tokens) -> Iterator[tuple[int, Tokens,
 
 def _of_documents(mask: Documents, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
     """Return blocks as of the band alone where one document has all of these tokens, else one for each pair of spans
-    that share a document.
+    that share a document; of a pattern one in all.
     """
     spans = (*queries, *keys)
     whole = Span(min(span.start for span in spans), max(span.stop - span.step + 1 for span in spans))
-    if len(list(meeting(mask, whole, whole))) == 1:
-        return blocks(mask.band, queries, keys)
+    if isinstance(mask.keeps, Band) and len(list(meeting(mask, whole, whole))) == 1:
+        return blocks(mask.keeps, queries, keys)
     found = []
     for some, row in zip(queries, _starts(queries), strict=True):
         for others, column in zip(keys, _starts(keys), strict=True):
             block = _packed(mask, some, others)
             if block is not None:
                 found.append(_moved(block, row, column))
+    if found and not isinstance(mask.keeps, Band):
+        return (together(found),)
     return tuple(sorted(found, key=_extent, reverse=True))
 
 
@@ -128,9 +131,9 @@ def _of_blocks(mask: BlockSparse, queries: Tokens, keys: Tokens) -> tuple[Block,
     found: dict[tuple[int, int], list[Run]] = {}
     for some, row in zip(queries, _starts(queries), strict=True):
         for others, column in zip(keys, _starts(keys), strict=True):
-            for part, columns in meeting(mask, some, others):
+            for part, columns, of_mask in meeting(mask, some, others):
                 q, k = some.part(part.start, part.stop), others.part(columns.start, columns.stop)
-                band = block_band(mask.band, q, k)
+                band = block_band(of_mask, q, k)
                 if band is not None:
                     inner = _trimmed(band, q.size, k.size).columns
                     width = inner.stop - inner.start
@@ -154,11 +157,11 @@ def _of_blocks(mask: BlockSparse, queries: Tokens, keys: Tokens) -> tuple[Block,
 
 
 def _packed(mask: Documents, queries: Span, keys: Span) -> Block | None:
-    """Return one block of a part for each document that has some of both, or lies between such ones."""
+    """Return one block of a part for each document, or rectangle of one, that has some of both."""
     met = []
-    for rows, columns in meeting(mask, queries, keys):
+    for rows, columns, of_mask in meeting(mask, queries, keys):
         some, others = queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop)
-        met.append((rows, columns, block_band(mask.band, some, others) if some.size and others.size else None))
+        met.append((rows, columns, block_band(of_mask, some, others) if some.size and others.size else None))
     kept = [at for at, (_, _, band) in enumerate(met) if band is not None]
     if not kept:
         return None

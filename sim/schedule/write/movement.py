@@ -19,7 +19,7 @@ import numpy as np
 
 from sim.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import cut, num_tokens
-from sim.schedule.ir.masks import Mask, Span, Tokens
+from sim.schedule.ir.masks import Band, Documents, Mask, Span, Tokens
 from sim.schedule.ir.pieces import Pieces
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.write.blocks import Block, blocks, together
@@ -187,11 +187,17 @@ def _of_rank(
 
 
 def _needed(task: Task, layout: tuple[Tokens, ...], places: _Places, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
-    """Yield queries and keys of a task that the mask keeps, each of one owner."""
+    """Yield queries and keys of a task that the mask keeps, each of one owner; of a pattern each rectangle by itself,
+    since it may keep nothing of keys that lie between them.
+    """
+    apart = isinstance(mask, Documents) and not isinstance(mask.keeps, Band)
     for queries in places.of(task.queries):
         for keys in places.of(task.keys):
             for block in blocks(mask, _tokens(queries, layout), _tokens(keys, layout)):
-                yield _part(queries, block.rows), _part(keys, block.columns)
+                some, others = _part(queries, block.rows), _part(keys, block.columns)
+                parts = [(part.rows, part.columns) for part in block.documents] if apart else []
+                for rows, columns in parts or [(Span(0, some.size), Span(0, others.size))]:
+                    yield _part(some, slice(*rows[:2])), _part(others, slice(*columns[:2]))
 
 
 def _tokens(rows: Rows, layout: tuple[Tokens, ...]) -> Tokens:
