@@ -166,6 +166,8 @@ def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
     schedule = _SCHEDULES.get(planned.planner)
     if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
         return None
+    if schedule == "striped" and len(packed.rectangles) * len(planned.plan.layout) ** 2 > MOST_TASKS:
+        return None  # each rank has some of every rectangle, and meets those of every other
     return setup.replace(
         schedule=schedule or playing(planned), stack=None, scope="attention", pad=False,
         documents=packed.documents, seeds=setup.seeds or 1,
