@@ -64,4 +64,4 @@ def test_a_planner_is_compared_by_its_name(capsys: pytest.CaptureFixture[str]) -
     assert "fcp-style, attention of tiny" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*typed, "--schedule", "fcp-style"])
-    assert "fcp-style plans causal documents: set --documents" in capsys.readouterr().err
+    assert "fcp-style plans documents: set --documents" in capsys.readouterr().err
