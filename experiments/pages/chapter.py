@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from experiments.evidence.coverage import REGIME_HEADS
-from experiments.evidence.headlines import HEADLINE_HEADS
+from experiments.evidence.headlines import HEADLINE_HEADS, headlines
 from experiments.evidence.kept import Kept
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
@@ -87,7 +87,9 @@ def chapter(
     if records:
         parts += ["## Executed", *(part for kept in records for part in executed_section(kept, folder))]
     if labs:
-        parts += ["## Links of set rates", _LABS, *(part for kept in labs for part in lab_section(kept, folder))]
+        quiet = [one.row for one in headlines([], [], labs=[kept.record for kept in labs])]
+        parts += ["## Links of set rates", _LABS, *([markdown_table(HEADLINE_HEADS, quiet)] if quiet else [])]
+        parts += [part for kept in labs for part in lab_section(kept, folder)]
     if evidence:
         parts += ["## Published", *(part for one in evidence for part in _published_section(one))]
     if profiles:

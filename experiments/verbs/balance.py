@@ -152,7 +152,7 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
         f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {command.seeds} batches of "
     )
     table = Table(
-        *heads, title=f"{title}{command.seq} tokens of {command.documents}, mask {command.mask}", title_justify="left"
+        *heads, title=f"{title}{command.seq} tokens of {command.documents}, mask {found.mask}", title_justify="left"
     )
     for name in dict.fromkeys(row["planner"] for row in rows):
         mine = [row for row in rows if row["planner"] == name and not row["error"]]

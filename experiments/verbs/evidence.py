@@ -87,7 +87,7 @@ def write_chapter(
         files.step_errors.write(encoded(learned))
     evidence = [one._replace(found=_within(one.found, learned.without(one.file.title))) for one in evidence]
     anew = [_within(found, learned.without(steps_on(record))) for record, found in zip(records, anew, strict=True)]
-    rows = [one.row for one in headlines(evidence, records, anew, [one.record for one in labs])]
+    rows = [one.row for one in headlines(evidence, records, anew)]
     regimes = regime_rows(_step_sets(evidence, kept, anew), learned)
     _print(REGIME_HEADS, regimes, console)
     names = preset_names("sim/profiles", ".json") if profiles else []

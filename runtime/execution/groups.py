@@ -59,12 +59,12 @@ class Groups:
             return lambda: dist.batch_isend_irecv(calls) if calls else []
         if isinstance(op, AllToAll):
             into, parts = _parts(op.recvs, storage.write), _parts(op.sends, storage.read)
-            return lambda: _each_to_each(into, parts, group)
+            return lambda: _all_to_all(into, parts, group)
         if isinstance(op, AllGather):
             given = storage.read(op.send).view(-1)
             if op.recvs.sizes or (op.recvs.parts == 2 and _is_gloo(group)):  # gloo refuses sizes, and see _messages
                 into = _parts(op.recvs, storage.write)
-                return lambda: _each_to_each(into, [given] * len(into), group)
+                return lambda: _all_to_all(into, [given] * len(into), group)
             out = storage.write(op.recvs.view).view(-1)
             return lambda: [_all_gather(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
@@ -82,10 +82,10 @@ class Groups:
         assert_never(op)
 
 
-def _parts(split: Split, tensor: Callable[[View], torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the parts of a view, flat, whose tensor is asked for once."""
+def _parts(split: Split, take: Callable[[View], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a view as flat tensors of the one that ``take`` returns of it."""
     sizes = [math.prod(split.part(number).shape) for number in range(split.parts)]
-    return tensor(split.view).view(-1).split(sizes)
+    return take(split.view).view(-1).split(sizes)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -103,11 +103,11 @@ def _messages(
     return calls + [dist.P2POp(dist.isend, tensor, peer, group) for tensor, peer in sent]
 
 
-def _each_to_each(
+def _all_to_all(
     out: Sequence[torch.Tensor], given: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Begin to send every rank its part of what is given, and to receive one of each: an all-to-all. On gloo by
-    messages, as NCCL does it: gloo's own call sends first.
+    """Begin an all-to-all of flat parts, one for and from each rank of the group. On gloo it is messages, as NCCL makes
+    it: gloo's own call sends first (see ``_messages``).
     """
     if not _is_gloo(group):
         return [dist.all_to_all(list(out), list(given), group=group, async_op=True)]
@@ -151,7 +151,7 @@ class _SumOfParts(dist.Work):
     def __init__(self, out: torch.Tensor, given: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._out, self._parts = out, out.new_empty(len(given), out.numel())
         super().__init__()
-        self._work = _each_to_each(self._parts.unbind(), given, group)
+        self._work = _all_to_all(self._parts.unbind(), given, group)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait for all parts; the sum follows on the same stream."""

@@ -32,7 +32,9 @@ by a note, which travels among the data. Without a limit an all-reduce over a th
 zigzag layer at 1 Gbit/s 0.35 s for 0.32 s.
 """
 LEAST_WINDOW_BYTES = 2**16
-"""As many frames as one call of TCP hands over: with fewer it waits for acknowledgements within one."""
+"""At 50 Mbit/s a layer of usp over a thin link took 3.94 s with so much, 4.05 s with twice and 4.14 s with four times
+as much. A link of 1 Gbit/s needs more: there a zigzag layer took 0.34 s with so much, and 0.32 s with 2 ms.
+"""
 
 
 class Wire(msgspec.Struct, frozen=True):

@@ -94,7 +94,8 @@ class Balance(NamedTuple):
     seconds: ``attention_s`` with all transfers, ``slowest_s`` and ``mean_s`` of kernels; ``skew`` is the slowest rank
     over the mean, of seconds, pairs and tokens; bytes are those that the rank receives forward that receives most."""
     notes: list[str]
-    """What the predicted seconds rest on, where the profile has nothing near."""
+    """Which plans are too large to be simulated; what the predicted seconds rest on, where the profile has nothing
+    near."""
 
 
 def balance(
@@ -134,14 +135,17 @@ def balance(
     if order is not None:
         own = permuted(packed, order, ranks)._replace(planner=OWN)
         plans.insert(0, (OWN, lambda: own))
-    balanced, rows = [], []
+    balanced, rows, unplayed = [], [], list[str]()
     for name, plan in plans:
         try:
             planned = plan()
         except InputError as refused:
             rows.append({"planner": name, **dict.fromkeys(_FIGURES), "error": str(refused)})
             continue
-        played = _played(setup, planned, packed) if play else None
+        why = _too_large(planned, packed)
+        if play and why:
+            unplayed.append(why)
+        played = _played(setup, planned, packed) if play and not why else None
         balanced.append(
             Balanced(
                 planned,
@@ -152,7 +156,7 @@ def balance(
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
-    return Balance(packed, keeps.name, ranks, balanced, Table(rows), attention.notes)
+    return Balance(packed, keeps.name, ranks, balanced, Table(rows), [*unplayed, *attention.notes])
 
 
 _FIGURES = (
@@ -161,15 +165,23 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction | None:
-    """Return one step of attention by a plan; None where it has too many tasks to build in seconds."""
-    schedule = _SCHEDULES.get(planned.planner)
-    if schedule is None and sum(map(len, planned.plan.tasks)) > MOST_TASKS:
-        return None
-    if schedule == "striped" and len(packed.rectangles) * len(planned.plan.layout) ** 2 > MOST_TASKS:
-        return None  # each rank has some of every rectangle, and meets those of every other
+def _too_large(planned: Planned, packed: Batch) -> str:
+    """Return why a plan is not simulated, which would take minutes to build; empty where it is."""
+    if planned.planner == "striped":  # each rank has some of every rectangle, and meets those of every other
+        count, what = len(packed.rectangles) * len(planned.plan.layout) ** 2, "rectangles that stripes meet"
+    elif planned.planner in _SCHEDULES:
+        return ""
+    else:
+        count, what = sum(map(len, planned.plan.tasks)), "tasks"
+    if count <= MOST_TASKS:
+        return ""
+    return f"{planned.planner} has {count} {what}: counted and not simulated; at most {MOST_TASKS} are"
+
+
+def _played(setup: Setup, planned: Planned, packed: Batch) -> Prediction:
+    """Return one step of attention by a plan."""
     return setup.replace(
-        schedule=schedule or playing(planned), stack=None, scope="attention", pad=False,
+        schedule=_SCHEDULES.get(planned.planner) or playing(planned), stack=None, scope="attention", pad=False,
         documents=packed.documents, seeds=setup.seeds or 1,
     ).predicted()  # fmt: skip
 

@@ -14,8 +14,9 @@ from calibrate.lab import cores_by_rate, cores_taken, goodput, require_calibrate
 from calibrate.links import LinkTimes
 from experiments.evidence.headlines import headlines
 from experiments.evidence.kept import Kept
-from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, lab_cells, read_lab
-from experiments.evidence.lab_verdict import costs, crossovers, lab_lines, lab_order, placements, verdict
+from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, kept_labs, lab_cells, read_lab
+from experiments.evidence.lab_verdict import TARGETS, costs, crossovers, lab_lines, lab_order, placements, verdict
+from experiments.evidence.units import percent
 from experiments.pages.chapter import lab_section
 from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main
@@ -23,7 +24,8 @@ from runtime.lab.lab import why_not
 from sim.errors import InputError
 from sim.profile import Point, Profile, load_profile, save_profile
 
-A100 = str(Path(__file__).parents[2] / "sim" / "profiles" / "a100-sxm.json")
+ROOT = Path(__file__).parents[2]
+A100 = str(ROOT / "sim" / "profiles" / "a100-sxm.json")
 QUIET = ((1.0, 2.0), (1.04, 1.97))
 LOUD = ((1.0, 2.0), (1.0, 2.2))
 
@@ -79,6 +81,15 @@ def test_the_evidence_has_a_row_of_a_quiet_lab_and_a_section_of_any(tmp_path: Pa
     assert "| ring | 50 % | 1.1 s | 1 s | (+10.0 %) | 1 of 1 |" in text
     (tmp_path / "lab.svg").write_text(figure(quiet))
     assert "![Predicted against executed times](lab.svg)" in lab_section(Kept(tmp_path / "lab.json", quiet), tmp_path)
+
+
+def test_the_front_page_says_what_the_kept_lab_does() -> None:
+    (kept,) = kept_labs(str(ROOT / "experiments/results"))
+    found = verdict(kept.record.results)
+    assert found.met
+    worst = max((one.times.error for one in kept.record.results if one.judged), key=abs)
+    said = f"{found.cells} layers on {kept.record.ranks} ranks) the mean error is {100 * found.mean:.1f} %, the worst"
+    assert f"{said} {percent(worst)}, the target {100 * TARGETS[0]:g} %" in (ROOT / "README.md").read_text()
 
 
 def test_a_verdict_is_of_cells_in_which_communication_shows() -> None:

@@ -61,8 +61,8 @@ class SingleAttention:
         whole = contiguous(builder.workload.seq, 1)[0]
         mask = mask_of(builder.workload)
         if kernel != "flash" and not isinstance(mask, Band):
-            what = "one document" if isinstance(mask, Documents) else "no block mask"
-            what = "no pattern" if builder.workload.pattern else what
+            of_documents = "no pattern" if builder.workload.pattern else "one document"
+            what = of_documents if isinstance(mask, Documents) else "no block mask"
             raise InputError(f"`attention` {kernel!r} takes {what}: set it to flash")
         self._kept: dict[str, Any] = {"band": mask} if isinstance(mask, Band) else blocks(mask, whole, whole)[0].kept
         self._kernel = kernel
