@@ -44,8 +44,7 @@ def all_to_all(context: RankContext) -> Found:
 
 
 def test_receives_of_an_all_to_all_are_posted_before_its_sends() -> None:
-    """Behind a send, gloo's note that a peer may begin would wait for all of it.
-    """
+    """Behind a send, gloo's note that a peer may begin would wait for all of it."""
     with Session(RANKS, timeout_s=60) as session:
         found = session.call(all_to_all)
     for rank, one in enumerate(found):
