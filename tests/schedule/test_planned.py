@@ -110,6 +110,14 @@ def test_many_plans(plan: Plan, mask: dict[str, Any], sequences: int) -> None:
     properties(plan, Workload(model=MODEL, seq=SEQ, batch=sequences, dtype="fp64", **mask), PlannedOptions())
 
 
+def test_parts_of_which_a_window_keeps_nothing_are_no_kernels() -> None:
+    """Tasks cut each other's rows, and of some parts a window keeps nothing: that was an error of Python."""
+    spans = (((0, 1), (0, 24), 0), ((1, 24), (0, 2), 1), ((1, 24), (2, 7), 0), ((1, 24), (7, 24), 2))
+    tasks = tuple(Task(Span(*queries), Span(*keys), division) for queries, keys, division in spans)
+    plan = Plan(((), (Span(0, 24),)), (tasks, ()))
+    properties(plan, Workload(model=MODEL, seq=24, dtype="fp64", window=7), PlannedOptions())
+
+
 def properties(plan: Plan, workload: Workload, options: PlannedOptions) -> None:
     """It is proved, exact, equal in both engines, and moves what some pair needs, each row once, and no more."""
     checked = proved(plan, workload, options)

@@ -307,7 +307,9 @@ def _joined(pairs: Iterable[tuple[Side, Side]]) -> list[tuple[Side, Side]]:
 
 
 def _kernels(pairs: Iterable[tuple[Side, Side]], layout: tuple[Tokens, ...], mask: Mask) -> Iterator[Attended]:
-    """Yield a kernel for each pair of buffers."""
+    """Yield a kernel for each pair of buffers of which the mask keeps something: where other tasks cut the rows of one,
+    it may keep nothing of some parts.
+    """
     found: dict[tuple[Held, Held], list[Block]] = defaultdict(list)
     for queries, keys in pairs:
         found[queries.held, keys.held] += [
@@ -315,7 +317,8 @@ def _kernels(pairs: Iterable[tuple[Side, Side]], layout: tuple[Tokens, ...], mas
             for block in blocks(mask, _tokens_of(queries, layout), _tokens_of(keys, layout))
         ]
     for (some, others), parts in found.items():
-        yield Attended(some, others, together(parts))
+        if parts:
+            yield Attended(some, others, together(parts))
 
 
 def _after(side: Side, of: slice) -> slice:
