@@ -67,7 +67,8 @@ def headlines(
     anew: Sequence[Sequence[CasePrediction]] = (),
     labs: Sequence[LabRecord] = (),
 ) -> list[Headline]:
-    """Return a row for every machine that executed records, then those of labs that were quiet, and of every case file.
+    """Return a row for every machine that executed records, then one for every machine of labs that were quiet, and of
+    every case file.
 
     ``anew`` is what this version predicts of each record; intervals are from there where the records have none.
     """
@@ -78,7 +79,11 @@ def headlines(
         _executed(what, [records[n] for n in some], [one for n in some for one in (anew[n] if anew else [])])
         for what, some in by_machine.items()
     ]
-    in_labs = [_in_lab(record) for record in labs if verdict(record.results).claims]
+    by_lab: dict[str, list[LabRecord]] = {}
+    for lab in labs:
+        if verdict(lab.results).claims:
+            by_lab.setdefault(f"{lab.title}, links of set rates, {lab.profile.machine.gpu}", []).append(lab)
+    in_labs = [_in_lab(what, some) for what, some in by_lab.items()]
     return [*executed, *in_labs, *(row for one in evidence for row in _published(one))]
 
 
@@ -101,16 +106,19 @@ def _executed(what: str, records: Sequence[Record], anew: Sequence[CasePredictio
     )
 
 
-def _in_lab(record: LabRecord) -> Headline:
-    found, cells = verdict(record.results), [one.times for one in record.results if one.judged]
+def _in_lab(what: str, records: Sequence[LabRecord]) -> Headline:
+    results = [one for record in records for one in record.results]
+    found, cells = verdict(results), [one.times for one in results if one.judged]
+    orders = [lab_order(record.results) for record in records]
     errors = [times.error for times in cells]
     return Headline(
-        f"executed: {record.title}, links of set rates, {record.profile.machine.gpu}",
+        f"executed: {what}",
         len(cells),
         found.mean,
         max(errors, key=abs),
         explained([times.median_s for times in cells], errors),
-        *lab_order(record.results),
+        sum(right for right, _ in orders),
+        sum(pairs for _, pairs in orders),
         None,
         f"{100 * TARGETS[0]:g} %",
         "met" if found.met else "missed",

@@ -124,7 +124,8 @@ def lab_section(kept: Kept[LabRecord], folder: Path) -> list[str]:
     """Return what a record of a lab says: where it comes from, what its cells say together, its figure, its cells."""
     record = kept.record
     lines = [f"sweep: begun {record.begun}, by: {record.command}", _sha256(record.profile), *lab_lines(record)]
-    title = f"{record.title}: {len(record.results)} cells on {record.profile.machine.gpu}"
+    kinds = dict.fromkeys(name for one in record.results for name in (one.cell.network, one.cell.fault) if name)
+    title = f"{record.title}, {', '.join(kinds)}: {len(record.results)} cells on {record.profile.machine.gpu}"
     return _section(kept, title, lines, markdown_table(LAB_HEADS, [lab_row(one) for one in record.results]), folder)
 
 

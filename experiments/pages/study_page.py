@@ -9,6 +9,7 @@ from experiments.evidence.units import length, seconds, size
 from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Legend, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
 from experiments.pages.tables import head
+from sim.errors import InputError
 from sim.files import Kind, marked
 
 _WIDTH, _HEIGHT = 860, 380
@@ -207,15 +208,26 @@ def page(name: str, question: str, conclusion: str, picture: Picture, rows: Sequ
     )  # fmt: skip
 
 
-def chapter(told: Sequence[tuple[str, str, str, str]], claims: str) -> str:
-    """Return a page of studies: of each its name, its question, what its picture shows, and its conclusion; then the
-    table of claims.
+def section(name: str, question: str, about: str, conclusion: str) -> str:
+    """Return what a page of studies says of one: its question, its picture and what that shows, its conclusion."""
+    return f"## {question}\n\n`longstep study {name}`\n\n![{about}]({name}.svg)\n\n{conclusion}\n"
+
+
+def chapter(sections: Sequence[str], claims: str) -> str:
+    """Return a page of studies, which the table of claims ends."""
+    return "\n".join([_CHAPTER, *sections, f"{_CLAIMS}\n{claims}"])
+
+
+def with_section(text: str, name: str, anew: str) -> str:
+    """Return a page of studies with the section of one in place of the one that it has; raises InputError where it
+    has none.
     """
-    parts = [
-        f"## {question}\n\n`longstep study {name}`\n\n![{about}]({name}.svg)\n\n{conclusion}\n"
-        for name, question, about, conclusion in told
-    ]
-    return "\n".join([_CHAPTER, *parts, f"{_CLAIMS}\n{claims}"])
+    sections = text.split("\n## ")
+    found = [number for number, one in enumerate(sections) if f"\n`longstep study {name}`\n" in one]
+    if not found:
+        raise InputError(f"`markdown`: the page has no section of {name}; longstep study all --markdown writes all")
+    sections[found[0]] = anew.removeprefix("## ")
+    return "\n## ".join(sections)
 
 
 def said(key: str, value: Any) -> str:

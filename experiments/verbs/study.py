@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
-from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, said
+from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, said, section, with_section
 from experiments.studies import claims
 from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, none_of
-from sim.files import require_outputs
+from sim.files import Output, require_outputs
+from sim.presets import read_bytes
 
 _WORDS = ("list", "claims", "all")
 """What may stand in place of a name."""
@@ -37,7 +38,8 @@ class Study(Writes):
     figure: OptionalText = None
     """Write the picture to this SVG file."""
     markdown: OptionalText = None
-    """Of all: write questions, pictures and conclusions to this file, and the pictures beside it."""
+    """Write questions, pictures and conclusions of all to this file, and the pictures beside it; of one study: its
+    section of such a file, and its picture."""
     jobs: OptionalInt = None
     """Processes; by default as many as there are cores."""
     seeds: OptionalInt = None
@@ -58,14 +60,18 @@ def study(command: Study, console: Console) -> None:
     if command.name == "claims":
         _hold_claims(command, console)
         return
-    if command.markdown:
-        raise InputError(f"`markdown` is of all studies: longstep study all, not {command.name}")
     if command.name not in studies.names():
         raise InputError(none_of("study", command.name, [*studies.names(), *_WORDS]))
     wanted = studies.study(command.name)
     html, svg = command.output(command.page, PAGE_FILE), command.output(command.figure, FIGURE_FILE)
-    require_outputs([html, svg])
+    out, picture = command.output(command.markdown, CHAPTER_FILE), _beside(command, wanted.name)
+    require_outputs([html, svg, out, picture])
+    before = _page_with(command) if out else ""
     found = wanted.found(command.jobs, command.seeds)
+    if out and picture:
+        told = section(wanted.name, wanted.question, found.picture.plot.about, found.conclusion)
+        picture.write(figure(wanted.question, found.picture).encode())
+        out.write(with_section(before, wanted.name, told).encode())
     if html:
         html.write(page(wanted.name, wanted.question, found.conclusion, found.picture, found.rows).encode())
     if svg:
@@ -80,10 +86,27 @@ def study(command: Study, console: Console) -> None:
     console.print(found.conclusion, markup=False)
 
 
+def _beside(command: Study, name: str) -> Output | None:
+    """Return the file of a study's picture, beside the page of studies if one is written."""
+    return command.output(command.markdown and str(Path(command.markdown).parent / f"{name}.svg"), FIGURE_FILE)
+
+
+def _page_with(command: Study) -> str:
+    """Return the page of studies as it is; raises InputError where a section of it cannot be replaced by itself."""
+    assert command.markdown
+    if command.name in claims.needed():
+        raise InputError(
+            f"`markdown`: claims on the page rest on {command.name}; longstep study all --markdown writes both anew"
+        )
+    text = read_bytes("page", command.markdown, "`markdown`").decode()
+    with_section(text, command.name, "")
+    return text
+
+
 def _hold_claims(command: Study, console: Console) -> None:
     """Run the studies that claims of papers are held against, and print each claim with its verdict."""
     if command.page or command.figure or command.markdown or command.seeds:
-        raise InputError("`page`, `figure` and `seeds` are of one study, `markdown` of all; claims take `json`")
+        raise InputError("`page`, `figure`, `seeds` and `markdown` are of studies; claims take `json`")
     held = claims.judged({name: studies.study(name).find(command.jobs).figures for name in claims.needed()})
     if command.json:
         print_json([one.figures() for one in held], console)
@@ -99,17 +122,14 @@ def _write_all(command: Study, console: Console) -> None:
     if command.page or command.figure or command.json or command.seeds:
         raise InputError("`page`, `figure`, `seeds` and `json` are of one study; all of them take `markdown`")
     out, names = command.output(command.markdown, CHAPTER_FILE), studies.names()
-    beside = Path(command.markdown).parent if command.markdown else None
-    pictures = (
-        {} if beside is None else {name: command.output(str(beside / f"{name}.svg"), FIGURE_FILE) for name in names}
-    )
+    pictures = {name: _beside(command, name) for name in names}
     require_outputs([out, *pictures.values()])
     told, figures = [], {}
     for name in names:
         wanted = studies.study(name)
         found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
-        told.append((name, wanted.question, found.picture.plot.about, found.conclusion))
+        told.append(section(name, wanted.question, found.picture.plot.about, found.conclusion))
         figures[name] = found.figures
         if picture := pictures.get(name):
             picture.write(figure(wanted.question, found.picture).encode())

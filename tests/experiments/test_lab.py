@@ -83,13 +83,25 @@ def test_the_evidence_has_a_row_of_a_quiet_lab_and_a_section_of_any(tmp_path: Pa
     assert "![Predicted against executed times](lab.svg)" in lab_section(Kept(tmp_path / "lab.json", quiet), tmp_path)
 
 
-def test_the_front_page_says_what_the_kept_lab_does() -> None:
-    (kept,) = kept_labs(str(ROOT / "experiments/results"))
-    found = verdict(kept.record.results)
-    assert found.met
-    worst = max((one.times.error for one in kept.record.results if one.judged), key=abs)
-    said = f"{found.cells} layers on {kept.record.ranks} ranks) the mean error is {100 * found.mean:.1f} %, the worst"
-    assert f"{said} {percent(worst)}, the target {100 * TARGETS[0]:g} %" in (ROOT / "README.md").read_text()
+def test_the_front_page_says_what_kept_labs_do() -> None:
+    records = [kept.record for kept in kept_labs(str(ROOT / "experiments/results"))]
+    assert all(verdict(record.results).met for record in records)
+    (row,) = headlines([], [], labs=records)
+    said = f"{row.cases} layers on {records[0].ranks} ranks) the mean error is {100 * row.mean:.1f} %, the worst"
+    assert f"{said} {percent(row.worst)}, the target {100 * TARGETS[0]:g} %" in (ROOT / "README.md").read_text()
+
+
+def test_labs_of_a_machine_are_one_row_whose_orders_are_of_each(tmp_path: Path) -> None:
+    """Two records of the same cells: their steps are rivals within each, and not of one another."""
+    one = record([result("ring", 50, 1.0, [1.0]), result("ulysses", 50, 2.0, [2.0])])
+    other = record([result("ring", 50, 1.1, [1.0], fault="slow-nic"), result("ulysses", 50, 2.0, [2.0])])
+    (row,) = headlines([], [], labs=[one, other])
+    assert (row.cases, row.right, row.pairs) == (4, 1, 1)
+    assert row.mean == pytest.approx(0.025)
+    assert (
+        "### layer of tiny, 4 ranks, flat, slow-nic: 2 cells"
+        in lab_section(Kept(tmp_path / "x.json", other), tmp_path)[0]
+    )
 
 
 def test_a_verdict_is_of_cells_in_which_communication_shows() -> None:

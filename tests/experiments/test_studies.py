@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.pages.study_page import chapter, section
 from experiments.studies import balancing
+from experiments.studies.claims import needed
 from experiments.studies.study import names, study
 from experiments.verbs.cli import main
 from sim.setup.balance import LOWER_BOUND
@@ -82,12 +84,31 @@ def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.Captur
     assert len(re.findall(r'<g class="hue-\d" data-row', svg.read_text())) == 24
 
 
+def test_a_study_writes_its_section_of_the_page_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All else stays as it is; a page without its section is refused before anything runs, as is a study on which
+    claims of the page rest.
+    """
+    written, other = tmp_path / "page.md", section("hiding", "Hidden?", "a picture", "Yes.")
+    written.write_text(chapter([section("causal-layouts", "Old?", "a picture", "Old."), other], "| claims |"))
+    main(["study", "causal-layouts", "--jobs", "1", "--json", "--markdown", str(written)])
+    conclusion = json.loads(capsys.readouterr().out)["conclusion"]
+    asked = study("causal-layouts").question
+    anew = section("causal-layouts", asked, re.search(r"!\[(.*)\]\(causal", written.read_text())[1], conclusion)
+    assert written.read_text() == chapter([anew, other], "| claims |")
+    assert (tmp_path / "causal-layouts.svg").is_file()
+    for name, message in ((needed()[0], "claims on the page rest on"), ("upipe-heads", "no section of upipe-heads")):
+        with pytest.raises(SystemExit):
+            main(["study", name, "--markdown", str(written)])
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         (("hidng",), "(did you mean 'hiding'?)"),
         (("claim",), "(did you mean 'claims'?)"),
-        (("hiding", "--markdown", "page.md"), "--markdown is of all studies"),
+        (("hiding", "--markdown", "page.md"), "page file 'page.md' cannot be read"),
+        (("claims", "--markdown", "page.md"), "--markdown are of studies"),
         (("all", "--page", "page.html"), "are of one study"),
         (("hiding", "--seeds", "2"), "hiding draws nothing"),
         (("balancing", "--seeds", "0"), "--seeds 0: expected a whole number of 1 or more"),
