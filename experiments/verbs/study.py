@@ -67,7 +67,8 @@ def study(command: Study, console: Console) -> None:
     out, picture = command.output(command.markdown, CHAPTER_FILE), _beside(command, wanted.name)
     require_outputs([html, svg, out, picture])
     before = _page_with(command) if out else ""
-    found = wanted.found(command.jobs, command.seeds)
+    with Console(stderr=True).status(f"playing the sweep of {wanted.name}"):
+        found = wanted.found(command.jobs, command.seeds)
     if out and picture:
         told = section(wanted.name, wanted.question, found.picture.plot.about, found.conclusion)
         picture.write(figure(wanted.question, found.picture).encode())
@@ -127,7 +128,8 @@ def _write_all(command: Study, console: Console) -> None:
     told, figures = [], {}
     for name in names:
         wanted = studies.study(name)
-        found = wanted.find(command.jobs)
+        with Console(stderr=True).status(f"playing the sweep of {name}"):
+            found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
         told.append(section(name, wanted.question, found.picture.plot.about, found.conclusion))
         figures[name] = found.figures
