@@ -33,18 +33,14 @@ class _Communicator(NamedTuple):
     nodes: int
 
 
-_STREAMS = 12
-"""Of a rank that may communicate at once: layers over two levels of rings use 11. What all of them hold has to leave
-something of the cores, else ranks would wait for each other's threads, as no thread of TCP does.
-"""
-
-
-def cores_held(cluster: Cluster, ranks: tuple[int, ...]) -> float:
-    """Return the cores that a rank's threads of TCP hold while it sends and receives at the rate of the slowest link
-    between ranks; 0 where transfers share cores with kernels as if they computed (no ``host.transfer_s_per_byte``).
+def cores_of_threads(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """Return the cores that a rank's threads of TCP take to send at the rate of the slowest link between ranks, and as
+    many to receive; 0 where transfers share cores with kernels as if they computed (no ``host.transfer_s_per_byte``).
 
     On slow links these threads mostly sleep. Linux gives a core at once to a thread that has used less than its share
-    (EEVDF, kernel/sched/fair.c), so kernels get what they leave, as they do of a GPU's SMs.
+    (EEVDF, kernel/sched/fair.c), so kernels get what they leave, as they do of a GPU's SMs. Messages at once each have
+    a share of the link, and packets and timers are the link's, so they are taken once for all that a rank sends. Some
+    of the cores is always left.
     """
     host = cluster.spec.host
     if host is None or host.transfer_s_per_byte is None or len(ranks) == 1:
@@ -52,7 +48,7 @@ def cores_held(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     slowest = min(cluster.route(*pair).bytes_per_s for pair in pairwise(ranks))
     ranks_here = len(cluster.devices) if host.shared else cluster.spec.gpus_per_node
     side = host.transfer_cores + host.transfer_s_per_byte * slowest
-    return float(min(2 * side, host.cores / ((ranks_here + 1) * _STREAMS)))
+    return float(min(side, host.cores / (2 * (ranks_here + 1))))
 
 
 def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int, ...], nbytes: int) -> float:
@@ -61,7 +57,7 @@ def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int,
     An all-to-all is messages to all ranks. One rank alone runs no kernel.
     """
     if cluster.spec.gpu.kind == "cpu":
-        return cores_held(cluster, ranks)
+        return 0.0
     if name == AllToAll.name:
         return held_by_messages(cluster, ranks, len(ranks), nbytes)
     if len(ranks) == 1:
@@ -75,7 +71,7 @@ def held_by_messages(cluster: Cluster, group: tuple[int, ...], peers: int, nbyte
     bytes.
     """
     if cluster.spec.gpu.kind == "cpu":
-        return cores_held(cluster, group)
+        return 0.0
     channels, link, chunk, nodes = _communicator(cluster, group)
     if link is None or link.peer_sms is None or not channels:
         return float(channels)

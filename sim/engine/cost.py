@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from sim.engine.algorithms import slowest_link
-from sim.engine.channels import held_by_collective, held_by_messages
+from sim.engine.channels import cores_of_threads, held_by_collective, held_by_messages
 from sim.engine.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
@@ -106,6 +106,7 @@ class CostModel:
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.held_by_messages = cache(partial(held_by_messages, cluster))
         self.held_by_collective = cache(partial(held_by_collective, cluster))
+        self.threads = cache(partial(cores_of_threads, cluster))
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
         self._kernels: KernelTable | None = None
@@ -440,7 +441,7 @@ class CostModel:
         """On a CPU, threads carry the bytes through the TCP stack: add the cores that they take, return their queue.
 
         When the time was measured, all of the group moved at once and together had no more than all cores. Threads of
-        slow links hold theirs instead, see ``channels.cores_held``.
+        slow links take theirs off the top, see ``channels.cores_of_threads``.
         """
         host = self._cluster.spec.host
         if host is None or self._cluster.spec.gpu.kind != "cpu":

@@ -33,7 +33,8 @@ _SCORE_ARRAYS = (
 _COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
 _COST_ARRAYS = (
     "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
-    "hold", "issue_s", "stretch", "world_seconds", "world_amounts", "world_capacities", "world_issues",
+    "hold", "transfer_threads", "group_threads", "issue_s", "stretch", "world_seconds", "world_amounts",
+    "world_capacities", "world_issues",
 )  # fmt: skip
 
 
@@ -127,6 +128,8 @@ class Priced:
             "transfer_activity": messages[lowered.transfer_message],
             "group_activity": calls[lowered.group_call],
             "hold": held(lowered, cost),
+            "transfer_threads": _floats(cost.threads(one[:2]) for one in lowered.messages)[lowered.transfer_message],
+            "group_threads": _floats(cost.threads(call.ranks) for call, _ in lowered.calls)[lowered.group_call],
             "issue_s": np.array([cost.issue_s(op, use) for op, use in lowered.issues.found], float),
             **activities.arrays(),
         }
@@ -149,6 +152,10 @@ def held(lowered: Lowered, cost: CostModel) -> Array:
     sends = lowered.op_exchange >= 0
     found[sends] = np.array(messages, float)[lowered.op_exchange[sends]]
     return found
+
+
+def _floats(found: Iterable[float]) -> Array:
+    return np.array(list(found), float)
 
 
 def _pointers(arrays: dict[str, Array]) -> dict[str, int]:

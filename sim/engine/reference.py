@@ -15,6 +15,7 @@ other side has posted too, a collective begins when its last member has posted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import assert_never
@@ -103,6 +104,10 @@ class _Player:
         self._group = cache(lambda name, rank: schedule.communicator(name).group_of(rank))
         self._calls = cache(self._find_call)
         self._cuda = cluster.spec.gpu.kind == "cuda"
+        self._moving: Counter[tuple[int, str]] = Counter()
+        """By rank and way, out or in: what moves of its bytes."""
+        self._threads: dict[tuple[int, str], float] = {}
+        """By rank and way: the cores that its threads have taken."""
 
     def play(self) -> Times:
         """Run to the end and return the times of all ranks."""
@@ -199,15 +204,20 @@ class _Player:
             for rank, index in (source, target):
                 self._ranks[rank].begun[index] = now
             activity = self._cost.transfer(source[0], target[0], nbytes, self._group(op.communicator, key[0]))
-            self._network.run(activity, partial(self._arrived, source, target))
+            cores = self._cost.threads((source[0], target[0]))
+            self._begin_moving(source[0], "out", cores)
+            self._begin_moving(target[0], "in", cores)
+            self._network.run(activity, partial(self._arrived, source, target, cores))
         if not self._missing.get(key):
             return False
         self._resume[key] = resume
         return True
 
-    def _arrived(self, *sides: Key) -> None:
+    def _arrived(self, source: Key, target: Key, cores: float) -> None:
         """Count a finished transfer; the last one of an Exchange ends it."""
-        for key in sides:
+        self._end_moving(source[0], "out", cores)
+        self._end_moving(target[0], "in", cores)
+        for key in (source, target):
             self._missing[key] -= 1
             if self._missing[key] == 0 and key in self._resume:
                 self._clock.soon(self._resume.pop(key))
@@ -221,9 +231,31 @@ class _Player:
         if not self._absent[number]:
             for rank, index in members:
                 self._ranks[rank].begun[index] = self._clock.now
-            activity = self._cost.collective(op, *self._calls(number), len(self._ranks))
-            self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members)))
+            ranks, nbytes = self._calls(number)
+            cores = self._cost.threads(ranks)
+            for rank, _ in members:
+                self._begin_moving(rank, "out", cores)
+                self._begin_moving(rank, "in", cores)
+            activity = self._cost.collective(op, ranks, nbytes, len(self._ranks))
+            self._network.run(activity, partial(self._clock.soon, partial(self._parted, key, members, cores)))
         return True
+
+    def _begin_moving(self, rank: int, way: str, cores: float) -> None:
+        """Let threads of TCP take cores off the top while bytes of a rank move that way, once for all of them."""
+        if cores <= 0:
+            return
+        self._moving[rank, way] += 1
+        if self._moving[rank, way] == 1:
+            self._threads[rank, way] = cores
+            there = self._network.hold(self._ranks[rank].compute, cores, lambda: None)
+            assert there, "what all threads take leaves something of the cores, and no kernel of a CPU fills them"
+
+    def _end_moving(self, rank: int, way: str, cores: float) -> None:
+        if cores <= 0:
+            return
+        self._moving[rank, way] -= 1
+        if not self._moving[rank, way]:
+            self._network.release(self._ranks[rank].compute, self._threads[rank, way])
 
     def _find_call(self, number: int) -> tuple[tuple[int, ...], int]:
         """Return the ranks of a collective, also those that are not played, and the bytes of one part."""
@@ -234,8 +266,11 @@ class _Player:
         ranks = whole_group(self._schedule, op.communicator, tuple(rank for rank, _ in members))
         return ranks, part_bytes(self._programs, members)
 
-    def _parted(self, last: Key, members: tuple[Key, ...]) -> None:
+    def _parted(self, last: Key, members: tuple[Key, ...], cores: float) -> None:
         """End a collective on all members; the one that began it goes on first."""
+        for rank, _ in members:
+            self._end_moving(rank, "out", cores)
+            self._end_moving(rank, "in", cores)
         resume = self._resume.pop(last)
         for member in members:
             if member != last:

@@ -109,6 +109,9 @@ class _Costs:
     def held_by_collective(self, *what: Any) -> float:
         return self._base.held_by_collective(*what)
 
+    def threads(self, *what: Any) -> float:
+        return self._base.threads(*what)
+
     @property
     def handoff(self) -> tuple[Activity, ...]:
         return (self._base.handoff, *(one.handoff for one in self._worlds))

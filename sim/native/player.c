@@ -50,8 +50,11 @@ typedef struct {                                              /* what a machine 
     i64 num_resources, num_activities, cuda, handoff;         /* handoff: an activity, or -1 */
     const f64 *capacity; const i32 *activities; const Phase *phases; const Demand *demands; const Device *devices;
     const i32 *op_activity, *transfer_activity, *group_activity;
-    const f64 *hold, *issue_s, *stretch;                      /* hold: per op the compute units that it holds while it
-                                                                 communicates; per kind of issue; NULL or a factor per op */
+    const f64 *hold, *transfer_threads, *group_threads, *issue_s, *stretch;
+                                                              /* hold: per op the compute units that it holds while it
+                                                                 communicates; threads: per transfer and group the cores that
+                                                                 each way of a rank takes meanwhile; per kind of issue; NULL
+                                                                 or a factor per op */
     const Worlds *seconds, *amounts, *capacities, *issues;    /* of other worlds: per phase, demand, resource, kind of issue */
 } Costs;
 
@@ -75,6 +78,7 @@ typedef struct {
     f64 now, *posted, *begun, *ended, *granted;
     StreamState *streams; OpState *ops; Running *running; Node *nodes; Resource *resources;
     u8 *offered; i32 *absent, *last_member, *width;
+    i32 *moving; f64 *threads;                                /* per rank and way: what moves, and cores that it takes */
     Event *heap; i64 heap_size, heap_room;
     Soon *soon; i64 soon_first, soon_count, soon_room;        /* room is a power of two */
     i32 *reached, *flows, *full; i64 num_dirty;
@@ -252,6 +256,21 @@ static void change_hold(State *s, i32 r, f64 amount) {
     }
 }
 
+/* Threads of TCP take cores off the top while bytes of a rank move that way, however many messages they are of. */
+enum { OUT, IN };
+
+static void begin_moving(State *s, i32 number, int way, f64 cores) {
+    i32 rank = s->score->streams[s->score->ops[number].stream].rank, at = 2 * rank + way;
+    if (cores <= 0 || s->moving[at]++) return;
+    change_hold(s, s->costs->devices[rank].compute, s->threads[at] = cores);
+}
+
+static void end_moving(State *s, i32 number, int way, f64 cores) {
+    i32 rank = s->score->streams[s->score->ops[number].stream].rank, at = 2 * rank + way;
+    if (cores <= 0 || --s->moving[at]) return;
+    change_hold(s, s->costs->devices[rank].compute, -s->threads[at]);
+}
+
 /* Return the compute units that the op of stream n holds while it communicates. */
 static f64 held_by(const State *s, i32 n) { return s->costs->hold[s->score->stream_ops[s->streams[n].at]]; }
 
@@ -407,6 +426,7 @@ static void then(State *s, i32 u) {
     s->running[u].dues = s->nows;
     if ((u -= streams) >= transfers) { soon(s, PARTED, u - transfers, 0); return; }
     i32 sides[2] = {s->score->transfers[u].source, s->score->transfers[u].target};
+    for (int k = OUT; k <= IN; k++) end_moving(s, sides[k], k, s->costs->transfer_threads[u]);
     for (int k = 0; k < 2; k++) {
         OpState *x = &s->ops[sides[k]];
         no_earlier(&x->arrivals, &s->nows);
@@ -489,6 +509,8 @@ static int exchange(State *s, i32 number) {
         if (!s->offered[t]) { s->offered[t] = 1; continue; }
         s->begun[source] = s->begun[target] = s->now;
         no_earlier(&s->nows, &s->ops[source == number ? target : source].grants);
+        begin_moving(s, source, OUT, s->costs->transfer_threads[t]);
+        begin_moving(s, target, IN, s->costs->transfer_threads[t]);
         begin(s, (i32)m->num_streams + t, s->costs->transfer_activity[t]);
         s->nows = nows;
     }
@@ -503,6 +525,7 @@ static void collective(State *s, i32 number) {
     for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++) {
         s->begun[m->members[k]] = s->now;
         no_earlier(&s->nows, &s->ops[m->members[k]].grants);
+        for (int way = OUT; way <= IN; way++) begin_moving(s, m->members[k], way, s->costs->group_threads[g]);
     }
     s->last_member[g] = number;
     begin(s, (i32)(m->num_streams + m->num_transfers) + g, s->costs->group_activity[g]);
@@ -607,6 +630,8 @@ static void resume(State *s, i32 n) {
 static void parted(State *s, i32 g) {                         /* the member that began a collective goes on first */
     const Score *m = s->score;
     i32 last = s->last_member[g];
+    for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++)
+        for (int way = OUT; way <= IN; way++) end_moving(s, m->members[k], way, s->costs->group_threads[g]);
     for (i32 k = m->groups[g].members; k < m->groups[g].members_end; k++)
         if (m->members[k] != last) resume_soon(s, m->ops[m->members[k]].stream, &s->nows);
     resume(s, m->ops[last].stream);
@@ -738,6 +763,8 @@ int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f6
     s->absent = room(s, m->num_groups, sizeof *s->absent);
     s->last_member = room(s, m->num_groups, sizeof *s->last_member);
     s->width = room(s, c->num_activities, sizeof *s->width);
+    s->moving = room(s, 2 * m->num_ranks, sizeof *s->moving);
+    s->threads = room(s, 2 * m->num_ranks, sizeof *s->threads);
     s->reached = room(s, c->num_resources, sizeof *s->reached);
     s->full = room(s, c->num_resources, sizeof *s->full);
     s->flows = room(s, users, sizeof *s->flows);
@@ -751,6 +778,6 @@ int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f6
     if (WORLDS) { steps[0] = s->latest; steps[1] = s->turns; }
     free(s->streams); free(s->ops); free(s->running); free(s->resources); free(s->offered); free(s->absent);
     free(s->last_member); free(s->width); free(s->reached); free(s->full); free(s->flows); free(s->heap); free(s->soon);
-    free(s->nodes);
+    free(s->nodes); free(s->moving); free(s->threads);
     return s->failed;
 }

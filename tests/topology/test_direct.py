@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import networkx as nx
+import numpy as np
 import pytest
 
 from sim.engine.cost import CostModel
@@ -160,10 +161,10 @@ def test_networks_of_the_lab_play_slower_the_slower_their_links(name: str) -> No
     assert of_link.capacity in {RATE * PAYLOAD, 125e6 * PAYLOAD}
 
 
-def test_threads_of_slow_links_hold_cores_that_kernels_then_lack() -> None:
-    """Two ranks on two cores: each sends and receives 12.5 MB/s x 1448/1514 at 2 ns a byte, which holds 0.0478 cores of
-    each, so both kernels beside have 2 - 0.0956 of 2 cores, and take 1.05 times as long. Transfers take as ever. What
-    is held is limited, so that nothing comes to a standstill: to a twelfth of a third of the cores.
+def test_threads_of_slow_links_take_cores_that_kernels_then_lack() -> None:
+    """Two ranks on two cores: each sends and receives 12.5 MB/s x 1448/1514 at 2 ns a byte, which takes 0.0478 cores of
+    each, so both kernels beside have 2 - 0.0956 of 2 cores, and take 1.05 times as long. Transfers take as ever.
+    Kernels are always left something: with two ranks a third of the cores.
     """
     host = load_cluster("host")
     workload = Workload(model=load_model("tiny"), seq=4096, mask="full", dtype="fp32", passes="forward")
@@ -182,7 +183,36 @@ def test_threads_of_slow_links_hold_cores_that_kernels_then_lack() -> None:
     beside_s, as_long_s = played(transfer_s_per_byte=2e-9)
     assert beside_s == pytest.approx(alone_s * 2 / (2 - 4 * 2e-9 * 12.5e6 * PAYLOAD))
     assert as_long_s == pytest.approx(transfer_s)
-    assert played(transfer_s_per_byte=1.0)[0] == pytest.approx(alone_s / (1 - 2 / 36))
+    assert played(transfer_s_per_byte=1.0)[0] == pytest.approx(3 * alone_s)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_threads_take_cores_once_for_all_that_a_rank_sends_and_only_while_it_moves(schedule: str) -> None:
+    """A layer whose gradients are summed beside its hops: four ranks of which each way takes 0.1 of four cores leave
+    3.2 to four kernels, however much a rank sends at once. None takes longer than that, some nearly, and one that
+    nothing moves beside takes as long as without.
+    """
+    host = load_cluster("host")
+    workload = Workload(model=load_model("tiny"), seq=1024, dtype="fp32", scope="layer", layers=1)
+    checked = check(SCHEDULES[schedule].schedule(workload, SCHEDULES[schedule].mesh(4, workload.model)))
+
+    def kernels(transfer_cores: float) -> dict[tuple[int, int], float]:
+        spec = lab_spec(host, "flat", 4, 25e6)
+        assert spec.host
+        spec = msgspec.structs.replace(
+            spec,
+            host=msgspec.structs.replace(
+                spec.host, cores=4.0, transfer_cores=transfer_cores, transfer_s_per_byte=0.0, wakeup_s=0.0
+            ),
+        )
+        found = [simulate(checked, Cluster(spec), None, engine=engine) for engine in ("auto", "simpy")]
+        assert np.array_equal(found[0].trace.ended_s, found[1].trace.ended_s)
+        return {(row.rank, row.op): row.busy_s for row in found[0].trace.rows if row.kind == "Gemm"}
+
+    alone, beside = kernels(0.0), kernels(0.1)
+    longer = [beside[key] / alone[key] for key in alone]
+    assert min(longer) == pytest.approx(1.0)
+    assert 1.2 < max(longer) <= 4 / 3.2 * (1 + 1e-9)
 
 
 def test_each_message_between_gpus_takes_its_own_route() -> None:
