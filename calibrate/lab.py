@@ -49,6 +49,8 @@ _CHECK_LAPS = 25
 0.1 s it did, by over 5 % between a third of all checks on an idle machine.
 """
 _MOST_CHECK_BYTES = 2**24
+_WOKEN_TIMES = 5
+"""Runs of a case whose times scatter by half from one to the next, of which the median counts."""
 _CHECK_TRANSFERS = 3
 _CHECK_KERNEL = "lab check"
 
@@ -56,6 +58,11 @@ _CHECK_KERNEL = "lab check"
 def lab_cases() -> list[LinkCase]:
     """Return the transfers that are timed, small ones first."""
     return [LinkCase(kind, 2**n, "idle") for n in _SIZES for kind in get_args(LinkKernel)]
+
+
+def _woken_cases() -> list[LinkCase]:
+    """Return small collectives beside attention of all ranks: their steps wake threads, which wait for their turns."""
+    return [LinkCase(kind, 2 ** _SIZES[0], "busy") for kind in ("all_gather", "reduce_scatter", "all_reduce")]
 
 
 def calibrated_lab(
@@ -72,6 +79,11 @@ def calibrated_lab(
             for case in lab_cases():
                 advance(f"{case.label}, {count} ranks")
                 points.append(time_link(session, case, model, dtype).point)
+            if count == ranks:
+                for case in _woken_cases():
+                    advance(f"{case.label}, {count} ranks")
+                    times = [time_link(session, case, model, dtype).point for _ in range(_WOKEN_TIMES)]
+                    points.append(sorted(times, key=lambda one: one.mean_s)[_WOKEN_TIMES // 2])
     spec = lab_spec(measured_cluster(host), "flat", ranks, SET_BYTES_PER_S)
     assert spec.host
     assert spec.loopback

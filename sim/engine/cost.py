@@ -15,7 +15,7 @@ from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
 from sim.engine.series import Figures
-from sim.engine.transfer_table import Spread, TransferTable
+from sim.engine.transfer_table import Spread, TransferTable, waits_s
 from sim.engine.ways import by_node
 from sim.errors import InputError
 from sim.kept import kept
@@ -109,6 +109,8 @@ class CostModel:
         self.threads = cache(partial(cores_of_threads, cluster))
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
+        self._waits_s: dict[str, float] = {}
+        """By kind, of communication over slow links beside kernels."""
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
         if profile is not None:
@@ -119,6 +121,8 @@ class CostModel:
                     f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
             self._kernels, self._transfers = _tables(profile)
+            host = measured_cluster(profile).host
+            self._waits_s = waits_s(profile.points, host.cores) if host and host.transfer_s_per_byte is not None else {}
             note = self._kernels.load.note(cluster.spec.gpu.power_w)
             self.notes |= {note} if note else set()
 
@@ -448,7 +452,7 @@ class CostModel:
             return ()
         cores = [self._cluster.devices[rank].compute for rank in what.ranks]
         if host.transfer_s_per_byte is not None:
-            return (Wait(cores[0], host.wakeup_s),)
+            return (Wait(cores[0], self._waits_s.get(what.kernel, host.wakeup_s)),)
         at_once = min(host.transfer_cores * what.group, host.cores)
         share = at_once / what.group if what.kernel == "exchange" else at_once
         for resource in cores:

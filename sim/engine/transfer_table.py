@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
@@ -17,6 +17,20 @@ class Spread(NamedTuple):
     nodes: int
     per_node: float
     """Ranks of each, on average."""
+
+
+def waits_s(points: Sequence[Point], cores: float) -> dict[str, float]:
+    """Return by kind of communication what its smallest that was measured both ways takes longer beside kernels of all
+    ranks, for each whole round of these ranks on the cores: what the threads of its steps wait for their turns.
+    """
+    idle = {(point.kernel, point.shape): point for point in points if point.condition == "idle"}
+    found = {}
+    for busy in sorted(points, key=lambda one: -one.nbytes):
+        alone = idle.get((busy.kernel, busy.shape))
+        if busy.condition == "busy" and busy.kernel in TRANSFERS and alone:
+            rounds = max(busy.shape[0] // cores, 1.0)
+            found[busy.kernel] = max(busy.mean_s - alone.mean_s, 0.0) / rounds
+    return found
 
 
 class TransferTable:

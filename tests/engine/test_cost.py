@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sim.engine.cost import CostModel
 from sim.engine.kernel_table import KernelTable
-from sim.engine.phases import Activity, Flow, Latency
+from sim.engine.phases import Activity, Flow, Latency, Wait
 from sim.engine.report import floors
 from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
+from sim.engine.transfer_table import waits_s
 from sim.errors import InputError
 from sim.presets import override
 from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
@@ -25,6 +26,7 @@ from sim.schedule.ir.views import Split, View
 from sim.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
+from topology.lab import lab_spec
 from topology.specs import ClusterSpec, HbmSpec, LinkSpec, PerGpu
 
 SPEC = make_cluster_spec(
@@ -347,3 +349,44 @@ def test_messages_that_are_alike_cost_what_each_costs_by_itself() -> None:
         for nbytes in (2**20, 2**25):
             alone = CostModel(Cluster(spec), profile).transfer(source, target, nbytes, group)
             assert known.transfer(source, target, nbytes, group) == alone
+
+
+def test_small_collectives_wait_for_their_turns_beside_kernels_as_long_as_was_measured() -> None:
+    """Four ranks on two cores are two rounds, so 12 ms more are 6 ms a round; the smallest counts, and what was not
+    measured both ways, or took less, waits for nothing.
+    """
+    points = [
+        point("all_reduce", (4, 4096), 0.002, nbytes=6144),
+        point("all_reduce", (4, 4096), 0.014, nbytes=6144, condition="busy"),
+        point("all_reduce", (4, 8192), 0.002, nbytes=12288),
+        point("all_reduce", (4, 8192), 0.1, nbytes=12288, condition="busy"),
+        point("all_gather", (4, 4096), 0.002, nbytes=3072),
+        point("all_gather", (4, 4096), 0.001, nbytes=3072, condition="busy"),
+        point("reduce_scatter", (4, 4096), 0.002, nbytes=3072, condition="busy"),
+    ]
+    assert waits_s(points, 2.0) == {"all_reduce": pytest.approx(0.006), "all_gather": 0.0}
+    assert waits_s(points[:2], 8.0) == {"all_reduce": pytest.approx(0.012)}
+
+
+def test_collectives_over_slow_links_wait_by_their_kind() -> None:
+    """Among ranks whose links are so slow that their threads sleep; of others the host's figure counts, as ever."""
+    points = [
+        point("all_reduce", (4, 4096), 0.002, nbytes=6144),
+        point("all_reduce", (4, 4096), 0.014, nbytes=6144, condition="busy"),
+    ]
+    host = load_cluster("host")
+    assert host.host
+    host = msgspec.structs.replace(host, host=msgspec.structs.replace(host.host, cores=2.0, wakeup_s=1e-3))
+    slow = lab_spec(host, "flat", 4, 25e6)
+    assert slow.host
+    slow = msgspec.structs.replace(slow, host=msgspec.structs.replace(slow.host, transfer_s_per_byte=0.0))
+    view = View(0, ((0, 1),))
+    ops = [
+        AllReduce(label="", communicator="link", view=view),
+        AllGather(label="", communicator="link", send=view, recvs=Split(view, 0, 1)),
+    ]
+    for spec, waits in ((host, (1e-3, 1e-3)), (slow, (6e-3, 1e-3))):
+        model = CostModel(Cluster(spec), profile(*points, spec=spec))
+        for op, expected_s in zip(ops, waits, strict=True):
+            (wait,) = [phase for phase in model.collective(op, (0, 1), 4096) if isinstance(phase, Wait)]
+            assert wait.seconds == pytest.approx(expected_s)
