@@ -96,11 +96,15 @@ def read_bytes(what: str, path: str, where: str) -> bytes:
 
 def from_json(data: bytes, struct: type[T], what: str, advice: str) -> T:
     """Return the ``struct`` that JSON describes; raises InputError as ``converted`` does, and for what is no JSON."""
+    return converted(decoded(data, what, advice), struct, what, advice, strict=True)
+
+
+def decoded(data: bytes, what: str, advice: str) -> object:
+    """Return what JSON holds; raises InputError between ``what`` was read and an ``advice`` for what is no JSON."""
     try:
-        decoded = msgspec.json.decode(data)
+        return msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"{what}: {error}; {advice}") from error
-    return converted(decoded, struct, what, advice, strict=True)
 
 
 def converted(data: object, struct: type[T], what: str, advice: str, *, strict: bool = False) -> T:

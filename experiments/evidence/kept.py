@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from sim.files import Kind
+from sim.presets import decoded, read_bytes
 
 Of = TypeVar("Of")
 
@@ -30,11 +30,16 @@ class Kept(NamedTuple, Generic[Of]):
         return next((found for name in names if (found := self.path.with_name(name)).is_file()), None)
 
 
-def kept_in(folder: str, kind: Kind, read: Callable[[str], Of]) -> list[Kept[Of]]:
-    """Return all records of a kind that lie in a folder or below."""
+def kept_in(folder: str, field: str, read: Callable[[str], Of]) -> list[Kept[Of]]:
+    """Return all records of a kind that lie in a folder or below: JSON objects with a ``profile`` and that ``field``.
+
+    Told by these alone, so that a record which is damaged, or of another version, is an error and not left out of the
+    evidence. Raises InputError for such a one, and for a file that is no JSON.
+    """
     found = []
     for file in sorted(Path(folder).rglob("*.json")):
-        with file.open("rb") as opened:
-            if kind.is_ours(opened):
-                found.append(Kept(file, read(str(file))))
+        data = read_bytes("record", str(file), "`record`")
+        content = decoded(data, f"record {str(file)!r}", "restore the file, or take it out of the folder")
+        if isinstance(content, dict) and {"profile", field} <= content.keys():
+            found.append(Kept(file, read(str(file))))
     return found

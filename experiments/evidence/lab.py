@@ -154,8 +154,8 @@ def read_lab(path: str) -> LabRecord:
 
 
 def kept_labs(folder: str) -> list[Kept[LabRecord]]:
-    """Return all records of a lab that lie in a folder."""
-    return kept_in(folder, LAB_FILE, read_lab)
+    """Return all records of a lab that lie in a folder; raises InputError if one is damaged."""
+    return kept_in(folder, "results", read_lab)
 
 
 def lab_cells(

@@ -95,10 +95,10 @@ def read_record(path: str) -> Record:
 
 
 def kept_records(path: str) -> list[Kept[Record]]:
-    """Return the record in a file, or all that lie in a folder; raises InputError if there is none."""
+    """Return the record in a file, or all that lie in a folder; raises InputError if one is damaged, or none there."""
     if not Path(path).is_dir():
         return [Kept(Path(path), read_record(path))]
-    found = kept_in(path, RECORD_FILE, read_record)
+    found = kept_in(path, "comparisons", read_record)
     if not found:
         raise InputError(f"`record` {path}: that folder holds no record; longstep validate --out writes one")
     return found

@@ -184,11 +184,11 @@ def _outputs(command: Validate) -> _Outputs:
 
 def _write_chapter(command: Validate, outputs: _Outputs, to: Output, console: Console) -> None:
     """Print what cases and records say, each by itself, and write it as a chapter."""
-    evidence = show_cases(command.cases, console)
     kept = [one for path in command.record for one in kept_records(path)]
+    labs = [one for path in command.record for one in kept_labs(path)]
+    evidence = show_cases(command.cases, console)
     for one in kept:
         show(one.record, console)
-    labs = [one for path in command.record for one in kept_labs(path)]
     files = ChapterFiles(to, outputs.front_page, outputs.step_errors)
     write_chapter(evidence, kept, labs, files, console, profiles="all" in command.cases)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,28 @@ def test_the_evidence_has_a_row_of_a_quiet_lab_and_a_section_of_any(tmp_path: Pa
     assert "| ring | 50 % | 1.1 s | 1 s | (+10.0 %) | 1 of 1 |" in text
     (tmp_path / "lab.svg").write_text(figure(quiet))
     assert "![Predicted against executed times](lab.svg)" in lab_section(Kept(tmp_path / "lab.json", quiet), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "truncated.*restore the file"),
+        (lambda text: text.replace('"ranks":4', '"ranks":"four"'), "ranks"),
+        (lambda text: text.replace('"ranks":4,', ""), "ranks"),
+        (lambda text: text.replace('"ranks":4', '"ranks":4,"speed":1'), "speed"),
+    ],
+    ids=["truncated", "wrong value", "field missing", "field of another version"],
+)
+def test_a_damaged_record_is_not_left_out_of_the_evidence(
+    tmp_path: Path, spoiled: Callable[[str], str], said: str
+) -> None:
+    whole = msgspec.json.encode(record([result("ring", 50, 1.1, [1.0])])).decode()
+    (tmp_path / "other.json").write_text('{"results": []}')
+    (tmp_path / "lab.json").write_text(whole)
+    assert [kept.path.name for kept in kept_labs(str(tmp_path))] == ["lab.json"]
+    (tmp_path / "lab.json").write_text(spoiled(whole))
+    with pytest.raises(InputError, match=f"lab.json.*{said}"):
+        kept_labs(str(tmp_path))
 
 
 def test_the_front_page_says_what_kept_labs_do() -> None:
