@@ -116,6 +116,7 @@ def assert_equal(a: Statistics, b: Statistics) -> None:
     np.testing.assert_array_equal(a.sent_bytes.sum(axis=0), a.received_bytes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PLANNERS)
 @settings(max_examples=25)
 @given(data=st.data())

@@ -47,6 +47,7 @@ def point(kernel: str, shape: tuple[int, ...], seconds: float, **fields: Any) ->
     return Point(kernel=kernel, shape=shape, **options)
 
 
+@pytest.mark.sweep
 def test_every_kernel_of_the_schedules_is_timed() -> None:
     """What ring and Ulysses run, in kernel and mask, is a subset of what a quick calibration covers."""
     covered = {(case.use.kernel, case.use.variant) for case in kernel_cases(TINY, "bf16", QUICK_CPU)}
@@ -58,6 +59,7 @@ def test_every_kernel_of_the_schedules_is_timed() -> None:
                     assert {(use.kernel, use.variant) for use in uses if use} <= covered
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [*link_cases(quick=False, shared=False), *link_cases(quick=True, shared=True)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_schedules_that_time_links_are_schedules(case: LinkCase, ranks: int) -> None:

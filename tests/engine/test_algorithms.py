@@ -157,6 +157,7 @@ def test_closed_ways_follow_links(dims: tuple[int, ...]) -> None:
 NIC = NicSpec(bytes_per_s=1e8, latency_s=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("fabric", "nodes", "gpus"), [(None, 4, 4), *FABRICS])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_none_beats_what_is_needed_nor_the_fastest(
@@ -207,6 +208,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         predict("ulysses", seq="8K", gpus=8, set={"cluster.collectives.all_gather": "tree"})
 
 
+@pytest.mark.sweep
 def test_measured_times_are_of_the_algorithm_that_ran() -> None:
     """Gathers over nodes were measured as rings; by hierarchy they take the measured efficiency, and that is said."""
     given = {"model": "llama3-8b", "seq": "64K", "cluster": "hgx-h100", "gpus": 16, "layers": 2, "scope": "layer"}

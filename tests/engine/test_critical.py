@@ -36,6 +36,7 @@ def test_spans_follow_each_other_from_the_start_to_the_end(count: int) -> None:
         assert sum(shares(spans).values()) == pytest.approx(1)
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize(
     ("schedule", "changes"),

@@ -74,6 +74,7 @@ def with_cxl(dram_bytes: int, **figures: float) -> ClusterSpec:
     return msgspec.structs.replace(spec, socket=msgspec.structs.replace(spec.socket, dram=dram, cxl=cxl))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("profile", [None, "datasheet"])
 def test_a_step_fits_by_both_tiers_and_pays_for_the_slower_one(profile: str | None) -> None:
     """What is kept does not fit half of its size in DRAM; with half of the pages behind CXL it does. A fast tier

@@ -276,6 +276,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_one_process(tmp_path: Path
     assert not list((tmp_path / "longstep" / "native").iterdir())
 
 
+@pytest.mark.sweep
 @requires_compiler
 def test_a_library_that_differs_by_one_bit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     library = load("player")

@@ -113,6 +113,7 @@ def _with_twice_a_link(count: int) -> Iterator[tuple[Prediction, Prediction, str
         )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("fabric", "nodes", "gpus"), FABRICS)
 def test_a_flow_alone_never_becomes_slower(fabric: Fabric, nodes: int, gpus: int) -> None:
     """By any of them, between any two GPUs of the first four and the last."""

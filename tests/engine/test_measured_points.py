@@ -108,6 +108,7 @@ def asked(name: str) -> list[Asked]:
     return [ask(name, profile, point) for point in transfers(profile)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but(set(PUBLISHED) - {"h100-sxm"}, PUBLISHED))
 def test_measured_transfers_come_back(name: str) -> None:
     series: dict[tuple[object, ...], list[Point]] = defaultdict(list)

@@ -36,6 +36,7 @@ def test_what_a_slow_gpu_loses_to_sums_that_wait_on_its_sms_is_told() -> None:
     assert not races(alone.simulation)
 
 
+@pytest.mark.sweep
 def test_sms_that_are_missed_by_little_are_told() -> None:
     """The kernel for delta takes 4.2 us, a launch 2.5: gradients come before the grid. With twice the memory's rate it
     takes 2.1, all seeds come too late, and the step is longer; launches of half the time would be in time again.

@@ -113,6 +113,7 @@ def test_ranks_of_a_cpu_host_share_its_memory() -> None:
     assert limit.held_bytes == sum(one.peak_bytes for one in walks(found.played))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fields", [{}, {"schedule": "ulysses", "gpus": 16, "nodes": 2, "dp_degree": 4}])
 @pytest.mark.parametrize("options", [(), ("schedule.activations=host",)])
 def test_it_is_known_without_a_proof_or_a_play(options: tuple[str, ...], fields: dict[str, Any]) -> None:

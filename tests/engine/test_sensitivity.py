@@ -81,6 +81,7 @@ def test_one_kernel_depends_on_what_it_is_bound_by() -> None:
     assert of["nvlink"] == of["hbm"] == 0
 
 
+@pytest.mark.sweep
 def test_elasticities_take_one_play(monkeypatch: pytest.MonkeyPatch) -> None:
     found = predicted("usp", "32K", gpus=16, nodes=2).simulation
     plays = []

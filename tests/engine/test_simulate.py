@@ -337,6 +337,7 @@ def machines(draw: st.DrawFn, latencies: st.SearchStrategy[float] = st.floats(0,
     return make_checked(name, workload, ranks), spec
 
 
+@pytest.mark.sweep
 @given(machines())
 def test_no_prediction_is_below_a_floor_or_above_the_sum(machine: tuple[Checked, ClusterSpec]) -> None:
     checked, spec = machine

@@ -84,6 +84,7 @@ def test_a_wider_nic_reaches_what_was_measured_over_nics(mib: int) -> None:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"a100-sxm", "h100-sxm"}, PUBLISHED))
 def test_times_grow_with_bytes_and_not_faster(name: str) -> None:
     """Twice the bytes never take less, and 2.4 times as long at most: all-reduce of 4 MiB on 4 B200, in the table."""

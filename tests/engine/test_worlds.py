@@ -11,6 +11,7 @@ from sim.engine.worlds import FEW, MOST, Change, worlds
 from tests.engine.test_engines import cells, requires_compiler
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize(
     ("seed", "count"), [pytest.param(5, 12, id="few"), pytest.param(6, 400, id="many", marks=pytest.mark.slow)]

@@ -62,6 +62,7 @@ def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Setup:
     return dataclasses.replace(selection, **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 def test_options_of_ones_own_are_set_as_those_that_ship(tmp_path: Path) -> None:
     for overrides, name, options in (
         ((), "ring", {"layout": "zigzag", "heads": "together"}),

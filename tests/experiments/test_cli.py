@@ -113,6 +113,7 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
     assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")
 
 
+@pytest.mark.sweep
 def test_a_training_step_is_the_default_and_says_what_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """With FSDP and full checkpointing; where it does not fit also what to switch on, and where nothing helps that."""
     options = ("simulate", "--cluster", "hgx-h100", "--seq", "1K", "--gpus", "2")
@@ -132,6 +133,7 @@ def test_a_training_step_is_the_default_and_says_what_saves_memory(capsys: pytes
     assert "techniques: FSDP (zero_stage=3), checkpointing (checkpoint=full)" in several
 
 
+@pytest.mark.sweep
 def test_a_step_says_what_its_memory_goes_to_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     """The constant is 2.93 GiB, known to 1.367 GiB; a memory that is exceeded is named, with how much."""
     options = ("simulate", "--cluster", "hgx-h100", "--model", "tiny", "--seq", "1K", "--gpus", "2", "--scope", "step")
@@ -293,6 +295,7 @@ def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.Captu
     assert "usp (U 4 x R 2" in run(capsys, *usp, "--set", "model.num_kv_heads=4")
 
 
+@pytest.mark.sweep
 def test_padding_is_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     """1025 tokens padded to 1056 for 32 chunks of a zigzag of 16, which takes as long as 1056 real ones."""
     options = ("--cluster", "hgx-h100", "--gpus", "16", "--schedule", "zigzag", "--dtype", "bf16", "--pad", *ATTENTION)
@@ -372,6 +375,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], tmp_p
     assert "without control characters" in fails(capsys, "simulate", "--model", str(path))
 
 
+@pytest.mark.sweep
 def test_what_a_model_has_and_predictions_leave_out_is_evidence(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "tests" / "sim" / "hugging_face" / "qwen3-8b.json")
     note = "model: the norms of the heads of q and k that qwen3 has are not simulated"
@@ -826,6 +830,7 @@ def test_all_other_verbs_run_in_rank_0_alone(
     assert "calibrate runs without torchrun" in fails(capsys, "calibrate", "--quick")
 
 
+@pytest.mark.sweep
 def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     world: Any = object()
     monkeypatch.setattr("experiments.verbs.validate.calibrate", None)
@@ -833,6 +838,7 @@ def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPa
         validate(Validate(), Console(), world)
 
 
+@pytest.mark.sweep
 def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """With what a billion tokens cost; where nothing fits what is missing least."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")

@@ -22,6 +22,7 @@ PROGRAM_FAULTS = [one for one in PLANTED if one.program(said_of("zigzag", "2K", 
 DEAR = {"checkpointed", "full-mask", "short-length"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "planted",
     [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name in DEAR)) for one in PROGRAM_FAULTS],

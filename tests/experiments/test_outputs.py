@@ -46,6 +46,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return line
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("command", "option", "name"), WRITING, ids=lambda value: str(value)[:40])
 def test_only_what_longstep_wrote_is_replaced(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...], option: str, name: str

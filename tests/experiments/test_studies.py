@@ -75,6 +75,7 @@ def test_ratios_of_the_published_times_are_near_themselves() -> None:
     assert said.count("24 of 40") == said.count("without DCP 24 of 24") == 2
 
 
+@pytest.mark.sweep
 def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     html, svg = tmp_path / "study.html", tmp_path / "study.svg"
     main(["study", "causal-layouts", "--jobs", "1", "--json", "--page", str(html), "--figure", str(svg)])
@@ -84,6 +85,7 @@ def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.Captur
     assert len(re.findall(r'<g class="hue-\d" data-row', svg.read_text())) == 24
 
 
+@pytest.mark.sweep
 def test_a_study_writes_its_section_of_the_page_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """All else stays as it is; a page without its section is refused before anything runs, as is a study on which
     claims of the page rest.

@@ -295,6 +295,7 @@ def test_what_was_found_is_kept(
     assert Read(html.read_text()).rows("tr") == [0, 1]
 
 
+@pytest.mark.sweep
 def test_a_record_is_shown_without_measuring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, drawn = tmp_path / "record.json", tmp_path / "figure.svg"
     save_record(make_sweep(), RECORD_FILE.at(record))

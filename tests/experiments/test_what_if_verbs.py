@@ -42,6 +42,7 @@ def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture
         assert "--sensitivity is of one step" in fails(capsys, "simulate", *H100, "--sensitivity", *several)
 
 
+@pytest.mark.sweep
 def test_the_price_of_memory_is_printed_for_training_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeping more than inputs of layers takes 22.2 GB and more (``tests/sim/test_memory_price.py``)."""
     step = (
@@ -108,6 +109,7 @@ def test_balance_of_other_masks(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "allowed are causal, full, window:TOKENS" in fails(capsys, "balance", "--mask", "lamda:64:256")
 
 
+@pytest.mark.sweep
 def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ("balance", "--documents", "magi", "--seq", "16K", "--planners", "zigzag", "--json")
     first, again, other = (json.loads(run(capsys, *drawn, "--seed", seed))["documents"] for seed in ("1", "1", "2"))
@@ -158,6 +160,7 @@ def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "--jobs 0" in fails(capsys, *SWEEP, *one, "--jobs", "0")
 
 
+@pytest.mark.sweep
 def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     alone = ("--model", "llama3-8b", "--cluster", "hgx-h100", "--scope", "attention", "--pass", "forward")
     alone = (*alone, "--gpus", "4", "--seeds", "1", "--schedule", "ring,upipe")
@@ -172,6 +175,7 @@ def test_crossovers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name two with --schedule" in fails(capsys, "crossover", *alone[:-1], "ring", "--along", "seq=8K..32K")
 
 
+@pytest.mark.sweep
 def test_a_map_of_winners_is_printed_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     layer = ("--model", "tiny", "--cluster", "hgx-h100", "--scope", "layer", "--seeds", "1", "--gpus", "2")
     both = ("--schedule", "ring,zigzag", "--across", "seq=8K,16K", "--down", "cluster.nvlink.bytes_per_s=*1,/2")
@@ -186,6 +190,7 @@ def test_a_map_of_winners_is_printed_with_reasons(capsys: pytest.CaptureFixture[
     assert "name another key" in fails(capsys, "winners", *layer, *both[:4], "--down", "seq=8K")
 
 
+@pytest.mark.sweep
 def test_doctor_says_what_a_run_points_to_and_how_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     """128K on 8 H100 with zigzag take 119 ms: 10 ms is less than attention alone, twice as much a full mask;
     what cannot be told apart is said.
@@ -205,6 +210,7 @@ def test_doctor_says_what_a_run_points_to_and_how_to_check(capsys: pytest.Captur
     assert "did not move as it should" in same
 
 
+@pytest.mark.sweep
 def test_the_doctor_lays_a_trace_beside_the_simulated_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A trace of the same simulation differs nowhere; that of a full mask names the kind of kernels that is off."""
     run_of = (*H100, "--schedule", "zigzag", "--gpus", "2")
@@ -242,6 +248,7 @@ def test_the_doctor_refuses_what_is_no_measurement(
     assert message in fails(capsys, "doctor", *H100, *typed)
 
 
+@pytest.mark.sweep
 def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) -> None:
     """The longest context, the fewest GPUs, the cheapest cluster; one question at a time, with what it needs."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
@@ -270,6 +277,7 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     assert "several clusters are for" in fails(capsys, *small, "--price", "a=1,b=2")
 
 
+@pytest.mark.sweep
 def test_plan_decides_every_tensor_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "64K", "--schedule", "ulysses", "--layers", "2")
     for kept in ("mlp=whole", "optimiser=gpu"):

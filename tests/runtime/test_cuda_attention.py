@@ -55,6 +55,7 @@ def draw(queries: int, keys: int, dtype: torch.dtype, device: str = "cpu") -> tu
     return tuple(tensor.to(dtype).to(device) for tensor in (q, k, v, dout))  # type: ignore[return-value]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [AtenFlash(), MemoryEfficient(), Cudnn()], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("queries", "keys", "band"), BLOCKS)
 def test_torch_takes_the_calls(kernel: AttentionKernel, queries: int, keys: int, band: Band) -> None:

@@ -146,6 +146,7 @@ def three_layers(name: str) -> Checked:
     return make_checked(name, Workload(model=make_model(8, 4), seq=32, scope="layer", layers=3), 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", slow_but({0, 1, 2}, range(8)), indirect=True)
 @pytest.mark.parametrize(
     "name",

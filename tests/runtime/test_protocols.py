@@ -193,6 +193,7 @@ def schedule_of(name: str) -> Schedule:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_each_technique_is_proved_and_exact(name: str) -> None:
     checked = check(schedule_of(name))

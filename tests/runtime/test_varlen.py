@@ -209,6 +209,7 @@ def test_any_parts(data: st.DataObject) -> None:
         alike(aten(Played(), patch), parts)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
 def test_torch_takes_the_calls(case: str) -> None:
     """On meta tensors: the schemas take the arguments."""

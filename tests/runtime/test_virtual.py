@@ -61,6 +61,7 @@ def exact_or_refused(name: str, ranks: int, order_seed: int | None, **fields: An
     return True
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_small_numbers_of_ranks(name: str) -> None:
     """Heads, masks and numbers of ranks in turns, each in an order of its own that the derived dependencies allow: a
@@ -82,6 +83,7 @@ def test_up_to_eight_ranks(name: str) -> None:
         exact_or_refused(name, ranks, ranks, model=model, seq=48, batch=2, dtype="fp64", **mask)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [dtype for dtype in BOUNDS if dtype != "fp64"])
 @pytest.mark.parametrize("name", slow_but({"zigzag", "allgather", "ulysses"}, VARIANTS))
 def test_narrower_data_types(name: str, dtype: str) -> None:
@@ -90,6 +92,7 @@ def test_narrower_data_types(name: str, dtype: str) -> None:
         assert exact_or_refused(name, ranks, 2, model=make_model(*heads), seq=48, batch=2, dtype=dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_layers(name: str) -> None:
     """Output, input gradient and all weights' gradients equal autograd of the textbook formulas."""
@@ -130,6 +133,7 @@ def test_activations_on_the_host(name: str) -> None:
     assert any(played)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_one_pass_alone(name: str, passes: str) -> None:

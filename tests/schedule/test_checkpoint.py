@@ -170,6 +170,7 @@ def test_inputs_that_attention_keeps_in_a_form_of_its_own() -> None:
     is_exact("ring", 2, step(), checkpoint="x+q+k+v+out", **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kept", slow_but({"full", "attention"}, ["none", "full", "attention"]))
 @pytest.mark.parametrize("options", [{}, {"recompute": False}, {"activations": "host"}], ids=str)
 def test_heads_that_are_projected_stage_by_stage(kept: str, options: dict[str, Any]) -> None:

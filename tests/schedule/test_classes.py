@@ -26,6 +26,7 @@ TRADING = ["ulysses", "usp of 2", "usp, rings inside", "upipe over rings", "fpdt
 """Ranks of them that trade heads do the same."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier({"usp of 2", "fpdt in chunks"}, {"ulysses", "upipe over rings"}, TRADING))
 def test_members_end_with_what_each_rank_by_itself_leaves(name: str) -> None:
     checked = Checked(flattened(layered(name, layers=2)))

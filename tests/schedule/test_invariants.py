@@ -71,6 +71,7 @@ def test_every_cell_is_proved_or_refused(name: str) -> None:
     assert proved(name, catalog=5, variants=2)
 
 
+@pytest.mark.sweep
 def test_schedules_are_deterministic_and_survive_json(some: Some) -> None:
     assert some.schedules
     for checked in some.schedules[::2]:
@@ -212,6 +213,7 @@ WIRE: dict[str, Callable[[int], int]] = {
 """What all ranks together send of a batch of 2 x 48 tokens, 8:4 heads of 16 in bf16, forward and backward."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", VARIANTS)
 def test_claims_follow_the_papers(name: str) -> None:
     """FLOPs 2*S*(S+1)*H*D forward under a causal mask and 2.5 times that backward; bytes as each paper has them."""
@@ -338,6 +340,7 @@ def test_programs_are_built_lazily(name: str) -> None:
     assert list(schedule._programs) == [ranks - 1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_grid_shows_every_op_once(name: str) -> None:
     checked = build(name, 1 if VARIANTS[name].schedule == "single" else 4, (8, 4), {"mask": "causal"}, "both", 1)

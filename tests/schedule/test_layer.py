@@ -137,6 +137,7 @@ def test_a_gradient_reduced_twice() -> None:
     refuses(Schedule(schedule.header, programs.__getitem__), "twice")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "label", "message"),
     [

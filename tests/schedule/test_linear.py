@@ -39,6 +39,7 @@ def errors(schedule: Schedule, order_seed: int = 1) -> dict[str, float]:
     return output_errors(checked, execute_virtual(checked, CPU, order_seed))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("heads", [(8, 4), (8, 8), (4, 1)])
 @pytest.mark.parametrize("chunk", [1, 5, 12, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -28,6 +28,7 @@ from tests.schedule.test_step import is_exact, make_step, step
 from tests.schedule.test_supersteps import by_all_ops, by_calls, ends_as_the_flat_proof_does, flattened, rebinding
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", slow_but({0, 3}, [0, 1, 2, 3]))
 def test_every_stage_is_exact_with_replicas(stage: int) -> None:
     """As one batch: the loss is the mean over all labels, and what is clipped is the sum of all gradients."""
@@ -35,6 +36,7 @@ def test_every_stage_is_exact_with_replicas(stage: int) -> None:
         is_exact("ulysses", 4, step(batch=2), dp=2, zero_stage=stage, micro_batches=2, shards=shards)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,6 +51,7 @@ def test_with_other_techniques(options: dict[str, Any]) -> None:
     is_exact("zigzag", 2, step(batch=2), micro_batches=2, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", slow_but({4}, [2, 4]))
 @pytest.mark.parametrize("name", sweep_but({"upipe"}, ["upipe", "allgather", "burst", "single"]))
 def test_other_schedules(name: str, count: int) -> None:
@@ -72,6 +75,7 @@ def test_what_happens_how_often() -> None:
         assert labels(once).count("reduce weights") == labels(one).count("reduce weights")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shards", ["all", "replica"])
 @pytest.mark.parametrize("stage", sweep_but({3}, [2, 3]))
 def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:

@@ -42,6 +42,7 @@ def test_some_mutants_of_steps() -> None:
     assert {mutant.verdict for mutant in found} <= {"refused", "exact"}
 
 
+@pytest.mark.sweep
 def test_a_mutant_is_the_same_whoever_came_before() -> None:
     whole = list(mutants(8, seed=7))
     assert list(mutants(3, seed=7, first=5)) == whole[5:]

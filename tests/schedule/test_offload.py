@@ -164,6 +164,7 @@ def test_first_layers_stay_on_the_gpu(name: str) -> None:
         check(stays.build(workload, stays.mesh(2, workload.model)))
 
 
+@pytest.mark.sweep
 def test_save_on_cpu_takes_as_long_as_its_copies() -> None:
     """Of 2 layers' inputs of 8K tokens in bf16, out and back, at the 55 GB/s that PCIe leaves; beside them the host
     issues kernels anew behind a wait. What is offloaded with prefetch takes no time that one sees. No weights are

@@ -19,6 +19,7 @@ from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model
 CPU = torch.device("cpu")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cells", [[(4, (8, 4)), (1, (8, 4))], pytest.param([(8, (8, 2))], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scope", slow_but({"attention"}, ["attention", "layer"]))
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))

@@ -142,6 +142,7 @@ def _by_torch(given: list[torch.Tensor], workload: Workload) -> list[list[torch.
 # Memory
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stack", "on_gpu", "on_host"),
     [
@@ -219,6 +220,7 @@ def test_the_host_issues_nothing_while_it_updates() -> None:
         assert following.begin_s < copied.end_s
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize("stack", ["host", "host, weights kept", "model"])
 def test_both_engines_play_alike(stack: str) -> None:

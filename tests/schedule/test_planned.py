@@ -91,6 +91,7 @@ def test_neighbours_are_one_kernel_and_one_message() -> None:
     assert [sum(isinstance(op, Attend) for op in one.program(1).ops) for one in (whole, fine)] == [2, 2]
 
 
+@pytest.mark.sweep
 @settings(max_examples=25, deadline=None)
 @given(
     plans(),
@@ -149,6 +150,7 @@ def enumerated_bytes(plan: Plan, workload: Workload) -> int:
     return (kv + 2 * q + lse) * workload.forward + (2 * kv + 3 * q + 2 * lse) * workload.backward
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", [*ANY_LENGTH, *DIVIDED, *OF_BLOCKS])
 def test_every_planner_s_plan_of_one_document(name: str, ranks: int) -> None:
@@ -172,6 +174,7 @@ def test_documents() -> None:
     assert sent.wire_bytes < alone.wire_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", OF_BLOCKS)
 def test_planners_of_blocks_take_every_mask(name: str, pattern: str) -> None:

@@ -33,6 +33,7 @@ def flat(schedule: Schedule) -> Schedule:
     return Schedule(schedule.header, schedule.program)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"ring", "ulysses", "usp of 2"}, ALL))
 @pytest.mark.parametrize("batch", slow_but({1}, [1, 2]))
 def test_a_replica_has_in_its_proof_what_it_has_in_that_of_all(name: str, batch: int) -> None:
@@ -82,6 +83,7 @@ def test_replicas_name_their_own_ranks_and_sequences() -> None:
         assert theirs == (msgspec.structs.replace(ours, batch=ours.batch.moved(4)) if of_tokens else ours)
 
 
+@pytest.mark.sweep
 def test_json_keeps_one_replica_and_gives_all_back() -> None:
     schedule = ring.build(layers(), Mesh(dp=3, ring=2))
     read = Schedule.from_json(schedule.to_json())

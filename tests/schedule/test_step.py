@@ -55,6 +55,7 @@ def test_every_schedule_is_proved_and_exact(name: str) -> None:
     is_exact(name, 1 if name == "single" else 4, step(batch=2))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "fields", [{"layers": 1}, {"padding": 5}, {"dtype": "fp32"}, {"dtype": "bf16"}, {"mask": "full"}, {"window": 7}]
 )
@@ -90,6 +91,7 @@ def enough(stack: str, **fields: Any) -> Workload:
     return step(batch=STACKS[stack].get("micro_batches", 1), **fields)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("dtype", slow_but({"fp64"}, ["fp64", "bf16"]))
 def test_every_technique(stack: str, dtype: str) -> None:
@@ -113,6 +115,7 @@ def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
     assert fused.schedule.programs == unfused.schedule.programs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""
@@ -120,6 +123,7 @@ def test_replicas(stage: int) -> None:
         is_exact("ulysses", 4, step(), dp=2, zero_stage=stage, shards=shards)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layers", "prefetch"), [(1, 2), (2, 3), (3, 9)])
 def test_no_more_is_gathered_ahead_than_there_are_layers(layers: int, prefetch: int) -> None:
     """Weights of a layer that forward still uses would be those that backward asks for."""

@@ -62,6 +62,7 @@ def ends_as_the_flat_proof_does(schedule: Schedule) -> None:
             assert sorted(coalesced(list(found.pieces))) == sorted(coalesced(list(held.pieces)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier({"ring", "usp of 2", "zigzag, offloaded"}, SCHEDULES, [*VARIANTS, *OFFLOADED]))
 def test_every_buffer_ends_with_what_the_flat_proof_leaves_there(name: str) -> None:
     schedule = layered(name, layers=5)

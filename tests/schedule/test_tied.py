@@ -34,6 +34,7 @@ def test_every_schedule_is_exact(name: str) -> None:
     assert errors.keys() >= {"new root parameters", "new first moments of root", "loss 2"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "stack",
     slow_but({"chunked loss", "micro-batches, one sum", "optimiser on the host", "nothing"}, STACKS),

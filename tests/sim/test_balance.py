@@ -74,6 +74,7 @@ def test_one_long_document_and_the_rank_that_has_its_end() -> None:
     assert sum(row["seconds"] for row in first.by_rank) == pytest.approx(4 * ring["mean_s"])
 
 
+@pytest.mark.sweep
 def test_what_is_simulated_has_kernels_and_transfers() -> None:
     """By the schedule of that name, or by messages; merges and launches come on top where a plan sends nothing."""
     found = longstep.balance(ON_H100, [65536], ["zigzag", "fcp-style"])
@@ -170,6 +171,7 @@ def test_kernels_of_other_masks_take_as_long_as_those_of_the_schedule() -> None:
         assert of_planner(found, "all-gather")["slowest_s"] == pytest.approx(max(busy), rel=0.06), mask
 
 
+@pytest.mark.sweep
 def test_patterns_are_simulated_by_static_schedules_and_by_messages() -> None:
     """Of two documents; the mask may be the setup's, and fewer pairs take less time than all of a causal mask."""
     names = ["ring", "zigzag", "striped", "all-gather", "fcp-style", "groups"]

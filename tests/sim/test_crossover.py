@@ -12,6 +12,7 @@ ALONE = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", scope="attention"
 NVLINK = "cluster.nvlink.bytes_per_s"
 
 
+@pytest.mark.sweep
 def test_both_sides_of_a_crossing_are_what_is_predicted() -> None:
     """UPipe's many small messages cost more than a contiguous ring's idle ranks only where sequences are short."""
     ring, upipe = ALONE.replace(schedule="ring"), ALONE.replace(schedule="upipe")

@@ -39,6 +39,7 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
     assert found.floor_s < found.low_s < found.measured_s < found.high_s  # type: ignore[operator]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("said", "ran", "name", "verdict"),
     [
@@ -97,6 +98,7 @@ def test_a_cause_is_found_by_memory_alone_where_its_time_is_within_what_is_known
     assert "full-mask" in [cause.name for cause in found.consistent]
 
 
+@pytest.mark.sweep
 def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     """A slow rank and slow GPUs take the same step; the seconds of each rank's kernels say which it is."""
     slow = ATTENTION.replace(set={"cluster.gpu[3].speed": 0.4})
@@ -109,6 +111,7 @@ def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     assert "rank 3" in with_ranks.consistent[0].says
 
 
+@pytest.mark.sweep
 def test_ranks_that_differ_are_told_where_the_step_is_healthy() -> None:
     """Of a layer of 2K tokens attention is little: a contiguous layout moves the step by less than it is known to."""
     said = ATTENTION.replace(scope="layer", seq="16K")
@@ -134,6 +137,7 @@ def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_th
     assert longstep.doctor(ATTENTION, fine).findings == []
 
 
+@pytest.mark.sweep
 def test_memory_that_did_not_move_between_degrees() -> None:
     """Of 8 GPUs each has half the activations of 4; a run whose memory stays has them whole."""
     more = STEP.replace(gpus=8)

@@ -90,6 +90,7 @@ def test_planners_are_for_documents_alone() -> None:
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "schedule",
     ["ulysses", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "striped", "allgather", "upipe"))],
@@ -102,6 +103,7 @@ def test_a_document_longer_than_all_memory_does_not_fit(schedule: str) -> None:
     assert found.room.free_bytes < -(10**13)
 
 
+@pytest.mark.sweep
 def test_chunks_without_end_are_refused() -> None:
     """A billion tokens in chunks of 64K, of which each meets all before it, would take all memory to write down."""
     long = Setup("fpdt", model="llama3-8b", cluster="hgx-h100", gpus=8, documents=(10**9,), pad=True, layers=1)

@@ -64,6 +64,7 @@ def test_what_cannot_be_varied(vary: dict[str, str], zipped: list[list[str]], me
         longstep.explore(H100, vary, zipped=zipped)
 
 
+@pytest.mark.sweep
 def test_rows_are_those_of_single_predictions() -> None:
     vary = {"schedule": ["ring", "ulysses"], NVLINK: ["*1", "*2"]}
     found = longstep.explore(H100, vary, jobs=1)
@@ -80,6 +81,7 @@ def test_rows_are_those_of_single_predictions() -> None:
     assert longstep.explore(H100, vary, jobs=2).rows == found.rows
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_played_is_a_row() -> None:
     found = longstep.explore(H100, {"gpus": "2,3,4", "batch": "1,2"}, jobs=1, intervals=False, bounds=False)
     assert [bool(row["error"]) for row in found] == [False, False, True, True, False, False]
@@ -96,6 +98,7 @@ def test_a_text_that_is_no_value_is_a_row(tmp_path: Path) -> None:
     assert found[2]["error"] == "`vary` gpus=two: expected int or none"
 
 
+@pytest.mark.sweep
 def test_a_journal_goes_on_where_it_stood(tmp_path: Path) -> None:
     path, vary = tmp_path / "journal", {"seq": "32K,64K", NVLINK: ["*1", "*2", "*3"]}
     whole = longstep.explore(H100, vary, jobs=1, journal=path)

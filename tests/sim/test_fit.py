@@ -64,6 +64,7 @@ def test_a_ladder_of_a_small_model() -> None:
         assert row["fits"] is (row["free_bytes"] >= 0)
 
 
+@pytest.mark.sweep
 def test_what_is_named_makes_it_fit() -> None:
     """Of techniques that do alone one, else as many as it takes."""
     (one,) = longstep.fit(with_memory(1.2), ["ulysses"], ["64K"]).rows
@@ -81,6 +82,7 @@ def test_what_is_named_makes_it_fit() -> None:
     assert none["helps"] == ""
 
 
+@pytest.mark.sweep
 def test_cells_say_seconds_or_why_not() -> None:
     found = longstep.fit(with_memory(4), ["zigzag", "fsdp", "ulysses"], ["32K", "64K"], progress=None)
     assert [(row["row"], row["seq"]) for row in found.rows[:3]] == [

@@ -33,6 +33,7 @@ def at(checked: Checked, kind: type, rank: int = 0) -> dict[str, int]:
     return {term: of[number] for term, of in terms_in_use(program, dependencies).items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stage", "reduce", "whole", "sharded"),
     [(0, "fp32", 18, 0), (0, "model", 18, 0), (1, "fp32", 2 + 4, 12), (1, "model", 2 + 2, 12), (2, "fp32", 2, 16),
@@ -68,6 +69,7 @@ def test_model_states_in_the_models_type_and_on_the_host() -> None:
     assert held["parameters"] + held["gradients"] + held["optimiser"] == 2 * weights // 4 + squares
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["single", "zigzag", "ulysses", "upipe"])
 @pytest.mark.parametrize("loss", ["whole", "chunked", "unfused"])
 def test_saved_activations(name: str, loss: str) -> None:

@@ -62,6 +62,7 @@ def require_prices(setup: Setup) -> set[str]:
     return binds
 
 
+@pytest.mark.sweep
 def test_prices_are_the_steepest_finite_differences() -> None:
     """Of a step that keeps only inputs in 22 GB, where keeping more is faster; and with room for all it is 0."""
     step = SMALL.replace(schedule="zigzag", gpus=2, ring_degree=2, layers=3, seq="256K")
@@ -84,6 +85,7 @@ def test_prices_of_random_steps(seed: int) -> None:
     require_prices(step.replace(set={key: int(size) for key, size in sizes.items()}))
 
 
+@pytest.mark.sweep
 def test_a_plan_with_so_much_more_memory_takes_what_was_said() -> None:
     """And with a MiB less it takes longer; of groups of tensors as of options."""
     step = SMALL.replace(schedule="ulysses", gpus=2, ulysses_degree=2, seq="256K", set={HBM: int(11e9)})

@@ -34,6 +34,7 @@ def test_options_of_steps_are_varied_in_steps_alone() -> None:
     assert "zero_stage 1" not in step
 
 
+@pytest.mark.sweep
 @requires_compiler
 def test_the_setup_itself_is_one_row_and_others_are_held_against_it() -> None:
     setup = make_setup("ring", seq="64K")
@@ -53,6 +54,7 @@ def test_twice_the_replicas_are_held_against_it_by_the_token() -> None:
     assert row["ratio"] == pytest.approx(row["step_time_s"] / found[""]["step_time_s"] / 2)
 
 
+@pytest.mark.sweep
 @requires_compiler
 def test_what_is_refused_is_last_with_its_reason() -> None:
     found = neighbours(make_setup("ulysses", gpus=8, seq="8K"))

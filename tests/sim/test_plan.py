@@ -112,6 +112,7 @@ def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:
     return checked
 
 
+@pytest.mark.sweep
 def test_no_bound_is_above_a_simulation() -> None:
     """Neither of time nor of memory: of a sequence in parts, with some options."""
     few = {"checkpoint": ("none", "full"), "activations": ("hbm", "host"), "optimiser": ("gpu", "host")}

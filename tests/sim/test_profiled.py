@@ -149,6 +149,7 @@ def test_the_doctor_takes_step_and_ranks_from_traces(tmp_path: Path) -> None:
     assert "rank 1 runs kernels" in "\n".join(found.findings)
 
 
+@pytest.mark.sweep
 def test_kinds_tell_apart_what_times_cannot(tmp_path: Path) -> None:
     """A full mask doubles the pairs: attention alone is off; slow GPUs slow down copies and sums, too."""
     full = SETUP.replace(mask="full", scope="layer").predicted()
@@ -244,6 +245,7 @@ def test_ranks_that_are_none_of_the_run_are_refused(tmp_path: Path) -> None:
         read_traces([tmp_path / "none.json"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("factors", "verdict"), [((0.8,) * 5, "ranks differ"), ((0.8, 1.0, 0.8, 0.6, 0.8), "healthy")])
 def test_ranks_differ_only_by_more_than_their_steps_scatter(factors: tuple[float, ...], verdict: str) -> None:
     """Rank 0 takes 0.8 times as long in the median of five steps: in all of them, or by chance."""

@@ -74,6 +74,7 @@ def test_answers_are_those_of_trying_everything(seed: int) -> None:
     require_same_as_by_trying(seed)
 
 
+@pytest.mark.sweep
 def test_the_longest_context_is_the_last_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one configuration: at the next of 128 lengths in an octave it does not. Bounds of memory
     are exact, so that it is simulated at that length only.

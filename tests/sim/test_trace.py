@@ -152,6 +152,7 @@ def test_a_breakdown_by_hand() -> None:
     assert critical_rank(found) == 0
 
 
+@pytest.mark.sweep
 @given(traces(), traces())
 def test_chrome_traces_come_back_as_they_were(simulated: Trace, executed: Trace) -> None:
     executed = trace_of(executed.rows, "executed", "1" * 16)

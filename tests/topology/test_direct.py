@@ -129,6 +129,7 @@ def test_messages_that_meet_on_a_link_of_a_chain_share_it() -> None:
     assert len(set(ring)) == len(ring) == 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["ring", "ulysses", "usp", "double-ring", "allgather"])
 def test_whole_layers_play_whatever_transfers_take_of_the_cores(schedule: str) -> None:
     """Several communicators at once, of which none waits for what others hold; both engines alike."""

@@ -128,6 +128,7 @@ def outcome(route: Callable[[int, int], Route], source: int, target: int) -> Rou
         return str(error)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", slow_but(set(preset_names("topology/hardware")) - {"gb300-nvl72"}, preset_names("topology/hardware"))
 )
@@ -137,6 +138,7 @@ def test_structure_and_graph_agree_on_every_preset(name: str) -> None:
         require_what_the_graph_says(Cluster(msgspec.structs.replace(spec, nodes=nodes)))
 
 
+@pytest.mark.sweep
 @given(clusters())
 def test_structure_and_graph_agree_on_any_cluster(spec: ClusterSpec) -> None:
     require_what_the_graph_says(Cluster(spec))

@@ -121,6 +121,7 @@ def test_ports_are_on_leaves_by_nodes_or_by_rails() -> None:
     assert leaf(spec, RailOnlySpec(below=(8,)), 7, 3) == "rail[3].tier1[0]"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fabric", "gpus", "links"),
     [
