@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from experiments.evidence import published
-from experiments.evidence.lab import LabRecord
+from experiments.evidence.lab import LabCell, LabRecord
 from experiments.evidence.lab_verdict import TARGETS, lab_order, verdict
 from experiments.evidence.published import CasePrediction, Evidence, explained
 from experiments.evidence.record import Judged, Record, judged, order
@@ -68,7 +68,7 @@ def headlines(
     labs: Sequence[LabRecord] = (),
 ) -> list[Headline]:
     """Return a row for every machine that executed records, then one for every machine of labs that were quiet, and of
-    every case file.
+    every case file. Where a machine's lab was repeated, its latest sweep of the same cells counts.
 
     ``anew`` is what this version predicts of each record; intervals are from there where the records have none.
     """
@@ -79,11 +79,12 @@ def headlines(
         _executed(what, [records[n] for n in some], [one for n in some for one in (anew[n] if anew else [])])
         for what, some in by_machine.items()
     ]
-    by_lab: dict[str, list[LabRecord]] = {}
-    for lab in labs:
+    by_lab: dict[str, dict[frozenset[LabCell], LabRecord]] = {}
+    for lab in sorted(labs, key=lambda lab: lab.begun):
         if verdict(lab.results).claims:
-            by_lab.setdefault(f"{lab.title}, links of set rates, {lab.profile.machine.gpu}", []).append(lab)
-    in_labs = [_in_lab(what, some) for what, some in by_lab.items()]
+            latest = by_lab.setdefault(f"{lab.title}, links of set rates, {lab.profile.machine.gpu}", {})
+            latest[frozenset(one.cell for one in lab.results)] = lab
+    in_labs = [_in_lab(what, list(latest.values())) for what, latest in by_lab.items()]
     return [*executed, *in_labs, *(row for one in evidence for row in _published(one))]
 
 

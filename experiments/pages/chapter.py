@@ -50,8 +50,9 @@ _REGIMES = (
 )
 _LABS = (
     "Steps in networks of this machine's own, whose links have set rates (`longstep lab`). Predictions know the host's "
-    "kernels, what transfers took at one rate, and the rates. Errors in brackets are not judged: less than a third of "
-    "the step is communication, or the machine changed during every repeat."
+    "kernels, what transfers took at one rate, and the rates. Where a sweep was repeated on a machine, the table "
+    "counts the latest, and the earlier one stands below as it was. Errors in brackets are not judged: less than a "
+    "third of the step is communication, or the machine changed during every repeat."
 )
 _POINTS = (
     "Each point of a profile is predicted from the others, but for the ends of series that have no tile model. Per "
