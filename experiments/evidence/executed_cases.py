@@ -23,10 +23,14 @@ Fields = dict[str, Any]
 
 
 def executed_cases(record: Record) -> list[Case]:
-    """Return the cells of a record as cases, for this version to predict."""
+    """Return the cells of a record as cases, for this version to predict: those with a quiet repeat, by these alone.
+
+    How far off the others are says more of what else the machine did than of the prediction.
+    """
     return [
-        Case("executed", setup_of(_fields(record, one.cell), record.profile), one.times.median_s)
+        Case("executed", setup_of(_fields(record, one.cell), record.profile), one.when_quiet.median_s)
         for one in judged(record)
+        if one.when_quiet
     ]
 
 

@@ -127,8 +127,8 @@ def _in_lab(what: str, records: Sequence[LabRecord]) -> Headline:
 
 
 def _coverage(cells: Sequence[Judged]) -> float | None:
-    """Return the share of executed times that lie in their intervals; None where no prediction has one."""
-    bounded = [(cell.times.median_s, cell.interval_s) for cell in cells if cell.interval_s]
+    """Return the share of executed times, of quiet repeats, that lie in their intervals; None where none has one."""
+    bounded = [(cell.when_quiet.median_s, cell.interval_s) for cell in cells if cell.interval_s and cell.when_quiet]
     return statistics.mean(low_s <= step_s <= high_s for step_s, (low_s, high_s) in bounded) if bounded else None
 
 

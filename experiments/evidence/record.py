@@ -151,6 +151,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """Of each repeat, as it came."""
     quiet: list[bool]
     """Whether the machine was, before and after each repeat, the one that was calibrated."""
+    when_quiet: Measured | None
+    """Of the quiet repeats alone; None where there is none."""
     memory: Peak
     """Of the repeat whose allocator gave most."""
     interval_s: Interval | None = None
@@ -172,10 +174,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         return Tally(sum(abs(error) <= self.cell.target for error in self.errors), len(self.errors))
 
     @property
+    def quiet_errors(self) -> list[float]:
+        """Of each quiet repeat."""
+        return [error for error, quiet in zip(self.errors, self.quiet, strict=True) if quiet]
+
+    @property
     def met_when_quiet(self) -> Tally:
         """How many of the quiet repeats met the target."""
-        errors = [error for error, quiet in zip(self.errors, self.quiet, strict=True) if quiet]
-        return Tally(sum(abs(error) <= self.cell.target for error in errors), len(errors))
+        return Tally(sum(abs(error) <= self.cell.target for error in self.quiet_errors), len(self.quiet_errors))
 
 
 def judged(record: Record) -> list[Judged]:
@@ -185,11 +191,14 @@ def judged(record: Record) -> list[Judged]:
 
 def _judge(cell: Cell, found: list[Comparison]) -> Judged:
     (simulated,) = {result.step.simulated_s for result in found}
+    quiet = [all(abs(drift) <= DRIFT for drift in result.drift) for result in found]
+    steps_s = [result.step.median_s for result, counts in zip(found, quiet, strict=True) if counts]
     return Judged(
         cell=cell,
         times=measured(simulated, [result.step.median_s for result in found]),
         errors=[result.step.error for result in found],
-        quiet=[all(abs(drift) <= DRIFT for drift in result.drift) for result in found],
+        quiet=quiet,
+        when_quiet=measured(simulated, steps_s) if steps_s else None,
         memory=max((result.peak_bytes for result in found), key=lambda peak: peak.allocated),
         interval_s=found[0].report.interval_s,
     )
@@ -232,7 +241,11 @@ def steadiness(record: Record) -> str:
     """Return how far the machine was, over all of a sweep, from the one that was calibrated."""
     drifts = [drift for _, found in record.comparisons for result in found for drift in result.drift]
     drift = f"beside its calibration, kernels took {percent(min(drifts))} to {percent(max(drifts))} over all of this"
-    return f"{drift}; {quiet_repeats(judged(record))} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
+    cells = judged(record)
+    quiet = f"{quiet_repeats(cells)} repeats were quiet: within {percent(DRIFT)[1:]} before and after"
+    errors = [error for cell in cells for error in cell.quiet_errors]
+    off = f", off by {100 * statistics.mean(map(abs, errors)):.1f} % in the mean" if errors else ""
+    return f"{drift}; {quiet}{off}"
 
 
 def order(record: Record) -> tuple[int, int]:

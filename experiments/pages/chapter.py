@@ -37,7 +37,8 @@ _ABOUT = (
 _TERMS = (
     "An error is predicted / measured - 1. Of two schedules whose measured times are apart, the order is right where "
     "the faster one is predicted to be. Where the 90 % interval is empty, nothing is known of how far predictions may "
-    "be off. A blind error is the mean of the first prediction, before anyone had seen how far off it was."
+    "be off. Executed steps are held against it by their quiet repeats, beside which kernels took as long as in the "
+    "calibration. A blind error is the mean of the first prediction, before anyone had seen how far off it was."
 )
 _REGIMES = (
     "Steps by what is busiest in them: kernels, links, or the host, at the upper end of what sources say of it. "
@@ -46,7 +47,8 @@ _REGIMES = (
     "a twentieth beyond each end: split conformal prediction (arXiv:1604.04173) with every set as heavy as any other "
     "(arXiv:1809.07441). The set of a row is not among those that gave its intervals. Where no other set has 20 steps "
     "of a regime, the profile's points stand in, each predicted from the others. Predictions that ship rest on all "
-    "sets. At the rates of datasheets there are no intervals."
+    "sets. At the rates of datasheets there are no intervals. Executed cells count by their quiet repeats, not at all "
+    "where they have none."
 )
 _LABS = (
     "Steps in networks of this machine's own, whose links have set rates (`longstep lab`). Predictions know the host's "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -13,7 +14,16 @@ from experiments.evidence.cases import FOLDER
 from experiments.evidence.coverage import REGIME_HEADS
 from experiments.evidence.headlines import HEADLINE_HEADS, headlines
 from experiments.evidence.published import measured_on, read_all, rests_on
-from experiments.evidence.record import RECORD_FILE, Kept, kept_records, save_record, summary
+from experiments.evidence.record import (
+    RECORD_FILE,
+    Kept,
+    judged,
+    kept_records,
+    quiet_repeats,
+    read_record,
+    save_record,
+    summary,
+)
 from experiments.pages.chapter import executed_section, markdown_table, on_front_page
 from experiments.verbs.cli import main
 from sim.engine.interval import Interval
@@ -183,6 +193,13 @@ def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.M
     for row in headlines([], [kept.record for kept in records]):
         (shown,) = [cells for cells in tables(text)[0] if cells[0] == row.what]
         assert [cell for cell, own in zip(shown, row.row, strict=True) if own] == [own for own in row.row if own]
+
+
+def test_the_front_page_says_what_the_quiet_repeats_of_a_slower_machine_show() -> None:
+    cells = judged(read_record(str(RESULTS / "2026-11-25-xeon-2-cores" / "cells.json")))
+    error = statistics.mean(abs(error) for cell in cells for error in cell.quiet_errors)
+    said = f"quiet repeats ({quiet_repeats(cells)}) the mean error is {100 * error:.1f} %"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_the_front_page_shows_the_first_table_of_the_chapter() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from experiments.evidence.cases import Case
@@ -16,7 +17,7 @@ from sim.engine.learned import LEAST, NOTHING, Learned, Reach, StepErrors
 from sim.engine.regime import Regime
 from sim.setup.setup import Setup
 from tests.experiments.test_executed_cases import on_h100
-from tests.experiments.test_sweep_page import RING
+from tests.experiments.test_sweep_page import RING, ULYSSES, make_found
 
 SOURCES, POINTS = Reach(0.0, 0.05), Reach(0.1, 0.1)
 
@@ -87,3 +88,11 @@ def test_cells_of_a_record_are_cases_of_its_own_profile() -> None:
         cell.setup(dataclasses.replace(sweep.setup(), profile=record.profile)) for cell in cells
     ]
     assert [case.measured_s for case in found] == [1.0, 2.0]
+
+
+def test_repeats_that_were_not_quiet_teach_no_interval() -> None:
+    """Of a cell with one quiet repeat that one counts; of a cell without there is no case."""
+    found = {RING: make_found(1.0, [(1.0, 0.0), (1.25, 0.2)]), ULYSSES: make_found(1.0, [(1.25, 0.2)])}
+    record = on_h100(CellSelection(cluster="hgx-h100"), [])
+    (case,) = executed_cases(msgspec.structs.replace(record, comparisons=list(found.items())))
+    assert case.measured_s == 1.0

@@ -93,6 +93,8 @@ def test_a_cell_is_judged_by_its_repeats() -> None:
     assert cell.met == (2, 4)
     assert cell.met.missed
     assert cell.met_when_quiet == (2, 3)
+    assert cell.when_quiet is not None
+    assert cell.when_quiet.median_s == pytest.approx(1 / 0.95)
     assert cell.times.median_s == pytest.approx((1.0 + 1 / 0.95) / 2)
     assert (cell.times.low_s, cell.times.high_s) == pytest.approx((0.8, 1.25))
 
@@ -105,6 +107,7 @@ def test_a_sweep_is_summed_up() -> None:
     assert met.startswith("1 of 2 cells met their target")
     assert "kernels took -10.0 % to +30.0 %" in drift
     assert "5 of 7 repeats were quiet" in drift
+    assert "off by 3.6 % in the mean" in drift, "1 - 0.9 / 1.1 is one of five"
     assert "right in 1 of 2 clear cases" in order
 
 

@@ -152,8 +152,8 @@ def test_the_doctor_takes_step_and_ranks_from_traces(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_kinds_tell_apart_what_times_cannot(tmp_path: Path) -> None:
     """A full mask doubles the pairs: attention alone is off; slow GPUs slow down copies and sums, too."""
-    said = SETUP.replace(scope="layer", seq="64K")
-    full = said.replace(mask="full").predicted()
+    full = SETUP.replace(mask="full", scope="layer").predicted()
+    said = SETUP.replace(scope="layer")
     path = CHROME_TRACE.at(tmp_path / "full.json")
     write_trace(path, full.checked, [full.trace])
     alone = longstep.doctor(said, Measured(step_time_s=full.step_time_s))
