@@ -2,6 +2,7 @@
 
     LongstepError
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
+    │   ├── JournalError                       a journal that a sweep cannot go on with
     │   ├── LengthError                        a sequence length that a layout does not divide
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
@@ -54,6 +55,10 @@ class LengthError(InputError):
 
     def __reduce__(self) -> tuple[type[LengthError], tuple[int, int]]:
         return type(self), (self.seq, self.multiple)  # worker processes send it to their parent
+
+
+class JournalError(InputError):
+    """A sweep cannot go on with a journal: it is damaged, or of another sweep or version. It is left as it is."""
 
 
 class ScheduleError(InputError):

@@ -12,7 +12,7 @@ from rich.console import Console
 import longstep
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection
+from experiments.verbs.selection import StepSelection, typed_schedule
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
@@ -71,7 +71,7 @@ def simulate(command: Simulate, console: Console) -> None:
         return
     named = [name.strip() for name in (command.selection.schedule or "").split(",")]
     if len(named) > 1:
-        _several([setup.replace(schedule=name) for name in named], command, console)
+        _several([setup.replace(schedule=typed_schedule(name)) for name in named], command, console)
         return
     predicted = setup.predicted()
     if trace:

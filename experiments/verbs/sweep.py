@@ -17,7 +17,7 @@ import longstep
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import StepSelection, listed, typed_values
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -85,11 +85,11 @@ def sweep(command: Sweep, console: Console) -> None:
         console.print(line, markup=False)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str | list[str]]:
     key, equals, values = text.partition("=")
     if not (equals and key.strip() and values.strip()):
         raise InputError(f"`vary` {text}: expected KEY=VALUES such as seq=64K,128K or cluster.nvlink.bytes_per_s=*1,*2")
-    return key.strip(), values
+    return key.strip(), typed_values(key, values)
 
 
 def _kind(path: str | None) -> Kind:

@@ -65,7 +65,7 @@ def play(portion: Portion) -> list[Row]:
 
 
 def _row(portion: Portion, row: Mapping[str, str]) -> Row:
-    found: Row = {**row, **dict.fromkeys(COLUMNS), "error": ""}
+    found: Row = {**{key: str(value) for key, value in row.items()}, **dict.fromkeys(COLUMNS), "error": ""}
     try:
         return found | _figures(_predicted(portion.setup, row), portion)
     except LongstepError as refused:

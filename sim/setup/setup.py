@@ -52,8 +52,8 @@ class Setup:
     """
 
     schedule: str | Build | Entry | None = None
-    """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``; by default that of the
-    ``stack``, or ring."""
+    """Name, a builder ``build(workload, mesh) -> Schedule``, or ``OwnSchedule("my_module.py:build")``; by default that
+    of the ``stack``, or ring."""
     _: KW_ONLY
     model: str | Path | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
@@ -159,7 +159,7 @@ class Setup:
         overrides = _overrides(self.set)
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
-        spec = override(spec, overrides["cluster"], "`set` cluster.")
+        spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])

@@ -18,8 +18,7 @@ from sim.engine.jitter import require_seeds
 from sim.engine.report import report
 from sim.engine.simulate import Prepared, Simulation
 from sim.errors import InputError, ScheduleError
-from sim.presets import override
-from sim.setup.names import at_least_one, text_of
+from sim.setup.names import at_least_one, changed_cluster, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
 from topology.host import num_cores
@@ -107,7 +106,7 @@ def _what_ifs(prediction: Prediction, vary: Mapping[str, Sequence[object]]) -> l
     for values in product(*vary.values()):
         changes = dict(zip(vary, map(text_of, values), strict=True))
         pairs = [(key.removeprefix(_ROOT), value) for key, value in changes.items()]
-        found.append(_WhatIf(changes, override(spec, pairs, "`vary` cluster.")))
+        found.append(_WhatIf(changes, changed_cluster(spec, pairs, "`vary` cluster.")))
     return found
 
 
