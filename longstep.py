@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer", "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "OwnSchedule", "Prediction",
-    "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fabric",
-    "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names",
-    "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps",
-    "winners", "workload",
+    "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore",
+    "fabric", "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model",
+    "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify",
+    "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from experiments.evidence.cases import CaseFile, MemoryGroup, selected
 from experiments.evidence.units import length, percent, size
-from experiments.evidence.workers import workers
+from experiments.evidence.workers import called
 from sim.engine.room import Room
 from sim.errors import InputError, unknown
 from sim.memory import TERMS
@@ -116,8 +116,7 @@ def predicted_memory(cases: Sequence[MemoryCase]) -> list[MemoryFound]:
     """Return what is predicted of each case, on all cores where there are several."""
     if len(cases) < 2:
         return list(map(_predicted, cases))
-    with workers() as pool:
-        return list(pool.map(_predicted, cases))
+    return list(called(_predicted, cases, lambda case: f"memory of {case.about}, S {case.setup.seq}"))
 
 
 def _predicted(case: MemoryCase) -> MemoryFound:

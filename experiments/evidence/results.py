@@ -115,7 +115,10 @@ def _csv(name: str, data: bytes) -> Result:
     """Return the rows of a table of a sweep, numbers as such."""
     lines = data.decode(errors="replace").splitlines(keepends=True)
     head = [line for line in lines if line.startswith("# ")]
-    rows = csv.DictReader(io.StringIO("".join(lines[len(head) :])))
+    try:
+        rows = list(csv.DictReader(io.StringIO("".join(lines[len(head) :]))))
+    except csv.Error as error:
+        raise InputError(f"{name!r} cannot be read as CSV ({error}); name another") from None
     said = head[0].removeprefix("# ").partition(": ")[2].strip()
     return Result(name, "rows", [{key: _number(text) for key, text in row.items()} for row in rows], _command(said))
 

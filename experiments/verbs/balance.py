@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
-from sim.presets import preset_names
+from sim.presets import preset_names, read_bytes
 from sim.setup.names import at_least_one, tokens
 from sim.setup.planners import PLANNERS
 
@@ -194,10 +193,9 @@ def _order(path: str | None) -> tuple[int, ...] | None:
     if path is None:
         return None
     try:
-        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
-        return tuple(map(int, words))
-    except OSError as error:
-        raise InputError(f"`layout` {path} cannot be read: {error.strerror}") from None
+        return tuple(map(int, read_bytes("layout", path, "`layout`").decode().replace(",", " ").split()))
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"`layout` {path}: {error}: expected positions from 0, each once") from None
 

@@ -44,8 +44,8 @@ class Journal:
     """
 
     def __init__(self, path: Path, sweep: str, *, force: bool = False) -> None:
-        """Open it, or go on with what it holds; raises JournalError where it is damaged, of another sweep or version, or
-        no journal at all, unless ``force``, which begins anew.
+        """Open it, or go on with what it holds; raises JournalError where it is damaged, of another sweep or version,
+        or no journal at all, unless ``force``, which begins anew.
         """
         self.path = path
         self.rows: dict[int, dict[str, Any]] = {}

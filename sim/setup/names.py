@@ -37,7 +37,6 @@ DATASHEET = "datasheet"
 """The profile that is none: kernels and links at the rates of datasheets."""
 
 
-
 class OwnSchedule(str):
     """A schedule of the user's own, ``FILE.py:FUNCTION``: the only text that names code, which is run when it is built.
 
@@ -113,8 +112,8 @@ def changed_cluster(spec: ClusterSpec, changes: Sequence[tuple[str, str]], where
     for path, value in changes:
         if path == "profile":
             raise InputError(
-                f"{where}{path}={value}: a profile is no figure of a cluster; choose it with `profile` {value}, or name "
-                f"it in the cluster's file"
+                f"{where}{path}={value}: a profile is no figure of a cluster; choose it with `profile` {value}, or "
+                f"name it in the cluster's file"
             )
     return override(spec, changes, where)
 
