@@ -61,10 +61,8 @@ def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, l
             names = typed_schedules(text) if field == "schedule" else listed(text, "`stack`", "fsdp,alst")
             if len(names) == 2:
                 changes: list[dict[str, Any]] = [{field: name} for name in names]
-                return dict(zip("ab", map(str, names), strict=True)), (
-                    setup.replace(**changes[0]),
-                    setup.replace(**changes[1]),
-                )
+                two = setup.replace(**changes[0]), setup.replace(**changes[1])
+                return dict(zip("ab", map(str, names), strict=True)), two
     raise InputError("crossover compares two: name two with `schedule` ring,ulysses or with `stack` fsdp,alst")
 
 

@@ -35,7 +35,7 @@ def typed_schedules(text: str, example: str = "ring,ulysses") -> list[str]:
 
 def typed_values(key: str, values: str) -> str | list[str]:
     """Return the values of a key that is varied, as the library takes them: of schedules some may be the user's own."""
-    return typed_schedules(values) if field_of(key) == "schedule" else values
+    return [typed_schedule(name.strip()) for name in values.split(",")] if field_of(key) == "schedule" else values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
