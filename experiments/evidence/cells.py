@@ -34,8 +34,8 @@ class Cell(NamedTuple):
         """Return it, with everything else as in ``base``."""
         layers = None if self.scope == "attention" else self.layers
         fields = {name: getattr(self, name) for name in ("gpus", "scope", "seq", "schedule")}
-        own = {"layers": layers, "stack": self.stack or None, "set": (*texts(base.set), *self.options)}
-        return dataclasses.replace(base, **own, **fields)
+        own = (*texts(base.set), *self.options)
+        return dataclasses.replace(base, layers=layers, stack=self.stack or None, set=own, **fields)
 
     @property
     def workload(self) -> tuple[int, str, int, str]:
