@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.evidence.comparison import Comparison, comparison
 from experiments.evidence.execution import WARM_UP, Execution, open_session
-from sim.setup.names import scope_title
+from sim.setup.names import scope_title, texts
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 
@@ -27,12 +27,15 @@ class Cell(NamedTuple):
     target: float
     stack: str = ""
     """Techniques of a training step, by name; empty: those of the setup."""
+    options: tuple[str, ...] = ()
+    """Options of its schedule beyond those of the setup, as ``set`` has them."""
 
     def setup(self, base: Setup) -> Setup:
         """Return it, with everything else as in ``base``."""
         layers = None if self.scope == "attention" else self.layers
         fields = {name: getattr(self, name) for name in ("gpus", "scope", "seq", "schedule")}
-        return dataclasses.replace(base, layers=layers, stack=self.stack or None, **fields)
+        own = (*texts(base.set), *self.options)
+        return dataclasses.replace(base, layers=layers, stack=self.stack or None, set=own, **fields)
 
     @property
     def workload(self) -> tuple[int, str, int, str]:

@@ -137,7 +137,8 @@ def _fields(record: Record, cell: Cell) -> Fields:
     """Return what a case file says of one cell, without its time."""
     layers = {} if cell.scope == "attention" else {"layers": cell.layers}
     named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
-    return record.select | named | ({"stack": cell.stack} if cell.stack else {})
+    own = {"set": [*record.select.get("set", []), *cell.options]} if cell.options else {}
+    return record.select | named | ({"stack": cell.stack} if cell.stack else {}) | own
 
 
 def _quality(record: Record, cells: list[Judged]) -> str:

@@ -150,7 +150,7 @@ def lines(found: Diagnosis) -> list[str]:
 def _verdict(found: Diagnosis) -> str:
     """Return the first line."""
     expected = f"predicted {seconds(found.simulated_s)}, within {seconds(found.low_s)} to {seconds(found.high_s)}"
-    expected += f", {size(found.peak_hbm_bytes)} a GPU"
+    expected += f", {size(found.peak_hbm_bytes)} allocated a GPU"
     if found.measured_s is None:
         return f"{found.verdict}: {expected}"
     times = f"measured {seconds(found.measured_s)}; {expected}"

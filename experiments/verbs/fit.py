@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
+from experiments.evidence.peaks import PEAK, beside, spec_of
 from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
@@ -108,17 +109,18 @@ def ladder(command: Ladder, console: Console) -> None:
         found = longstep.ladder(setup, most=command.most, techniques=list(chosen), progress=show)
     title = f"techniques of training {command.selection.model} on {command.selection.cluster}"
     if out:
-        capacity = longstep.cluster(setup.cluster).spec.hbm.capacity_bytes
-        out.write(page(title, found.rows, capacity).encode())
+        out.write(page(title, found.rows, spec_of(setup)).encode())
     if command.json:
         print_json(found.rows, console)
         return
-    console.print(_ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found))
+    console.print(
+        _ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found, beside(spec_of(setup)))
+    )
 
 
-def _ladder_table(title: str, found: longstep.Table) -> Table:
-    heads = ("techniques", "longest", "step", "peak", "left", "host", "most of the peak")
-    table = Table(*heads, title=title, title_justify="left")
+def _ladder_table(title: str, found: longstep.Table, memory: str) -> Table:
+    heads = ("techniques", "longest", "step", PEAK, "left", "host", "most of the peak")
+    table = Table(*heads, title=title, title_justify="left", caption=memory, caption_justify="left")
     for row in found.rows:
         largest = sorted(TERMS, key=lambda term: -row[term])[:2]
         table.add_row(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
+from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
@@ -168,7 +169,7 @@ def _print_plan(command: Plan, found: Found, console: Console, seq: int | None =
     if len(found.best):
         at = seq or longstep.workload(command.model, command.seq, documents=command.documents).seq
         title = f"training steps of {command.model}, S {length(at)}: {said}"
-        console.print(_best_table(title, found.best.rows))
+        console.print(_best_table(title, found.best.rows, _beside(command)))
         saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in found.best[0]["saves"].items())
         console.print(
             f"doubling one figure of the machine saves the first: {saved}; all others below 1 %", markup=False
@@ -213,10 +214,23 @@ def _varied(texts: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _best_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def _beside(command: Plan) -> str:
+    """Return what lies beside peaks, where all are of one cluster."""
+    if "," in command.cluster:
+        return BESIDE
+    setup = command.setup()
+    if command.memory_budget is not None:
+        setup = setup.replace(
+            set={"cluster.hbm.capacity_bytes": int(read_bytes("memory_budget", command.memory_budget))}
+        )
+    return beside(spec_of(setup))
+
+
+def _best_table(title: str, rows: list[dict[str, Any]], memory: str) -> Table:
     priced = "cost_per_billion_tokens" in rows[0]
-    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "peak HBM", "free", "bound by")
+    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", PEAK, "left", "bound by")
     table = Table(*heads, *(["a billion tokens"] if priced else []), title=title, title_justify="left")
+    table.caption, table.caption_justify = memory, "left"
     for row in rows:
         within = "not known" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
         host = f", a socket {size(row['peak_socket_bytes'])}" if row["peak_socket_bytes"] else ""

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 import longstep
+from experiments.evidence.peaks import beside, spec_of
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection, typed_schedule
@@ -120,7 +121,7 @@ def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> N
         print_json(found.rows, console)
         return
     title = setup.resolved().title
-    for shown in neighbours_shown(title, found):
+    for shown in neighbours_shown(title, found, beside(spec_of(setup))):
         console.print(shown)
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 import longstep
+from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
@@ -80,7 +81,8 @@ def sweep(command: Sweep, console: Console) -> None:
     if command.json:
         print_json(found.rows, console)
         return
-    console.print(_table(found))
+    changed = any(key.startswith("cluster") for key in found[0])
+    console.print(_table(found, BESIDE if changed else beside(spec_of(setup))))
     for line in _summary(found):
         console.print(line, markup=False)
 
@@ -141,10 +143,11 @@ def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
     return text.getvalue().encode()
 
 
-def _table(found: longstep.Table) -> Shown:
+def _table(found: longstep.Table, memory: str) -> Shown:
     """Return the main columns of the first rows."""
     keys = [key for key in found[0] if key not in COLUMNS]
-    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", "peak HBM", "fits", "bound by", title_justify="left")
+    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", PEAK, "fits", "bound by", title_justify="left")
+    table.caption, table.caption_justify = memory, "left"
     for row in found.rows[:_SHOWN]:
         varied = [length(row[key]) if key == "seq" and isinstance(row[key], int) else str(row[key]) for key in keys]
         if row["error"]:

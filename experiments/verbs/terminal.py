@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.evidence.comparison import Comparison, Measured
+from experiments.evidence.peaks import PEAK, beside
 from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction
 from longstep import Table as Figures
@@ -21,7 +22,7 @@ from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
 from sim.setup.names import scope_title
-from topology.reserved import Basis
+from topology.reserved import PARTS, Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
@@ -73,7 +74,7 @@ def report_table(predicted: Prediction) -> Table:
             table.add_row("HFU, with what is computed again", f"{100 * found.hfu:.3g} %")
         hours = f"{found.hours_per_billion_tokens:.4g} hours, {found.gpu_hours_per_billion_tokens:.4g} GPU-hours"
         table.add_row("a billion tokens", hours)
-    table.add_row("peak HBM, buffers only", size(report.peak_hbm_bytes))
+    table.add_row(PEAK, size(report.peak_hbm_bytes))
     if report.room:
         for name, shown in _room_rows(report.room):
             table.add_row(name, shown)
@@ -98,8 +99,9 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
     ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
     scope = scope_title(work.scope, work.layers)
     title = f"{scope} of {work.model.name}, S {length(work.seq)}, {ranks} x {first.cluster.spec.gpu.name}"
-    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", "peak HBM", "fits", "bound by")
-    table = Table(*heads, title=title, title_justify="left")
+    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", PEAK, "fits", "bound by")
+    caption = beside(first.cluster.spec)
+    table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
     for one in sorted(predictions, key=lambda one: one.step_time_s):
         found, within = one.report, one.interval
         table.add_row(
@@ -137,10 +139,10 @@ def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:
     yield Text.assemble("  ", *((letters[on], colours.get(on, "")) for on in strip(spans, _CELLS)))
 
 
-def neighbours_shown(title: str, found: Figures) -> Iterator[Table | str]:
-    """Yield what is one change away from a step, and what that says of it."""
-    heads = ("change", "step", "for a token", "peak HBM", "fits", "extrapolated")
-    table = Table(*heads, title=title, title_justify="left")
+def neighbours_shown(title: str, found: Figures, memory: str) -> Iterator[Table | str]:
+    """Yield what is one change away from a step, and what that says of it; ``memory`` is what lies beside peaks."""
+    heads = ("change", "step", "for a token", PEAK, "fits", "extrapolated")
+    table = Table(*heads, title=title, title_justify="left", caption=memory, caption_justify="left")
     played = [row for row in found.rows if not row["error"]]
     for row in played:
         room = {True: "yes", False: "no", None: "not known"}[row["fits"]]
@@ -223,9 +225,11 @@ def _left(limit: Limit) -> str:
 
 def _taken(limit: Limit) -> Iterator[str]:
     """Yield what is taken of a memory."""
-    yield f"buffers {size(limit.held_bytes)}"
+    yield f"{PEAK if limit.memory == 'GPU' else 'buffers'} {size(limit.held_bytes)}"
     if limit.reserved_bytes:
-        yield f"taken beside them {size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"
+        parts = ", ".join(part.name for part in PARTS)
+        yield f"beside it {size(limit.reserved_bytes)} ({parts}), more or less {size(limit.within_bytes)}"
+    yield f"{'left' if limit.free_bytes >= 0 else 'missing'} {size(abs(limit.free_bytes))}"
 
 
 _BASES: dict[Basis, str] = {"measured": "measured by others", "derived": "derived", "assumed": "assumed"}

@@ -92,9 +92,10 @@ def ladder(
     """Return what some techniques of ``TECHNIQUES`` save and cost in a training step: a row for none of them, one with
     one more of them switched on each, in their order, and one for all but each.
 
-    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak of
-    memory in bytes, also by term, whether that fits, and the seconds that the step takes, or would. What the setup says
-    of schedule and stack does not matter, and of its options what no technique sets.
+    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
+    allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
+    seconds that the step takes, or would. What the setup says of schedule and stack does not matter, and of its options
+    what no technique sets.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]

@@ -211,9 +211,13 @@ PROGRAMS: tuple[Program, ...] = (
         ("faster", "uneven ranks"), _from("layout", "contiguous", "zigzag"),
     ),
     Program(
-        "no-overlap", "communication is not overlapped with kernels",
+        "no-overlap", "messages between ranks are not overlapped with kernels",
         "a profiler trace: NCCL kernels lie between attention kernels, not beside them", ("slower",),
         _of("overlap", "False"),
+    ),
+    Program(
+        "host-sync", "the host waits for each all-to-all", "a profiler trace: cudaDeviceSynchronize behind all-to-alls",
+        ("slower",), _of("all_to_alls", "host-sync"),
     ),
     Program(
         "checkpointed", "all of each layer is computed again: checkpointing is on",

@@ -24,7 +24,8 @@ FIGURES = (
     "fits", "free_bytes", "bound_by",
 )  # fmt: skip
 COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
-"""Of every row behind what is varied: seconds of the critical rank by part, bytes of the GPU's peak by term."""
+"""Of every row behind what is varied: seconds of the critical rank by part, bytes of the GPU's peak by term;
+``free_bytes`` is what is left beside that peak and what no buffer can have (``topology.reserved``)."""
 
 
 class Portion(NamedTuple):

@@ -140,7 +140,7 @@ class Prediction:
 
     @property
     def peak_hbm_bytes(self) -> int:
-        """Peak memory of the rank that needs most, in bytes."""
+        """Peak allocated of the rank that needs most, in bytes: see ``Report``; what is beside it is in ``room``."""
         return self.figures.peak_hbm_bytes
 
     @property
