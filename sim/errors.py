@@ -3,6 +3,7 @@
     LongstepError
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
     │   ├── LengthError                        a sequence length that a layout does not divide
+    │   ├── TooLargeError                      what takes longer, or more memory, than is spent without asking
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
@@ -54,6 +55,10 @@ class LengthError(InputError):
 
     def __reduce__(self) -> tuple[type[LengthError], tuple[int, int]]:
         return type(self), (self.seq, self.multiple)  # worker processes send it to their parent
+
+
+class TooLargeError(InputError):
+    """What takes longer, or more memory, than is spent without asking: ``yes`` goes on (``sim.setup.effort``)."""
 
 
 class ScheduleError(InputError):
