@@ -4,9 +4,9 @@
 
 Ops of a rank grow with the ring (each rank meets all others), with chunks (each meets all before it, so as their
 square), with layers and with micro-batches. So one rank's program is built at small sizes of these, one axis changed
-at a time, and what it grows by is carried on to the size that was asked for. Seconds and bytes are what an op, a call
-and a pair of ranks took on one core (``python -m experiments.recipes sizes`` measures them again, and holds them
-against what is told here).
+at a time, and what it grows by is carried on to the size that was asked for. Seconds and bytes are what an op, a call,
+a member of a collective took on one core (``python -m experiments.recipes sizes`` measures what predictions take, and
+prints it beside what is told here).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ MOST_BYTES = 4 * 10**9
 
 _LOG = logging.getLogger("longstep.effort")
 
-
 START_S, START_BYTES = 0.4, 60e6
 """Whatever is asked."""
 
@@ -61,7 +60,7 @@ PLANNING: Mapping[str, Planning] = {
     "wlb-llm": Planning(9e-5, 3.5e-5, 1.5),
     "dcp": Planning(1.4e-3, 5e-4),
     "fcp-style": Planning(3e-4, 5e-4),
-    "groups": Planning(2e-4, 5e-4),
+    "groups": Planning(2e-4, 2.4e-5, 1.6),
 }
 """By planner, measured likewise."""
 
@@ -149,7 +148,7 @@ class Growth(NamedTuple):
 
     base: Counts
     along: Mapping[str, tuple[tuple[int, Counts], ...]]
-    """By axis its sizes, the smallest first, with the counts there; empty for an axis that stays as it is."""
+    """By axis that is carried on some sizes, the smallest first, with the counts there."""
     replicated: bool
     """Whether all data-parallel replicas do the same, so that one stands for all."""
 
@@ -157,10 +156,10 @@ class Growth(NamedTuple):
         """Return the counts at some sizes."""
         found = [*self.base]
         for axis, points in self.along.items():
-            if points:
-                at, given = getattr(sizes, axis), [size for size, _ in points]
-                for place, least in enumerate(self.base):
-                    found[place] *= _through(given, [counts[place] for _, counts in points], at) / (least or 1.0)
+            given = [size for size, _ in points]
+            for place, least in enumerate(self.base):
+                there = _through(given, [counts[place] for _, counts in points], getattr(sizes, axis))
+                found[place] *= there / (least or 1.0)
         return Counts(*found)
 
 
@@ -189,12 +188,11 @@ def sizes_of(asked: Asked) -> Sizes:
 @garbage_collection_off()
 def growth_of(asked: Asked) -> Growth:
     """Return how the program of one rank grows, from programs of small sizes. Raises whatever its builder does."""
-    sizes, inner = sizes_of(asked), 8
+    sizes, rings = sizes_of(asked), (8, 16)
     if asked.entry.takes_hints:  # its rings of rings follow what a node, or an option, says of the inner ones
         inner = getattr(asked.options, "inner_ring_degree", None) or asked.hints.gpus_per_node
-    tried = {"ring": (inner, 2 * inner), "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
-    if asked.entry.takes_hints:
-        tried["ring"] = (2 * inner, 3 * inner)
+        rings = (2 * inner, 3 * inner)
+    tried = {"ring": rings, "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
     grows = {axis: points for axis, points in tried.items() if getattr(sizes, axis) > points[-1]}
     least = sizes._replace(**{axis: points[0] for axis, points in grows.items()})
     base, replicated = _counted(asked, least)
@@ -264,7 +262,7 @@ def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *,
     """Raise TooLargeError, unless told ``yes``, for what takes longer, or more memory, than is spent without asking:
     with what it would take, and what takes less. ``ranks`` and ``share`` as of ``Estimate``.
     """
-    if _is_surely_small(asked) or (told := estimate(asked, ranks, share)) is None:
+    if _is_surely_small(asked, ranks or asked.mesh.size) or (told := estimate(asked, ranks, share)) is None:
         return
     what, taken = f"{asked.schedule} of {asked.mesh.size} ranks", told.at(sizes_of(asked))
     _LOG.info("%s: about %s", what, taken)
@@ -272,11 +270,11 @@ def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *,
         raise _too_large(what, taken, _less(told))
 
 
-def _is_surely_small(asked: Asked) -> bool:
-    """Return whether a configuration is so small that nothing has to be counted."""
+def _is_surely_small(asked: Asked, ranks: int) -> bool:
+    """Return whether a configuration, or what so many ranks do of it, is so small that nothing has to be counted."""
     size, mesh = sizes_of(asked), asked.mesh
-    meets = mesh.ring + mesh.ulysses // 4 + size.chunks**2 // 16
-    return mesh.size * meets <= 1024 and mesh.size * size.layers * size.micro_batches <= 2048 and size.documents <= 1024
+    of_layers = size.layers * size.micro_batches * (8 + mesh.ring + size.chunks**2 // 4)
+    return ranks * max(of_layers // 8, mesh.ring + mesh.ulysses // 4) <= 1024 >= size.documents
 
 
 def _too_large(what: str, taken: Effort, less: Iterable[str]) -> TooLargeError:
