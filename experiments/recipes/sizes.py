@@ -52,8 +52,8 @@ def sizes(console: Console) -> None:
     for name, setup in CASES.items():
         rows[name] = partial(_told, setup), partial(_predicted, setup)
     for name in PLANNING:
-        told = partial(effort_of_plans, [name], _DOCUMENTS, PLANNED_RANKS)
-        rows[f"{_DOCUMENTS} documents by {name}"] = told, partial(_balanced, name)
+        plans = partial(effort_of_plans, [name], _DOCUMENTS, PLANNED_RANKS)
+        rows[f"{_DOCUMENTS} documents by {name}"] = plans, partial(_balanced, name)
     for name, (told, play) in rows.items():
         expected, taken = told(), _alone(play)
         shown = [(f"{one.ops}", seconds(one.seconds), size(int(one.memory_bytes))) for one in (taken, expected)]

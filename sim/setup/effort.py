@@ -48,19 +48,20 @@ class Planning(NamedTuple):
     played_s: float
     power: float = 1.0
     """Of building, proving and playing the plan of n documents: ``played_s`` times n to this power."""
+    of_ranks: float = 1.5
+    """How many more ranks take longer: their ratio to ``PLANNED_RANKS`` to this power."""
 
 
 PLANNED_RANKS = 8
-"""Ranks of the plans that ``PLANNING`` is of: others take as many times as long as they are more."""
 PLANNING: Mapping[str, Planning] = {
-    "ring": Planning(9e-5, 2.5e-4),
-    "zigzag": Planning(1e-4, 3e-4),
-    "striped": Planning(1.6e-4, 0.0),
-    "all-gather": Planning(7e-5, 2.5e-4),
-    "wlb-llm": Planning(9e-5, 3.5e-5, 1.5),
-    "dcp": Planning(1.4e-3, 5e-4),
-    "fcp-style": Planning(3e-4, 5e-4),
-    "groups": Planning(2e-4, 2.4e-5, 1.6),
+    "ring": Planning(8e-5, 2.5e-4),
+    "zigzag": Planning(8e-5, 3e-4),
+    "striped": Planning(1.1e-4, 0.0),
+    "all-gather": Planning(6e-5, 1.3e-4),
+    "wlb-llm": Planning(9e-5, 3.5e-5, 1.5, 1.2),
+    "dcp": Planning(1.4e-3, 5e-4, 1.0, 0.6),
+    "fcp-style": Planning(2e-4, 2.5e-2, 1.0, 0.6),
+    "groups": Planning(2e-4, 4e-5, 1.6, 0.2),
 }
 """By planner, measured likewise."""
 
@@ -92,11 +93,13 @@ class Counts(NamedTuple):
     """Ranks that it sends to, to each of which a way has to be found."""
 
 
-SECONDS = (9e-6, 65e-6, 70e-6, 28e-6, 500e-6, 25e-6)
-"""Of each of ``Counts``, and of a document on a member of a ring, in masks and layouts: what one core of an AMD EPYC
-took in Python 3.11 (``python -m experiments.recipes sizes``)."""
-BYTES = (0.55e3, 2.8e3, 0.5e3, 0.4e3, 17e3, 1e3)
+SECONDS = (9e-6, 65e-6, 70e-6, 28e-6, 500e-6, 3.5e-6)
+"""Of each of ``Counts``, and of a document between two members of a ring, whose block it cuts: what one core of an AMD
+EPYC took in Python 3.11 (``python -m experiments.recipes sizes``)."""
+BYTES = (0.55e3, 2.8e3, 0.5e3, 0.4e3, 17e3, 40.0)
 """Of memory, likewise."""
+PLAN_BYTES = 1e3
+"""Of a document on a rank of a plan, likewise."""
 BUILT = 1 / 3
 """Share of the seconds that building, and walking through memory, takes without a proof or a play, likewise."""
 
@@ -245,7 +248,7 @@ class Estimate(NamedTuple):
         asked, growth = self.asked, self.growth
         mesh = msgspec.structs.replace(asked.mesh, ring=sizes.ring)
         built = self.ranks or (mesh.size // mesh.dp if growth.replicated else mesh.size)
-        counts = (*(built * count for count in growth.at(sizes)), sizes.documents * mesh.ring)
+        counts = (*(built * count for count in growth.at(sizes)), sizes.documents * mesh.ring**2)
         seconds = math.fsum(count * rate for count, rate in zip(counts, SECONDS, strict=True))
         nbytes = math.fsum(count * rate for count, rate in zip(counts, BYTES, strict=True))
         return Effort(round(counts[0]), START_S + self.share * seconds, START_BYTES + nbytes)
@@ -316,10 +319,13 @@ def _fewer(whole: int, *, divides: bool) -> list[int]:
 
 def effort_of_plans(planners: Sequence[str], documents: int, ranks: int, *, plays: bool = True) -> Effort:
     """Return what plans of so many documents take, and playing them."""
-    each = (PLANNING[name] for name in planners)
-    taken_s = math.fsum(one.planned_s * documents + plays * one.played_s * documents**one.power for one in each)
-    nbytes = START_BYTES + documents * ranks * BYTES[-1]
-    return Effort(0, START_S + taken_s * ranks / PLANNED_RANKS, nbytes)
+    more = ranks / PLANNED_RANKS
+    taken_s = math.fsum(
+        (one.planned_s * documents + plays * one.played_s * documents**one.power) * more**one.of_ranks
+        for one in (PLANNING[name] for name in planners)
+    )
+    nbytes = START_BYTES + documents * ranks * PLAN_BYTES
+    return Effort(0, START_S + taken_s, nbytes)
 
 
 def require_few(planners: Sequence[str], documents: int, ranks: int, *, plays: bool = True, yes: bool = False) -> None:

@@ -155,4 +155,4 @@ def test_limits_are_those_that_are_told() -> None:
 
 def test_every_planner_has_its_seconds() -> None:
     assert {*PLANNING} == {*PLANNERS}
-    assert all(effort_of_plans([name], 1000, 8).is_small for name in PLANNERS)
+    assert all(effort_of_plans([name], 500, 8).is_small for name in PLANNERS)
