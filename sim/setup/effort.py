@@ -4,9 +4,9 @@
 
 Ops of a rank grow with the ring (each rank meets all others), with chunks (each meets all before it, so as their
 square), with layers and with micro-batches. So one rank's program is built at small sizes of these, one axis changed
-at a time, and what it grows by is carried on to the size that was asked for. Seconds and bytes are what an op, a call,
-a member of a collective took on one core (``python -m experiments.recipes sizes`` measures what predictions take, and
-prints it beside what is told here).
+at a time, and what it grows by is carried on to the size that was asked for. Seconds and bytes are what an op, a call
+and a member of a collective took on one core (``python -m experiments.recipes sizes`` measures what predictions take,
+and prints it beside what is told here).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sim.errors import TooLargeError
 from sim.garbage import garbage_collection_off
 from sim.mesh import Mesh
 from sim.schedule.ir.ops import Collective, Exchange
-from sim.schedule.methods.catalog import Entry
+from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
 from sim.workload import Workload
 
@@ -33,6 +33,9 @@ MOST_S = 20.0
 """Seconds of one core that are spent without asking."""
 MOST_BYTES = 4 * 10**9
 """Bytes of memory, likewise."""
+
+_FEW = 1024
+"""Documents that take no time."""
 
 _LOG = logging.getLogger("longstep.effort")
 
@@ -269,15 +272,18 @@ def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *,
         return
     what, taken = f"{asked.schedule} of {asked.mesh.size} ranks", told.at(sizes_of(asked))
     _LOG.info("%s: about %s", what, taken)
-    if not (yes or taken.is_small):
-        raise _too_large(what, taken, _less(told))
+    if yes or taken.is_small:
+        return
+    if asked.entry in NAMED.values() and sizes_of(asked).documents <= _FEW:  # else even what is asked here is long
+        asked.entry.schedule(asked.workload, asked.mesh, asked.options, asked.hints)  # which may refuse it, and why
+    raise _too_large(what, taken, _less(told))
 
 
 def _is_surely_small(asked: Asked, ranks: int) -> bool:
     """Return whether a configuration, or what so many ranks do of it, is so small that nothing has to be counted."""
     size, mesh = sizes_of(asked), asked.mesh
     of_layers = size.layers * size.micro_batches * (8 + mesh.ring + size.chunks**2 // 4)
-    return ranks * max(of_layers // 8, mesh.ring + mesh.ulysses // 4) <= 1024 >= size.documents
+    return ranks * max(of_layers // 8, mesh.ring + mesh.ulysses // 4) <= 1024 and size.documents <= _FEW
 
 
 def _too_large(what: str, taken: Effort, less: Iterable[str]) -> TooLargeError:
