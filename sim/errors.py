@@ -4,6 +4,7 @@
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
     │   ├── JournalError                       a journal that a sweep cannot go on with
     │   ├── LengthError                        a sequence length that a layout does not divide
+    │   ├── TooLargeError                      what takes longer, or more memory, than is spent without asking
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
@@ -59,6 +60,10 @@ class LengthError(InputError):
 
 class JournalError(InputError):
     """A sweep cannot go on with a journal: it is damaged, or of another sweep or version. It is left as it is."""
+
+
+class TooLargeError(InputError):
+    """What takes longer, or more memory, than is spent without asking: ``yes`` goes on (``sim.setup.effort``)."""
 
 
 class ScheduleError(InputError):

@@ -34,7 +34,7 @@ FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")
 """What cases may differ in to be compared with each other, beside overrides of the schedule."""
 _KEYS = {"pass": "passes"} | {
-    field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile"}
+    field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile", "yes"}
 }
 _ALWAYS = ("model", "cluster", "scope")
 """What a case file says even where it is the default."""

@@ -65,6 +65,8 @@ class Balance(Writes):
     """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
     set: Texts = ()
     """KEY=VALUE of cluster or model, as often as wanted."""
+    yes: bool = False
+    """Go on however long it takes: what takes over 20 s or 4 GB is else refused, with what it would take."""
     page: OptionalText = None
     """Write an HTML page with the seconds of every rank to this file."""
     kernels_only: bool = False
@@ -82,7 +84,7 @@ def balance(command: Balance, console: Console) -> None:
     at_least_one("seeds", command.seeds)
     setup = longstep.Setup(
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
-        set=command.set, scope="attention",
+        set=command.set, scope="attention", yes=command.yes,
     )  # fmt: skip
     if command.execute and (command.kernels_only or command.seeds > 1):
         raise InputError("`execute` plays what was simulated of one batch: leave out `kernels_only` and `seeds`")

@@ -103,6 +103,9 @@ class Selection:
     engine: str = "auto"
     """What plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give the same
     times, to the last bit."""
+    yes: bool = False
+    """Go on however long it takes, and however much memory: what takes over 20 s or 4 GB is else refused, with what it
+    would take."""
     set: Texts = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
     cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""

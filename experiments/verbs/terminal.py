@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, Self
 
 import msgspec
 from rich.console import Console
@@ -27,6 +33,8 @@ from topology.reserved import PARTS, Basis
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
 
+_EFFORT = logging.getLogger("longstep.effort")
+"""On which ``sim.setup.effort`` says what is large."""
 _COLOURS = ("green", "yellow", "magenta", "cyan", "red", "blue")
 _CELLS = 96
 """Parts of a step that are told apart in a line."""
@@ -44,6 +52,11 @@ class Printer(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print, where nothing ticks."""
+        with Ticker.hushed():
+            super().print(*objects, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Return what is printed of a text: of titles, of cells, and of all else."""
@@ -252,7 +265,10 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress  # which one prediction does without
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+    with (
+        Ticker.hushed(),
+        Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task(doing, total=None)
 
         def show(done: int, count: int, left_s: float | None = None) -> None:
@@ -260,6 +276,73 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
             bar.update(task, completed=done, total=count, description=told, refresh=True)
 
         yield show
+
+
+class Ticker(logging.Handler):
+    """Shows on a terminal for how long a command has been at work, once that is two seconds, with what the library said
+    last of the size of it.
+    """
+
+    _SOON_S = 2.0
+    """What is done sooner shows nothing."""
+    _at_work: ClassVar[Ticker | None] = None
+
+    def __init__(self, doing: str) -> None:
+        super().__init__(logging.INFO)
+        self._doing, self._began = doing, time.monotonic()
+        self._ended, self._writing = threading.Event(), threading.RLock()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take what the library says."""
+        self._doing = record.getMessage()
+
+    def __enter__(self) -> Self:
+        """Begin, where stderr is a terminal."""
+        if sys.stderr.isatty():
+            Ticker._at_work = self
+            _EFFORT.addHandler(self)
+            _EFFORT.setLevel(logging.INFO)
+            _EFFORT.propagate = False
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End, and leave nothing on the terminal."""
+        if Ticker._at_work is self:
+            Ticker._at_work = None
+            _EFFORT.removeHandler(self)
+            self._ended.set()
+            self._thread.join()
+
+    @staticmethod
+    def hushed() -> AbstractContextManager[object]:
+        """Return what shows nothing of the time while something else is shown."""
+        return Ticker._at_work.wiped() if Ticker._at_work else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def wiped(self) -> Iterator[None]:
+        """Wipe what is shown, and show nothing inside."""
+        with self._writing:
+            self._wipe()
+            yield
+
+    def _tick(self) -> None:
+        wait_s = self._SOON_S
+        while not self._ended.wait(wait_s):
+            wait_s = 0.5
+            if self._writing.acquire(blocking=False):  # else something else is shown
+                width = shutil.get_terminal_size().columns - 1
+                told = f"{time.monotonic() - self._began:.0f} s: {printable(self._doing)}"
+                sys.stderr.write(f"\r{told[:width]}\x1b[K")
+                sys.stderr.flush()
+                self._writing.release()
+        self._wipe()
+
+    def _wipe(self) -> None:
+        if time.monotonic() - self._began >= self._SOON_S:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def print_json(found: Any, console: Console) -> None:

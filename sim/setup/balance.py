@@ -17,6 +17,7 @@ from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
+from sim.setup.effort import require_few
 from sim.setup.names import kept, one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
 from sim.setup.prediction import Prediction
@@ -126,6 +127,8 @@ def balance(
     if mask is not None:
         setup = setup.replace(mask=mask, window=None)
     keeps = kept(setup.mask, setup.window)
+    size = setup.replace(schedule="ring", stack=None).resolved().mesh.size
+    require_few(planners, len(documents), size, plays=play, yes=setup.yes)
     packed = batch(list(documents), keeps.keeps)
     asked = asked_of(setup, packed)
     ranks, per_token, attention = asked.ranks, asked.per_token, asked.attention
