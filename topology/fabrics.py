@@ -1,6 +1,7 @@
 """How devices are wired: ``links_up`` states each kind of link once; the graph and the shortest ways follow from it.
 
     gpu ── nvswitch ── gpu                          inside a node, non-blocking: only the ports of the GPUs limit
+    gpu ── pair ── gpu                              the same without a switch: a link for any two
     gpu ── pcie ── switch ── uplink ── socket       PCIe: GPUs behind one switch share its way to the CPU
     socket ── socket                                between the CPUs of a node, each with its host memory
     gpu ── pcie ── nic ── fabric                    the nearest NIC, or stripe of NICs, and what joins the nodes: one
@@ -13,7 +14,7 @@ Every direction of a link is a resource of its own. A switch itself is not simul
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import msgspec
@@ -87,9 +88,7 @@ def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
     """Return the links from a GPU up to each hub that joins it to others: NVSwitch, socket, loopback, fabric."""
     node, device, slot = gpu // spec.gpus_per_node, f"gpu[{gpu}]", f"pcie[{gpu}]"
     to_slot = Link(device, slot, f"{device}.pcie", "pcie", spec.pcie)
-    found = []
-    if spec.nvlink:
-        found.append([Link(device, f"nvswitch[{node}]", f"{device}.nvlink", "nvlink", spec.nvlink)])
+    found = [[link] for link in _nvlinks(spec, gpu)]
     if spec.pcie:
         switch, socket = f"switch[{switch_of(spec, gpu)}]", f"socket[{socket_of(spec, gpu)}]"
         uplink = Link(switch, socket, f"{switch}.uplink", "pcie", spec.pcie.uplink)
@@ -100,6 +99,26 @@ def links_up(spec: ClusterSpec, gpu: int) -> list[list[Link]]:
         nic = f"nic[{nic_of(spec, gpu)}]"
         found.append([to_slot, Link(slot, nic), Link(nic, FABRIC, f"{nic}.nic", "nic", _stripe(spec))])
     return found
+
+
+def nvlink_peers(spec: ClusterSpec, gpu: int) -> range:
+    """Return the GPUs that NVLink joins to one, which is among them."""
+    first = gpu - gpu % spec.gpus_per_node % spec.gpus_per_nvlink
+    return range(first, first + spec.gpus_per_nvlink)
+
+
+def _nvlinks(spec: ClusterSpec, gpu: int) -> list[Link]:
+    """Return a GPU's port to a switch, or its link to each other one that is joined to it."""
+    if spec.nvlink is None:
+        return []
+    device, joined = f"gpu[{gpu}]", nvlink_peers(spec, gpu)
+    if spec.bridged_gpus is None:
+        return [Link(device, f"nvswitch[{gpu // spec.gpus_per_node}]", f"{device}.nvlink", "nvlink", spec.nvlink)]
+    return [
+        Link(device, f"pair[{min(gpu, peer) * len(joined) + max(gpu, peer) - joined.start}]", f"{device}.peer[{peer}]",
+             "nvlink", spec.nvlink)
+        for peer in joined if peer != gpu
+    ]  # fmt: skip
 
 
 def edges(spec: ClusterSpec, nodes: range) -> dict[str, dict[str, Edge]]:
@@ -134,7 +153,10 @@ def structural_way(spec: ClusterSpec, source: list[Climb], target: list[Climb], 
     Their climbs are those of their places in a node, the same node if ``near``. That is not left; others are reached
     over both NICs. A kind of link with fewer hubs makes the shorter way.
     """
-    pairs = [(one, other) for one, other in zip(source, target, strict=True) if near == (one.hubs[-1] != FABRIC)]
+    pairs = [
+        (one, other) for one, other in product(source, target)
+        if len(one.hubs) == len(other.hubs) and near == (one.hubs[-1] != FABRIC) == (other.hubs[-1] != FABRIC)
+    ]  # fmt: skip
     if not near:
         return next((Way(one.up, other.down, through_host=False) for one, other in pairs), None)
     pairs.sort(key=lambda pair: len(pair[0].hubs))

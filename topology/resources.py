@@ -124,7 +124,7 @@ def host_cxl(spec: ClusterSpec, socket: int) -> tuple[Resource, ...]:
 def equals(spec: ClusterSpec, name: str) -> Iterator[str]:
     """Return what a resource of the first node is called in each node: numbers go on from node to node."""
     gpus, sockets = spec.gpus_per_node, socket_of(spec, spec.gpus_per_node)
-    in_a_node = {"node": 1, "gpu": gpus, "nic": spec.nics_per_node, "socket": sockets, "to": sockets}
+    in_a_node = {"node": 1, "gpu": gpus, "peer": gpus, "nic": spec.nics_per_node, "socket": sockets, "to": sockets}
     if spec.pcie:
         in_a_node["switch"] = switch_of(spec, gpus)
     pattern, first = _numbered(name)

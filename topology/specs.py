@@ -168,9 +168,16 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
     name: Name
     nodes: Count = 1
     gpus_per_node: Count
+    gpus_meant: Count | None = None
+    """How many GPUs were asked for by name; None: as many as a setup says, and as many nodes as these need."""
+    taken: str = ""
+    """What the name that it was asked for by left open, and how it was taken."""
     gpu: GpuSpec
     hbm: HbmSpec
     nvlink: LinkSpec | None = None
+    bridged_gpus: Count | None = None
+    """NVLink joins each two of so many neighbours by a link of its own, with the figures of ``nvlink``, as bridges and
+    xGMI do; None: a switch joins all GPUs of a node."""
     pcie: PcieSpec | None = None
     socket: SocketSpec | None = None
     nic: NicSpec | None = None
@@ -193,6 +200,11 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
                 f"cluster {self.name!r} has {self.nodes} x {self.gpus_per_node} GPUs: expected 1 to {MOST_GPUS}; set "
                 f"`nodes` or its gpus_per_node"
             )
+        if self.gpus_meant and not total - self.gpus_per_node < self.gpus_meant <= total:
+            raise InputError(
+                f"{self.gpus_meant} GPUs are meant of cluster {self.name!r}, and do not fill its {self.nodes} x "
+                f"{self.gpus_per_node}: ask for as many as its nodes have, or set its nodes and gpus_per_node alone"
+            )
         for index in self.per_gpu:
             if index >= total:
                 raise InputError(f"gpu[{index}] is beyond the {total} GPUs of cluster {self.name!r}: 0 to {total - 1}")
@@ -209,6 +221,7 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             )
         if self.nodes > 1 and self.nic is None:
             raise InputError(f"cluster {self.name!r}: {self.nodes} nodes need a table [nic]")
+        self._check_bridges()
         self._check_nics()
         self._check_fabric()
         sums = self.nvlink is not None and self.nvlink.reduces
@@ -221,6 +234,11 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
                 f'cluster {self.name!r}: pcie.peers = "switch" sends data through host memory, and there is no table '
                 f"[socket]"
             )
+
+    @property
+    def gpus_per_nvlink(self) -> int:
+        """How many neighbours NVLink joins: 1 where there is none."""
+        return (self.bridged_gpus or self.gpus_per_node) if self.nvlink else 1
 
     @property
     def nics_per_node(self) -> int:
@@ -250,6 +268,33 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             stated.nbytes if own.reserved_bytes is None else own.reserved_bytes,
             stated.within_bytes if own.reserved_within_bytes is None else own.reserved_within_bytes,
         )
+
+    def of_nodes(self, nodes: int) -> ClusterSpec:
+        """Return it with so many nodes; raises InputError where its GPUs were counted, and fill other ones."""
+        if self.gpus_meant and nodes != self.nodes:
+            raise InputError(
+                f"`nodes` {nodes}: {self.gpus_meant} GPUs were asked for by name, which fill {self.nodes} of "
+                f"{self.name!r} with {self.gpus_per_node} each; leave out one of both"
+            )
+        return msgspec.structs.replace(self, nodes=nodes)
+
+    def _check_bridges(self) -> None:
+        """Raise InputError where bridges cannot join neighbours evenly, or others have no way."""
+        bridged = self.bridged_gpus
+        if bridged is None:
+            return
+        if self.nvlink is None or self.gpus_per_node % bridged:
+            raise InputError(
+                f"bridged_gpus {bridged} of cluster {self.name!r}: expected a divisor of its {self.gpus_per_node} GPUs "
+                f"a node, and the figures of a bridge in [nvlink]; leave it out where a switch joins all"
+            )
+        if bridged < self.gpus_per_node and self.pcie is None:
+            raise InputError(
+                f"bridged_gpus {bridged} of cluster {self.name!r}: the others of its {self.gpus_per_node} GPUs a node "
+                f"are reached over PCIe, and there is no table [pcie]"
+            )
+        if self.nvlink.reduces:
+            raise InputError(f"nvlink.reduces of cluster {self.name!r}: switches sum, and bridged_gpus has none")
 
     def _check_nics(self) -> None:
         """Raise InputError where GPUs cannot share the NICs of their node evenly."""
@@ -283,10 +328,13 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
 
     def figures(self) -> dict[str, Any]:
         """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor
-        what is kept of its memory.
+        what is kept of its memory, nor how it was asked for.
         """
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        del found["profile"], found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
+        del found["profile"], found["gpus_meant"], found["taken"]
+        del found["hbm"]["reserved_bytes"], found["hbm"]["reserved_within_bytes"]
+        if self.bridged_gpus is None:
+            del found["bridged_gpus"]
         if self.fabric is None:
             del found["fabric"]
         if self.collectives == CollectivesSpec():

@@ -145,9 +145,11 @@ def _links(spec: ClusterSpec) -> Iterator[_Link]:
 
 
 def _inside(spec: ClusterSpec) -> Iterator[_Link]:
-    """Yield the links inside a node; of the two from a GPU to its PCIe switch only the first limits anything."""
+    """Yield the links inside a node; of the two from a GPU to its PCIe switch only the first limits anything. A link of
+    two GPUs leads from one to the other.
+    """
     graph = Cluster(spec).graph.copy()
-    for slot in [name for name in graph if _kind(name) == "pcie"]:
+    for slot in [name for name in graph if _kind(name) in {"pcie", "pair"}]:
         for end, onward in list(graph[slot].items()):
             for start, before in list(graph.pred[slot].items()):
                 if start != end:

@@ -14,6 +14,7 @@ from sim.errors import InputError
 from topology.cluster import Cluster, Route
 from topology.direct import closed_ways
 from topology.direct import direct as direct_of
+from topology.fabrics import nvlink_peers
 from topology.kinds import FullMeshSpec
 
 Gathers = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -130,10 +131,12 @@ def straight(
     ring: LinkTraffic, ranks: tuple[int, ...], part: float, steps: int, cluster: Cluster
 ) -> LinkTraffic | None:
     """In each step every rank sends a part straight to every other: to its owner, which sums, or from it to all; its
-    memory has as much to do as in a ring. None but in a full mesh, whose collectives take all paths (UB-Mesh,
-    arXiv:2503.20313 §5); NCCL knows rings and trees.
+    memory has as much to do as in a ring. None but in a full mesh, whose collectives take all paths: of nodes (UB-Mesh,
+    arXiv:2503.20313 §5), and of the GPUs of one, as many rings as RCCL finds carry as much. NCCL knows rings and trees.
     """
-    if not isinstance(cluster.spec.fabric, FullMeshSpec):
+    joined = nvlink_peers(cluster.spec, cluster.devices[ranks[0]].number)
+    meshed = cluster.spec.bridged_gpus and all(cluster.devices[rank].number in joined for rank in ranks)
+    if not (meshed or isinstance(cluster.spec.fabric, FullMeshSpec)):
         return None
     once = direct(ranks, part, cluster)
     load = {link: steps * nbytes for link, nbytes in once.nbytes.items()}

@@ -92,7 +92,9 @@ def _communicator(cluster: Cluster, ranks: tuple[int, ...]) -> _Communicator:
     spec = cluster.spec
     channels, nodes = spec.gpu.communication_sms, len({cluster.devices[rank].node for rank in ranks})
     if nodes == 1:
-        return _Communicator(channels, spec.nvlink or spec.pcie, _CHUNK * 4 if spec.nvlink else _CHUNK, nodes)
+        joined = {cluster.devices[rank].number // spec.gpus_per_nvlink for rank in ranks}
+        nvlink = spec.nvlink if len(joined) == 1 else None
+        return _Communicator(channels, nvlink or spec.pcie, _CHUNK * 4 if nvlink else _CHUNK, nodes)
     if spec.nic and spec.nic.peer_sms is not None:
         nics = -(-len(ranks) * (spec.nic.per_node or spec.gpus_per_node) // (nodes * spec.gpus_per_node))
         channels = min(channels, spec.nic.peer_sms * nics)

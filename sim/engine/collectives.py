@@ -28,8 +28,8 @@ from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
 
-_LINKS = ("nic", "nvlink", "pcie", "loopback")
-"""Kinds of links as profiles call them, widest ways first."""
+_LINKS = ("nic", "pcie", "nvlink", "loopback")
+"""Kinds of links as profiles call them, widest ways first: PCIe where bridges join pairs only."""
 
 
 def link_name(nbytes: dict[int, float], cluster: Cluster) -> str:

@@ -122,7 +122,8 @@ def _find_ends(ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> 
         counts.append(len(members))
         there, back = [], []
         for place, rank in enumerate(members):
-            near = [members[place - 1]] * (len(members) > 1)
+            near = members[:place] + members[place + 1 :]
+            near = near if cluster.spec.bridged_gpus else near[place - 1 :][:1]  # a link of its own for each way
             far = _far(nodes, number, cluster)
             leaving = [cluster.route(rank, other) for other in (*near, *far)]
             entering = [cluster.route(other, rank) for other in (*near, *far)]

@@ -305,7 +305,7 @@ def _busy_host(found: Configuration, factor: float, rank: int) -> Configuration 
 def _no_nvlink(found: Configuration, factor: float, rank: int) -> Configuration | None:  # noqa: ARG001 - no factor
     if found.spec.nvlink is None or found.spec.pcie is None or found.mesh.size == 1:
         return None
-    return _with(found, msgspec.structs.replace(found.spec, nvlink=None))
+    return _with(found, msgspec.structs.replace(found.spec, nvlink=None, bridged_gpus=None))
 
 
 NO_FACTOR = 1.0

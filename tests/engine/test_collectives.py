@@ -90,5 +90,5 @@ def test_a_way_over_a_new_kind_of_link_is_named(monkeypatch: pytest.MonkeyPatch)
     links = cluster.route(0, 1).load(8)
     renamed = [one._replace(group="optical") if at in links else one for at, one in enumerate(cluster.resources)]
     monkeypatch.setattr(cluster, "resources", renamed)
-    with pytest.raises(InputError, match="no name for a way over optical: they know nic, nvlink, pcie, loopback; add"):
+    with pytest.raises(InputError, match="no name for a way over optical: they know nic, pcie, nvlink, loopback; add"):
         link_name(links, cluster)

@@ -67,6 +67,8 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
     pcie = draw(pcies(draw(st.sampled_from(["node", "switch"])))) if socket else draw(st.none() | pcies("node"))
     nvlink, loopback = draw(st.none() | links()), draw(links() if on_cpu else st.none() | links())
     gpus = draw(st.integers(1, 9)) if nvlink or pcie or loopback else 1
+    per_switch = pcie.gpus_per_switch if pcie else 1
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0 and (size == gpus or per_switch % size == 0)]
     return ClusterSpec(
         name="any",
         nodes=nodes,
@@ -74,6 +76,7 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
         gpu=msgspec.structs.replace(gpu, kind="cpu" if on_cpu else "cuda"),
         hbm=load_cluster("hgx-h100").hbm,
         nvlink=nvlink,
+        bridged_gpus=draw(st.none() | st.sampled_from(sizes)) if nvlink and (pcie or gpus == 1) else None,
         pcie=pcie,
         socket=socket,
         nic=draw(nics(gpus) if nodes > 1 else st.none() | nics(gpus)),
