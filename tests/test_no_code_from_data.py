@@ -346,6 +346,7 @@ PLACES: dict[str, str] = {
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
     "topology/machine.py:machine": "nvidia-smi topo",
+    "topology/named.py:_preset": "cluster",
     "topology/tools.py:_of_csv": "nvidia-smi, CSV",
     "topology/tools.py:_of_xml": "nvidia-smi, XML",
 }

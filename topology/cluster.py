@@ -16,6 +16,7 @@ from sim.presets import load_toml
 from topology.direct import direct, direct_hops, direct_path
 from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
 from topology.host import host_facts, with_facts
+from topology.named import HARDWARE, load_named
 from topology.resources import device_resources, equals, host_cxl, host_dram, resources
 from topology.specs import ClusterSpec
 from topology.switches import forwards, leaf, switched
@@ -350,6 +351,10 @@ def _latency_s(edges: list[Edge]) -> float:
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """Return the spec of a preset or of a TOML file; ``host`` is this machine. Raises InputError with the names."""
-    spec = load_toml("cluster", name, ClusterSpec, "topology/hardware", "`cluster`")
-    return with_facts(spec, host_facts()) if name == "host" else spec
+    """Return the spec of a preset, of a GPU by name, of so many (``16xH100``), or of a TOML file; ``host`` is this
+    machine. Raises InputError with the names.
+    """
+    if name.endswith(".toml") or "/" in name:
+        return load_toml("cluster", name, ClusterSpec, HARDWARE, "`cluster`")
+    spec = load_named(name)
+    return with_facts(spec, host_facts()) if spec.name == "host" else spec

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sim.errors import InputError
 from sim.presets import converted, preset_names
 from topology.cluster import load_cluster
+from topology.named import HARDWARE, gpu_name
 from topology.specs import ClusterSpec
 from topology.tools import GpuFacts, RdmaDevice, Topology
 from topology.written import leaf_paths, stated, toml_lines
@@ -22,7 +23,7 @@ MARK = "# Written by longstep machine"
 _NEAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Ways over PCIe, shortest first: one bridge, several, a CPU's host bridge, several of a NUMA node, another node."""
 _BEHIND_SWITCH = ("PIX", "PXB")
-_NVLINK_BYTES_PER_S = dict.fromkeys(("A100", "A800", "H100", "H800", "H200"), 25e9) | dict.fromkeys(
+_NVLINK_BYTES_PER_S = dict.fromkeys(("A100", "A800", "H100", "H800", "H20", "H200", "GH200"), 25e9) | dict.fromkeys(
     ("B200", "GB200", "GB300"), 50e9
 )
 """Of one link per direction: NVLink 3 and 4, NVLink 5 (stas00/ml-engineering@744d01e network/README.md)."""
@@ -51,8 +52,9 @@ def is_named(spec: ClusterSpec, name: str, memory_bytes: float) -> bool:
     """Return whether a GPU is of the kind that a cluster has, by what drivers call it and its memory. They name the
     cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
     """
-    named, capacity = spec.gpu.name.partition("-")[0] in re.split("[ -]", name), spec.hbm.capacity_bytes
-    card = [bool({"PCIE", "NVL"} & set(re.split("[ -]", one.upper()))) for one in (spec.gpu.name, name)]
+    words, capacity = {*re.split("[ -]", name.upper())}, spec.hbm.capacity_bytes
+    named = {word.upper() for word in gpu_name(spec.gpu.name).words} <= words
+    card = [bool({"PCIE", "NVL"} & some) for some in (words, {*spec.gpu.name.upper().split("-")})]
     return named and card[0] == card[1] and abs(memory_bytes - capacity) < _ABOUT * capacity
 
 
@@ -122,7 +124,7 @@ class _Draft:
 
 
 def _preset_of(gpu: GpuFacts) -> ClusterSpec:
-    presets = [load_cluster(name) for name in preset_names("topology/hardware") if name != "host"]
+    presets = [load_cluster(name) for name in preset_names(HARDWARE) if name != "host"]
     found = [one for one in presets if is_named(one, gpu.name, gpu.memory_bytes or one.hbm.capacity_bytes)]
     if len({one.gpu.name for one in found}) == 1:
         return found[0]
@@ -145,44 +147,55 @@ def _gpu(draft: _Draft, gpus: Sequence[GpuFacts]) -> None:
 
 
 def _nvlink(draft: _Draft, topology: Topology) -> None:
-    """Take NVLink where it joins all GPUs of the node."""
+    """Take NVLink where it joins all GPUs of the node, or as many neighbours everywhere."""
     pairs = {(one, other): topology.between(one, other) for one in range(topology.gpus) for other in range(one)}
     linked = {pair: int(way[2:]) for pair, way in pairs.items() if way.startswith("NV")}
-    if len(set(linked.values())) != 1 or len(linked) < len(pairs):
+    joined = next(
+        (size for size in range(2, topology.gpus + 1) if linked.keys() == _neighbours(topology.gpus, size)), 0
+    )
+    if len(set(linked.values())) != 1 or not joined:
         if linked:
             draft.remarks.append(
                 f"{len(linked)} of {len(pairs)} pairs of GPUs are joined by NVLink, of {_listed(linked.values())} "
-                f"links; [nvlink] joins all GPUs of a node alike and is left out"
+                f"links; [nvlink] joins all GPUs of a node alike, or as many neighbours, and is left out"
             )
         return
     links = next(iter(linked.values()))
-    of = draft.base.gpu.name.partition("-")[0]
-    presets = [draft.base, *(load_cluster(name) for name in preset_names("topology/hardware"))]
-    base = next((one for one in presets if one.nvlink and one.gpu.name.partition("-")[0] == of), None)
+    of = gpu_name(draft.base.gpu.name).words
+    presets = [draft.base, *(load_cluster(name) for name in preset_names(HARDWARE))]
+    switched = (one for one in presets if one.nvlink and not one.bridged_gpus)
+    base = next((one for one in switched if gpu_name(one.gpu.name).words == of), None)
     if base is None or base.nvlink is None:
-        draft.remarks.append(f"no preset tells of the NVLink of {of}; write a table [nvlink] for its {links} links")
+        draft.remarks.append(
+            f"no preset tells of the NVLink of {' '.join(of)}; write a table [nvlink] for its {links} links"
+        )
         return
     draft.take("nvlink", None if base is draft.base else base)
-    if of not in _NVLINK_BYTES_PER_S:
+    of_link = _NVLINK_BYTES_PER_S.get(of[-1])
+    if of_link is None:
         return
-    rate = links * _NVLINK_BYTES_PER_S[of]
-    draft.put("nvlink.bytes_per_s", rate, f"{TOPO}: NV{links}, {_NVLINK_BYTES_PER_S[of] / 1e9:g} GB/s a link")
+    rate = links * of_link
+    draft.put("nvlink.bytes_per_s", rate, f"{TOPO}: NV{links}, {of_link / 1e9:g} GB/s a link")
     if base.nvlink.peer_sms is not None:
         draft.put("nvlink.peer_sms", 2 * links, f"{TOPO}: NV{links}; 2 for each, as {base.name}")
-    if rate < base.nvlink.bytes_per_s:
+    if joined < topology.gpus or rate < base.nvlink.bytes_per_s:
+        draft.put("bridged_gpus", joined, f"{TOPO}: NV{links}, links of a pair without a switch")
         draft.put("nvlink.reduces", False, f"{TOPO}: NV{links}, links of a pair without a switch")
-        if topology.gpus > 2:
-            draft.remarks.append(
-                f"NV{links} are the links of one pair of GPUs; each has as many to all others, which [nvlink] does not "
-                f"tell: what goes to several at once comes out too slow"
-            )
+
+
+def _neighbours(gpus: int, size: int) -> set[tuple[int, int]]:
+    """Return the pairs of GPUs whose numbers are in the same so many; none where these do not fill the node."""
+    if gpus % size:
+        return set()
+    return {(one, other) for one in range(gpus) for other in range(one - one % size, one)}
 
 
 def _pcie(draft: _Draft, topology: Topology, gpus: Sequence[GpuFacts]) -> None:
     """Take PCIe as the preset has it, at the rate of the slots, with the switches of this node."""
     if draft.base.pcie is None:
         return
-    draft.take("pcie", without=("gpus_per_switch", "peers"))
+    alone = draft.base.pcie.peers == "switch" and draft.base.pcie.gpus_per_switch == 1
+    draft.take("pcie", without=() if alone else ("gpus_per_switch", "peers"))
     known = {(gpu.pcie_generation, gpu.pcie_lanes) for gpu in gpus if gpu.pcie_generation and gpu.pcie_lanes}
     rates = {lanes * _LANE_BYTES_PER_S[generation]: f"Gen{generation} x{lanes}"
              for generation, lanes in known if generation in _LANE_BYTES_PER_S and lanes}  # fmt: skip
@@ -191,6 +204,13 @@ def _pcie(draft: _Draft, topology: Topology, gpus: Sequence[GpuFacts]) -> None:
     if len(rates) > 1:
         draft.remarks.append(f"links of PCIe differ, {', '.join(rates.values())}; pcie.bytes_per_s is the slowest")
     groups = [sorted(group) for group in _switches(topology)]
+    if alone:
+        if len(groups) < topology.gpus:
+            draft.remarks.append(
+                f"GPUs {'; '.join(_listed(group) for group in groups)} share PCIe switches, and exchange through host "
+                f"memory even so: pcie.gpus_per_switch is 1, as if each had a way of its own"
+            )
+        return
     sizes = sorted({len(group) for group in groups})
     even = len(sizes) == 1 and groups == [
         list(range(start, start + sizes[0])) for start in range(0, topology.gpus, sizes[0])
@@ -201,7 +221,8 @@ def _pcie(draft: _Draft, topology: Topology, gpus: Sequence[GpuFacts]) -> None:
             f"PCIe switches have GPUs {'; '.join(_listed(group) for group in groups)}, a cluster has as many "
             f"neighbours behind each: pcie.gpus_per_switch is 1"
         )
-    if "nvlink" not in draft.data and draft.base.socket and len(groups) > 1:
+    joined = draft.data.get("bridged_gpus", topology.gpus if "nvlink" in draft.data else 1)
+    if joined < topology.gpus and draft.base.socket and len(groups) > 1:
         draft.put("pcie.peers", "switch", f"{TOPO}: GPUs behind different host bridges, between which NCCL exchanges "
                   f"through host memory (p2pLevel PXB in its src/graph/paths.cc, from memory)")  # fmt: skip
 

@@ -32,6 +32,7 @@ from sim.profile import load_profile
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import DATASHEET
 from topology.cluster import load_cluster
+from topology.named import gpu_name
 
 _OFFLOADED = "schedule.activations=host"
 
@@ -322,7 +323,7 @@ def gpu_here() -> tuple[str, str]:
     for cluster in preset_names("topology/hardware", ".toml"):
         spec = load_cluster(cluster)
         if spec.gpu.kind == "cuda" and is_of(spec, device):
-            return cluster, spec.gpu.name.partition("-")[0].lower()
+            return cluster, "-".join(gpu_name(spec.gpu.name).words).lower()
     raise InputError(
         f"no cluster preset has {device.name!r} with {device.multi_processor_count} SMs and "
         f"{device.total_memory / 1e9:.0f} GB: write a TOML file, then longstep calibrate --cluster FILE.toml"

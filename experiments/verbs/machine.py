@@ -36,7 +36,8 @@ class MachineFile(Writes):
     ib: OptionalText = None
     """What ibstat has printed; without it NICs have the rate of the preset."""
     like: OptionalText = None
-    """Take what tools do not tell from this cluster, NAME or FILE.toml; by default from the preset with that GPU."""
+    """Take what tools do not tell from this cluster, NAME, a GPU such as H100, or FILE.toml; by default from the preset
+    with that GPU."""
     out: OptionalText = None
     """Write to this FILE.toml instead of the terminal."""
 

@@ -45,7 +45,7 @@ class Selection:
     model: str = "tiny"
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = "host"
-    """NAME or FILE.toml; host is this machine."""
+    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml; host is this machine."""
     nodes: OptionalInt = None
     """Nodes of the cluster; by default as many as --gpus needs."""
     gpus: OptionalInt = None

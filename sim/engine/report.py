@@ -233,7 +233,8 @@ def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
-    notes = [*sorted(simulation.cost.notes), *more, *races(simulation), *(model.notes or ())]
+    taken = [simulation.cluster.spec.taken] if simulation.cluster.spec.taken else []
+    notes = [*taken, *sorted(simulation.cost.notes), *more, *races(simulation), *(model.notes or ())]
     profile = simulation.profile
     if profile is None:
         name = simulation.cluster.spec.name

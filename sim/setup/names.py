@@ -85,7 +85,7 @@ def _model(name: str | Path | ModelSpec) -> ModelSpec:
 
 
 def cluster_spec(name: str | Path | ClusterSpec | Cluster) -> ClusterSpec:
-    """Return what a cluster is made of: a preset, FILE.toml, or ``host``, which is this machine."""
+    """Return what a cluster is made of: as ``cluster``."""
     found = plain(name)
     return _expected("cluster", load_cluster(found) if isinstance(found, str) else found, ClusterSpec)
 
@@ -96,13 +96,13 @@ def cluster(
     nodes: int | None = None,
     set: Overrides = (),  # noqa: A002
 ) -> Cluster:
-    """Return a cluster: a preset, FILE.toml, or ``host``, which is this machine.
+    """Return a cluster: a preset, a GPU by name, so many GPUs, FILE.toml, or ``host``, which is this machine.
 
-    >>> len(cluster("hgx-h100", nodes=2).devices)
-    16
+    >>> len(cluster("hgx-h100", nodes=2).devices), len(cluster("16xH100").devices)
+    (16, 16)
     """
     spec = override(cluster_spec(name), pairs(set), "`set` cluster.")
-    return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
+    return Cluster(spec if nodes is None else spec.of_nodes(at_least_one("nodes", nodes)))
 
 
 def changed_cluster(spec: ClusterSpec, changes: Sequence[tuple[str, str]], where: str) -> ClusterSpec:

@@ -59,7 +59,7 @@ class Setup:
     model: str | Path | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
     cluster: str | Path | ClusterSpec | Cluster = "host"
-    """Name or FILE.toml; ``host`` is this machine."""
+    """Preset, GPU such as H100, so many GPUs such as ``16xH100``, or FILE.toml; ``host`` is this machine."""
     nodes: int | None = None
     """Nodes of the cluster; by default as many as ``gpus`` needs."""
     gpus: int | None = None
@@ -239,7 +239,7 @@ class Setup:
         elif gpus is None and spec.gpu.kind == "cpu":
             gpus = dp * max(1, host_facts().cores // dp)
         elif gpus is None:
-            gpus = spec.gpus_per_node * (self.nodes or dp * spec.nodes)
+            gpus = spec.gpus_meant or spec.gpus_per_node * (self.nodes or dp * spec.nodes)
         if given == {"ulysses": None, "ring": None} and gpus % dp == 0 and (entry.degrees or gpus == dp):
             return msgspec.structs.replace(entry.mesh(gpus // dp, model), dp=dp)
         rest = next((name for name in entry.degrees if given[name] is None), None)
@@ -272,10 +272,16 @@ class Setup:
         """Return the spec with enough nodes, or as many as were asked for."""
         if spec.gpu.kind == "cpu" and (self.nodes or 1) > 1:
             raise InputError(f"`nodes` {self.nodes}: the host is one machine; set `nodes` 1")
+        if spec.gpus_meant and ranks > spec.gpus_meant:
+            raise InputError(
+                f"`gpus` {ranks}: {spec.gpus_meant} {spec.gpu.name} were asked for by name; set `gpus` to at most "
+                f"that, or `cluster` {ranks}x{spec.gpu.name}"
+            )
         per_node = spec.gpus_per_node
         nodes = self.nodes or max(spec.nodes, -(-ranks // per_node) if spec.nic else spec.nodes)
         if nodes > 1 and spec.nic is None:
             raise InputError(f"`nodes` {nodes}: cluster {spec.name!r} has no [nic]; set `nodes` 1")
+        sized = spec.of_nodes(nodes)
         if ranks > nodes * per_node:
             raise InputError(
                 f"`gpus` {ranks}: cluster {spec.name!r} has {nodes} x {per_node} = {nodes * per_node}; set `gpus` to "
@@ -286,7 +292,7 @@ class Setup:
                 f"`nodes` {nodes}: {ranks} ranks fill {-(-ranks // per_node)} of them; set `gpus` {nodes * per_node}, "
                 f"fewer `nodes`, or `set` cluster.gpus_per_node={max(1, ranks // nodes)}"
             )
-        return msgspec.structs.replace(spec, nodes=nodes)
+        return sized
 
 
 @cache

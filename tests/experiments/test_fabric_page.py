@@ -79,6 +79,12 @@ def test_the_inside_of_a_node_is_drawn_where_there_is_only_one() -> None:
     ]
 
 
+def test_links_of_pairs_are_drawn_from_one_to_the_other() -> None:
+    found = draw(load_cluster("h100-nvl"))
+    assert next(entry.label for _, _, entry in found.key.entries) == "nvlink: 4 of 250.5 GB/s"
+    assert not any("pair" in box.name for box in found.boxes)
+
+
 def test_wider_links_are_thicker() -> None:
     thin = msgspec.structs.replace(spec_of(FatTreeSpec(below=(16, 4), above=(4,)), 8, 8))
     widths = {line.name.split(" - ")[0].partition("[")[0]: line.width for line in draw(thin).lines}

@@ -196,13 +196,14 @@ def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         "dgx-a100": ("NVIDIA A100-SXM4-80GB", 108, 85.1e9),
         "a100-pcie": ("NVIDIA A100 80GB PCIe", 108, 85.1e9),
         "l20-pcie": ("NVIDIA L20", 92, 47.7e9),
+        "h100-pcie": ("NVIDIA H100 PCIe", 114, 85.1e9),
+        "dgx-a100-40gb": ("NVIDIA A100-SXM4-40GB", 108, 42.4e9),
+        "rtx-4090": ("NVIDIA GeForce RTX 4090", 128, 25.3e9),
     }
     for cluster, properties in known.items():
         pretend(monkeypatch, *properties)
         assert recipe.gpu_here()[0] == cluster
     for properties in (
-        ("NVIDIA H100 PCIe", 114, 85.1e9),
-        ("NVIDIA A100-SXM4-40GB", 108, 42.4e9),
         ("NVIDIA T4", 40, 16e9),
         ("NVIDIA H200 NVL", 132, 150.1e9),
     ):

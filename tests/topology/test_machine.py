@@ -22,6 +22,10 @@ H100 = GpuFacts("NVIDIA H100 80GB HBM3", 81559 * 2**20, 700.0, 5, 16)
 A100 = GpuFacts("NVIDIA A100 80GB PCIe", 81920 * 2**20, 300.0, 4, 16)
 
 
+def card(name: str, memory_gib: float) -> GpuFacts:
+    return GpuFacts(name, memory_gib * 2**30, None, None, None)
+
+
 def printed(name: str) -> str:
     return (PRINTED / name).read_text()
 
@@ -86,14 +90,38 @@ def test_gpus_without_nvlink_exchange_through_the_host() -> None:
 
 
 def test_a_gpu_without_a_preset_takes_the_figures_of_a_file() -> None:
+    old = card("NVIDIA GeForce RTX 3090", 24)
     with pytest.raises(
-        InputError, match=r"no preset has the GPU 'NVIDIA GeForce RTX 4090' of 26 GB: .*L20-48GB \(l20-pcie\)"
+        InputError, match=r"no preset has the GPU 'NVIDIA GeForce RTX 3090' of 26 GB: .*L20-48GB \(l20-pcie\)"
     ):
-        read("workstation", "workstation.gpus.csv", ib=False)
-    found = read("workstation", "workstation.gpus.csv", ib=False, like="l20-pcie")
+        machine(topology_of(2, {}, otherwise="PHB"), [old] * 2)
+    found = read("workstation", "workstation.gpus.csv", ib=False, like="L20")
     assert found.remarks == ["the GPU is NVIDIA GeForce RTX 4090; what is said of it here is said of L20-48GB"]
     assert found.spec.socket is not None
     assert (found.spec.gpus_per_node, found.spec.socket.per_node, found.spec.nic) == (2, 1, None)
+
+
+def test_consumer_cards_exchange_through_host_memory() -> None:
+    """Also those behind one switch, where others would write into each other's memory."""
+    found = read("workstation", "workstation.gpus.csv", ib=False)
+    assert (found.spec.gpu.name, found.remarks) == ("RTX-4090-24GB", [])
+    cards = card("NVIDIA GeForce RTX 4090", 24)
+    behind_one = machine(topology_of(2, {}, otherwise="PIX"), [cards] * 2)
+    assert "GPUs 0, 1 share PCIe switches" in behind_one.remarks[0]
+    for one in (found, behind_one):
+        cluster = Cluster(one.spec)
+        assert any(cluster.resources[link].group == "dram" for link in cluster.route(0, 1).resources)
+
+
+@pytest.mark.parametrize(("gpu", "memory_gib", "preset"), [
+    ("NVIDIA H100 PCIe", 79.65, "h100-pcie"), ("NVIDIA H100 NVL", 93.58, "h100-nvl"), ("NVIDIA H20", 95.58, "hgx-h20"),
+    ("NVIDIA A100-SXM4-40GB", 40, "dgx-a100-40gb"), ("NVIDIA A100-SXM4-80GB", 80, "dgx-a100"),
+    ("NVIDIA L40S", 44.99, "l40s-pcie"), ("NVIDIA RTX A6000", 47.99, "rtx-a6000"), ("NVIDIA A10G", 22.49, "a10g"),
+    ("NVIDIA RTX 6000 Ada Generation", 47.99, "rtx-6000-ada"), ("NVIDIA GH200 480GB", 95.58, "gh200"),
+])  # fmt: skip
+def test_a_gpu_is_found_by_what_its_driver_calls_it(gpu: str, memory_gib: float, preset: str) -> None:
+    found = machine(topology_of(1, {}, otherwise="SYS"), [card(gpu, memory_gib)])
+    assert found.spec.gpu.name == load_cluster(preset).gpu.name
 
 
 @pytest.mark.parametrize(("name", "gpus", "like"), [
@@ -119,10 +147,13 @@ def spec_of(topology: Topology, gpu: GpuFacts = H100, *rdma: RdmaDevice) -> Clus
 
 
 def test_bridges_between_pairs_are_no_nvlink_of_the_node() -> None:
-    pairs = topology_of(4, {(0, 1): "NV12", (2, 3): "NV12"}, otherwise="SYS")
-    found = machine(pairs, [A100] * 4)
-    assert found.spec.nvlink is None
-    assert "2 of 6 pairs of GPUs are joined by NVLink, of 12 links" in found.remarks[0]
+    pairs = spec_of(topology_of(4, {(0, 1): "NV12", (2, 3): "NV12"}, otherwise="SYS"), A100)
+    assert pairs.nvlink is not None
+    assert pairs.pcie is not None
+    assert (pairs.bridged_gpus, pairs.nvlink.bytes_per_s, pairs.pcie.peers) == (2, 300e9, "switch")
+    apart = machine(topology_of(4, {(0, 2): "NV12", (1, 3): "NV12"}, otherwise="SYS"), [A100] * 4)
+    assert apart.spec.nvlink is None
+    assert "2 of 6 pairs of GPUs are joined by NVLink, of 12 links" in apart.remarks[0]
     two = spec_of(topology_of(2, {}, otherwise="NV12"), A100)
     assert two.nvlink is not None
     assert (two.nvlink.bytes_per_s, two.nvlink.reduces, two.gpu.name) == (300e9, False, "A100-PCIe-80GB")
@@ -134,7 +165,7 @@ def test_links_between_each_pair_are_those_of_a_pair() -> None:
     found = machine(topology_of(4, {}, otherwise="NV6"), [H100] * 4)
     assert found.spec.nvlink is not None
     assert (found.spec.nvlink.bytes_per_s, found.spec.nvlink.reduces, found.spec.nvlink.peer_sms) == (150e9, False, 12)
-    assert "the links of one pair" in found.remarks[0]
+    assert (found.spec.bridged_gpus, found.remarks) == (4, [])
 
 
 def test_switches_that_differ_are_said() -> None:
