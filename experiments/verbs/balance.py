@@ -56,7 +56,7 @@ class Balance(Writes):
     model: str = "llama3-8b"
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = "hgx-h100"
-    """NAME or FILE.toml."""
+    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     gpus: OptionalInt = None
     """Ranks that share the batch; by default one node."""
     dtype: OptionalText = None
@@ -104,7 +104,7 @@ def balance(command: Balance, console: Console) -> None:
     of_batch += (
         f"{length(max(found.batch.documents))} tokens, {length(found.batch.num_tokens)} in all, mask {found.mask}"
     )
-    title = f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {of_batch}"
+    title = f"attention of one layer of {command.model} over {found.ranks} GPUs of {command.cluster}: {of_batch}"
     if out:
         out.write(page(title, found).encode())
     executed = executed_skews(found) if command.execute else []
@@ -150,7 +150,8 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
         return
     heads = ("planner", "attention", "slowest / mean", "received", "planned in")
     title = (
-        f"attention of one layer of {command.model} over {found.ranks} x {command.cluster}: {command.seeds} batches of "
+        f"attention of one layer of {command.model} over {found.ranks} GPUs of {command.cluster}: {command.seeds} "
+        f"batches of "
     )
     table = Table(
         *heads, title=f"{title}{command.seq} tokens of {command.documents}, mask {found.mask}", title_justify="left"

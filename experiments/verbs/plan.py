@@ -31,7 +31,7 @@ class Plan(StepSelection):
     model: str = "llama3-8b"
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = "hgx-h100"
-    """NAME or FILE.toml."""
+    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     vary: Texts = ()
     """OPTION=VALUE,VALUE of schedules to vary, as often as wanted, beside those that are varied anyway:
     zero_stage=1,3, loss=whole,chunked."""

@@ -29,7 +29,7 @@ class Roofline(Writes):
     model: str = "llama3-8b"
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = "hgx-h100"
-    """NAME or FILE.toml."""
+    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     seq: str = LENGTHS
     """Sequence lengths on one GPU, such as 8K,128K."""
     profile: OptionalText = None
