@@ -29,6 +29,8 @@ _NVLINK_BYTES_PER_S = dict.fromkeys(("A100", "A800", "H100", "H800", "H20", "H20
 """Of one link per direction: NVLink 3 and 4, NVLink 5 (stas00/ml-engineering@744d01e network/README.md)."""
 _LANE_BYTES_PER_S = {3: 15.75e9 / 16, 4: 31.5e9 / 16, 5: 63e9 / 16, 6: 121e9 / 16}
 """Of PCIe per direction by generation, after its coding (6: after FLITs, 242 of 256 bytes)."""
+_OTHERS = {"D", "LAPTOP", "MAX"}
+"""Words that make another GPU of a name, such as RTX 4090 D."""
 _NICS_OF = "hgx-h100"
 """The preset whose figures NICs have that the GPU's own preset does not tell of."""
 _ABOUT = 0.1
@@ -53,7 +55,7 @@ def is_named(spec: ClusterSpec, name: str, memory_bytes: float) -> bool:
     cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
     """
     words, capacity = {*re.split("[ -]", name.upper())}, spec.hbm.capacity_bytes
-    named = {word.upper() for word in gpu_name(spec.gpu.name).words} <= words
+    named = {word.upper() for word in gpu_name(spec.gpu.name).words} <= words and not words & _OTHERS
     card = [bool({"PCIE", "NVL"} & some) for some in (words, {*spec.gpu.name.upper().split("-")})]
     return named and card[0] == card[1] and abs(memory_bytes - capacity) < _ABOUT * capacity
 
@@ -178,7 +180,8 @@ def _nvlink(draft: _Draft, topology: Topology) -> None:
     draft.put("nvlink.bytes_per_s", rate, f"{TOPO}: NV{links}, {of_link / 1e9:g} GB/s a link")
     if base.nvlink.peer_sms is not None:
         draft.put("nvlink.peer_sms", 2 * links, f"{TOPO}: NV{links}; 2 for each, as {base.name}")
-    if joined < topology.gpus or rate < base.nvlink.bytes_per_s:
+    of_all = base.nvlink.bytes_per_s  # which links to each other GPU share, where no switch is between
+    if joined < topology.gpus or (rate < of_all and rate * (joined - 1) <= of_all):
         draft.put("bridged_gpus", joined, f"{TOPO}: NV{links}, links of a pair without a switch")
         draft.put("nvlink.reduces", False, f"{TOPO}: NV{links}, links of a pair without a switch")
 

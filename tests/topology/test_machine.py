@@ -90,11 +90,9 @@ def test_gpus_without_nvlink_exchange_through_the_host() -> None:
 
 
 def test_a_gpu_without_a_preset_takes_the_figures_of_a_file() -> None:
-    old = card("NVIDIA GeForce RTX 3090", 24)
-    with pytest.raises(
-        InputError, match=r"no preset has the GPU 'NVIDIA GeForce RTX 3090' of 26 GB: .*L20-48GB \(l20-pcie\)"
-    ):
-        machine(topology_of(2, {}, otherwise="PHB"), [old] * 2)
+    for name in ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090 D"):
+        with pytest.raises(InputError, match=rf"no preset has the GPU '{name}' of 26 GB: .*L20-48GB \(l20-pcie\)"):
+            machine(topology_of(2, {}, otherwise="PHB"), [card(name, 24)] * 2)
     found = read("workstation", "workstation.gpus.csv", ib=False, like="L20")
     assert found.remarks == ["the GPU is NVIDIA GeForce RTX 4090; what is said of it here is said of L20-48GB"]
     assert found.spec.socket is not None
@@ -166,6 +164,8 @@ def test_links_between_each_pair_are_those_of_a_pair() -> None:
     assert found.spec.nvlink is not None
     assert (found.spec.nvlink.bytes_per_s, found.spec.nvlink.reduces, found.spec.nvlink.peer_sms) == (150e9, False, 12)
     assert (found.spec.bridged_gpus, found.remarks) == (4, [])
+    for part in (spec_of(topology_of(2, {}, otherwise="NV18")), spec_of(topology_of(8, {}, otherwise="NV17"))):
+        assert part.bridged_gpus is None, "two GPUs of a node with switches; a port without one of its links"
 
 
 def test_switches_that_differ_are_said() -> None:
