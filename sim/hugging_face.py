@@ -1,36 +1,92 @@
-"""A model as a ``config.json`` of Hugging Face describes it: dense layers as Llama has them, anything else is refused.
+"""A model as a ``config.json`` of Hugging Face describes it: dense layers that can be simulated, anything else is
+refused by the key that says so.
 
-What is not in the tables below changes nothing that is known here, and is named in the evidence of predictions.
+Every key of a file is in one of the tables below, or is refused: it may change what a layer is. Who knows that it does
+not says so, and predictions name it in their evidence.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sim.errors import InputError, unknown
 
+
+class _Type(NamedTuple):
+    """A ``model_type`` whose layers are simulated."""
+
+    stem: str
+    """``architectures`` is this with ForCausalLM behind it."""
+    lacks: str = ""
+    """What its layers have, without a key that says so, and the simulated ones have not."""
+    window_if_asked: bool = False
+    """Whether its ``sliding_window`` counts only if ``use_sliding_window`` says so."""
+
+
 MODEL_TYPES = {
-    "llama": "",
-    "mistral": "",
-    "qwen2": "the biases of q, k and v",
-    "qwen3": "the norms of the heads of q and k",
+    "llama": _Type("Llama"),
+    "mistral": _Type("Mistral"),
+    "qwen2": _Type("Qwen2", lacks="the biases of q, k and v", window_if_asked=True),
+    "qwen3": _Type("Qwen3", lacks="the norms of the heads of q and k", window_if_asked=True),
 }
-"""What is simulated, and what its layers have, without a key that says so, and the simulated ones have not."""
-READ = (
-    "_name_or_path", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type",
-    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
-    "rope_scaling", "rope_theta", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
-)  # fmt: skip
-CHANGES_NOTHING = (
-    "_attn_implementation", "_attn_implementation_autoset", "architectures", "bos_token_id", "cache_implementation",
-    "eos_token_id", "initializer_range", "max_window_layers", "original_max_position_embeddings", "pad_token_id",
-    "pretraining_tp", "transformers_version", "unk_token_id", "use_cache",
-)  # fmt: skip
+SIZES = {
+    "hidden_size": "embed_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn_dim",
+    "vocab_size": "vocab_size",
+}
+"""Keys whose values are fields of the model."""
+READ: dict[str, str] = {
+    **dict.fromkeys(SIZES, "a whole number"),
+    "_name_or_path": "a text",
+    "model_type": "a text",
+    "torch_dtype": "a text",
+    "dtype": "a text",
+    "rope_theta": "a number",
+    "rms_norm_eps": "a number",
+    "rope_parameters": "an object",
+    "rope_scaling": "an object",
+    "tie_word_embeddings": "true or false",
+    "use_sliding_window": "true or false",
+    "layer_types": "a list",
+    "max_position_embeddings": "a whole number",
+}
+"""What is read, and of which kind it is."""
+_KINDS: dict[str, tuple[type, ...]] = {
+    "a whole number": (int,),
+    "a number": (int, float),
+    "a text": (str,),
+    "true or false": (bool,),
+    "an object": (dict,),
+    "a list": (list,),
+}
+CHANGES_NOTHING = frozenset({
+    # of code, files and tokens
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "add_bos_token", "add_eos_token",
+    "attn_implementation", "auto_map", "bos_token", "bos_token_id", "cache_implementation", "eos_token",
+    "eos_token_id", "keys_to_ignore_at_inference", "model_max_length", "pad_token", "pad_token_id", "prefix",
+    "sep_token_id", "tokenizer_class", "transformers_version", "unk_token_id", "use_cache", "use_flash_attn",
+    # of generating and of tasks
+    "do_sample", "finetuning_task", "id2label", "label2id", "max_length", "min_length", "num_beams", "num_labels",
+    "output_attentions", "output_hidden_states", "problem_type", "repetition_penalty", "return_dict",
+    "task_specific_params", "temperature", "top_k", "top_p", "torchscript", "use_bfloat16",
+    # of how weights begin, how products are cut, and how long sequences may be
+    "embedding_initializer_range", "initializer_factor", "initializer_range", "max_window_layers",
+    "original_max_position_embeddings", "pretraining_tp",
+})  # fmt: skip
 """Neither work nor memory."""
+SCALES_ROTATIONS = frozenset({
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_type", "short_factor", "type",
+})  # fmt: skip
+"""Keys of ``rope_parameters`` that change by how much tokens are rotated."""
 CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     # experts
     "num_local_experts": (0,),
@@ -61,7 +117,6 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     # other attention
     "sliding_window": (),
-    "layer_types": ("full_attention",),
     "attention_chunk_size": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -81,14 +136,14 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
 }
 """Keys, and the values beside null at which layers are as Llama's; a list stands for all of its values."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-_WINDOW_WHERE_ASKED = ("qwen2", "qwen3")
-"""Models that use their ``sliding_window`` only if ``use_sliding_window`` says so."""
-_MOST_KEYS = 8
-"""That one note names."""
+FULL = "full_attention"
+"""The kind of layers whose queries see all that the mask keeps."""
+_IGNORE = "where it does not matter, `set` model.ignore"
 
 
-def model_fields(path: str, data: bytes) -> dict[str, Any]:
-    """Return the fields of the model (``sim.workload.ModelSpec``) that the content of ``path`` describes.
+def model_fields(path: str, data: bytes, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields of the model (``sim.workload.ModelSpec``) that the content of ``path`` describes, without keys
+    that are ``ignored``.
 
     Raises InputError for a file that is no such configuration, and for a model whose layers are not simulated.
     """
@@ -96,49 +151,68 @@ def model_fields(path: str, data: bytes) -> dict[str, Any]:
         config: Any = msgspec.json.decode(data)
         if not isinstance(config, dict):
             raise TypeError("it is not an object")
-        return _fields(path, config)
+        for key in ignored:
+            if key not in config or key in READ:
+                may = [one for one in config if one not in READ]
+                raise unknown("key to ignore", key, may, f"`set` model.ignore=KEY of {path}")
+        left = {key: value for key, value in config.items() if key not in ignored and value is not None}
+        fields = _fields(path, left)
     except KeyError as error:
         raise InputError(f"model {path!r} lacks the key {error}; `model` takes a Hugging Face config.json") from error
     except InputError:
         raise
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"model {path!r}: {error}; `model` takes a Hugging Face config.json") from error
+    if ignored:
+        asked = f"model: ignored, as asked, of its config.json: {', '.join(map(reprlib.repr, ignored))}"
+        fields["notes"] = [*fields.get("notes", ()), asked]
+    return fields
 
 
 def _fields(path: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a model of dense layers; raises InputError for another one, KeyError for a missing key."""
-    rope = _object(config, "rope_parameters")
-    _require_dense(path, {**rope, **config})
-    given = {key: value for key, value in {**rope, **config}.items() if value is not None}
-    heads, hidden = given["num_attention_heads"], given["hidden_size"]
+    _require_kinds(path, config)
+    rope = config.get("rope_parameters", {})
+    _require_kinds(path, {key: value for key, value in rope.items() if value is not None})
+    given = {**rope, **config}
+    _require_dense(path, given)
+    _require_known(path, rope, config)
+    heads, hidden, layers = (given[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    if "head_dim" not in given and (heads < 1 or hidden % heads):
+        raise InputError(
+            f"model {path!r}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: allowed is a "
+            f"multiple, or a key head_dim"
+        )
+    kinds = given.get("layer_types", [FULL] * layers)
+    if len(kinds) != layers:
+        raise InputError(f"model {path!r}: layer_types lists {len(kinds)} layers of {layers}")
+    if others := [kind for kind in kinds if kind != FULL]:
+        raise InputError(f"model {path!r}: layer_types has {reprlib.repr(others[0])}, allowed is {FULL}")
     dtype = given.get("torch_dtype", given.get("dtype", "bfloat16"))
     if dtype not in DTYPES:
         raise unknown("torch_dtype", dtype, DTYPES, path)
     fields = {
         "name": given.get("_name_or_path") or given["model_type"],
-        "embed_dim": hidden,
-        "num_layers": given["num_hidden_layers"],
-        "num_heads": heads,
+        **{field: given[key] for key, field in SIZES.items() if key not in {"head_dim", "num_key_value_heads"}},
         "num_kv_heads": given.get("num_key_value_heads", heads),
         "head_dim": given["head_dim"] if "head_dim" in given else hidden // heads,
-        "ffn_dim": given["intermediate_size"],
-        "vocab_size": given["vocab_size"],
         "dtype": DTYPES[dtype],
         "rope_theta": given.get("rope_theta", 10000.0),
         "norm_epsilon": given.get("rms_norm_eps", 1e-5),
         "source": f"Hugging Face configuration {path}",
     }
-    notes = _notes(config, rope)
+    notes = _notes(given, rope)
     tied = {"tied_embeddings": True} if given.get("tie_word_embeddings", False) else {}  # false where a type leaves it
     return fields | tied | ({"notes": notes} if notes else {})
 
 
-def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an object that may be there; raises TypeError for what is none."""
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise TypeError(f"{key} is not an object")
-    return value
+def _require_kinds(path: str, config: Mapping[str, Any]) -> None:
+    """Raise InputError for a value of another kind than what is read of its key: a text is no number, nor true."""
+    for key, kind in READ.items():
+        value = config.get(key)
+        right = isinstance(value, _KINDS[kind]) and (bool in _KINDS[kind] or not isinstance(value, bool))
+        if value is not None and not right:
+            raise InputError(f"model {path!r}: {key} is {reprlib.repr(value)}: expected {kind}; change it in that file")
 
 
 def _require_dense(path: str, config: Mapping[str, Any]) -> None:
@@ -146,21 +220,47 @@ def _require_dense(path: str, config: Mapping[str, Any]) -> None:
     simulated = f"Longstep simulates dense layers as {', '.join(MODEL_TYPES)} have them"
     for key, neutral in CHANGES_THE_COMPUTATION.items():
         value = config.get(key)
-        values = value if isinstance(value, list) else [value]
-        if all(one is None or one in neutral for one in values):
+        values = value if isinstance(value, list) and value else [value]
+        if all(one is None or _is_among(one, neutral) for one in values):
             continue
         if key == "sliding_window" and (not _windowed(config) or _long_window(config)):
             continue
         allowed = " and ".join(["null", *(str(one).lower() for one in neutral)])
         instead = "; for a window in all layers set it to null, and give `window`" if key == "sliding_window" else ""
         raise InputError(f"model {path!r}: {key} is {reprlib.repr(value)}, allowed are {allowed}: {simulated}{instead}")
-    if str(config["model_type"]) not in MODEL_TYPES:
-        raise InputError(f"model {path!r}: model_type is {reprlib.repr(config['model_type'])}: {simulated}")
+    kind = config["model_type"]
+    if kind not in MODEL_TYPES:
+        raise InputError(f"model {path!r}: model_type is {reprlib.repr(kind)}: {simulated}")
+    wanted = [f"{MODEL_TYPES[kind].stem}ForCausalLM"]
+    if (classes := config.get("architectures", wanted)) != wanted:
+        raise InputError(
+            f"model {path!r}: architectures is {reprlib.repr(classes)}, of a {kind} allowed is {wanted}: {simulated}; "
+            f"{_IGNORE}=architectures"
+        )
+
+
+def _require_known(path: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise InputError for keys of which nothing is known."""
+    known = {"architectures", *READ, *CHANGES_NOTHING, *CHANGES_THE_COMPUTATION}
+    if inside := [key for key in rope if key not in {*known, *SCALES_ROTATIONS}]:
+        raise InputError(f"model {path!r}: rope_parameters has a key {reprlib.repr(inside[0])} that is not known")
+    if others := [key for key in config if key not in known]:
+        named = ", ".join(map(reprlib.repr, others))
+        raise InputError(
+            f"model {path!r} has a key that is not known, and that may change what a layer is: {named}; "
+            f"{_IGNORE}={'+'.join(others)}"
+        )
+
+
+def _is_among(value: object, allowed: Sequence[object]) -> bool:
+    """Return whether a value is one of those allowed; 0 is not false."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def _windowed(config: Mapping[str, Any]) -> bool:
     """Return whether layers use the ``sliding_window`` that there is."""
-    return bool(config.get("use_sliding_window", config.get("model_type") not in _WINDOW_WHERE_ASKED))
+    kind = MODEL_TYPES.get(config.get("model_type", ""))
+    return bool(config.get("use_sliding_window", not (kind and kind.window_if_asked)))
 
 
 def _long_window(config: Mapping[str, Any]) -> bool:
@@ -172,16 +272,11 @@ def _long_window(config: Mapping[str, Any]) -> bool:
 def _notes(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
     """Return what predictions leave out."""
     notes, kind = [], config["model_type"]
-    if MODEL_TYPES[kind]:
-        notes.append(f"model: {MODEL_TYPES[kind]} that {kind} has are not simulated")
+    if MODEL_TYPES[kind].lacks:
+        notes.append(f"model: {MODEL_TYPES[kind].lacks} that {kind} has are not simulated")
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         notes.append("model: its scaling of rotary embeddings is left out, which changes values and no time")
     window = config.get("sliding_window")
     if window is not None and _windowed(config):
         notes.append(f"model: its window of {window} tokens is left out: longer sequences need a window of their own")
-    others = [key for key in config if key not in {*READ, *CHANGES_NOTHING, *CHANGES_THE_COMPUTATION}]
-    if others:
-        more = f" and {len(others) - _MOST_KEYS} more" if len(others) > _MOST_KEYS else ""
-        named = ", ".join(map(reprlib.repr, others[:_MOST_KEYS]))
-        notes.append(f"model: these keys of its config.json are not known, and change nothing here: {named}{more}")
     return notes

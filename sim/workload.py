@@ -7,6 +7,7 @@ L layers · V vocabulary · P = U * R context-parallel degree (Ulysses x ring)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -238,9 +239,13 @@ def parse_length(text: str, where: str) -> int:
     return int(length)
 
 
-def load_model(name: str) -> ModelSpec:
-    """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it."""
+def load_model(name: str, ignored: Sequence[str] = ()) -> ModelSpec:
+    """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it, of which some
+    keys are ``ignored``.
+    """
     if name.endswith(".json"):
-        fields = model_fields(name, read_bytes("model", name, "`model`"))
+        fields = model_fields(name, read_bytes("model", name, "`model`"), ignored)
         return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
+    if ignored:
+        raise InputError(f"`set` model.ignore={'+'.join(ignored)}: {name!r} is no config.json")
     return load_toml("model", name, ModelSpec, "sim/models", "`model`")

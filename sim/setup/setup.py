@@ -186,7 +186,7 @@ class Setup:
     @property
     def model_spec(self) -> ModelSpec:
         """The model, with what is set of it."""
-        return override(names.model(self.model), _overrides(self.set)["model"], "`set` model.")
+        return names.model_with(self.model, _overrides(self.set)["model"])
 
     @property
     def played(self) -> str | Build | Entry:

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+import longstep
 from sim import hugging_face
 from sim.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import units
+from sim.setup import names
 from sim.workload import ModelSpec, Workload, load_model
 
 FOLDER = Path(__file__).parent / "hugging_face"
@@ -115,13 +117,32 @@ def test_other_models_are_refused_by_name(name: str, words: str) -> None:
         ("attention_dropout", 0.1),
         ("quantization_config", {"quant_method": "fp8"}),
         ("model_type", "gemma2"),
+        ("architectures", ["MixtralForCausalLM"]),
+        ("architectures", ["DeepseekV3ForCausalLM"]),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("architectures", []),
+        ("architectures", "LlamaForCausalLM"),
         ("model_type", ["llama"]),
+        ("model_type", "mistral"),
+        ("tie_word_embeddings", "false"),
+        ("tie_word_embeddings", 1),
+        ("use_sliding_window", "no"),
+        ("layer_types", []),
+        ("layer_types", ["full_attention"] * 31),
+        ("layer_types", "full_attention"),
+        ("num_hidden_layers", 32.0),
+        ("num_hidden_layers", True),
+        ("hidden_size", "1024"),
+        ("partial_rotary_factor", True),
+        ("attention_bias", 0),
+        ("rope_scaling", "yarn"),
+        ("max_position_embeddings", "8192"),
     ],
 )
 def test_what_changes_the_computation_is_refused(tmp_path: Path, key: str, value: object) -> None:
     config = LLAMA | {key: value}
-    named = "partial_rotary_factor" if key == "rope_parameters" else key
-    assert f"{named} is " in refused(tmp_path, config)
+    named = {"rope_parameters": "partial_rotary_factor", "model_type": "(model_type|architectures)"}.get(key, key)
+    assert re.search(f"{named} (is|lists|has) ", refused(tmp_path, config))
 
 
 NEUTRAL: list[dict[str, object]] = [
@@ -131,7 +152,7 @@ NEUTRAL: list[dict[str, object]] = [
 ] + [
     {"layer_types": ["full_attention"] * 32},
     {"sliding_window": 4096, "use_sliding_window": False},
-    {"sliding_window": 4096, "model_type": "qwen2"},
+    {"sliding_window": 4096, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default", "partial_rotary_factor": 1.0}},
 ]  # fmt: skip
 
@@ -144,15 +165,47 @@ def test_neutral_values_change_nothing(tmp_path: Path, more: dict[str, object]) 
 
 
 def test_every_key_is_in_one_table() -> None:
-    keys = [*hugging_face.READ, *hugging_face.CHANGES_NOTHING, *hugging_face.CHANGES_THE_COMPUTATION]
+    keys = [*hugging_face.READ, *hugging_face.CHANGES_NOTHING, *hugging_face.CHANGES_THE_COMPUTATION, "architectures"]
     assert len(set(keys)) == len(keys)
+
+
+UNKNOWN = (
+    "n_experts", "moe_num_experts", "num_moe_experts", "moe", "ffn_config", "rotary_dim", "activation_function",
+    "gated_mlp", "n_layer", "multi_query", "num_kv_shared_layers", "attention_window_size", "attention_types",
+    "lora_rank", "text_config", "vision_config", "mamba_d_state", "logits_scaling", "norm_type", "qk_norm",
+    "post_attention_norm", "attention_multiplier", "\x1b[31mred",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_a_key_of_which_nothing_is_known_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    message = refused(tmp_path, LLAMA | {key: {"inside": 1}})
+    assert f"may change what a layer is: {key!r}" in message
+    assert f"`set` model.ignore={key}" in message
+    assert load(tmp_path, LLAMA | {key: None}).notes is msgspec.UNSET
+
+
+def test_a_key_that_is_ignored_is_named_in_the_evidence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"text_config": {}, "qk_norm": True, "architectures": ["SomeForCausalLM"]}))
+    apart = ["model.ignore=text_config", "model.ignore=qk_norm", "model.ignore=architectures"]
+    for given in (apart, {"model.ignore": "text_config+qk_norm+architectures"}):
+        found = longstep.Setup(model=path, seq=1024, schedule="single", cluster="hgx-h100", set=given).resolved()
+        (note,) = found.workload.model.notes or ()
+        assert "'text_config', 'qk_norm', 'architectures'" in note
+    below = [text.removeprefix("model.") for text in apart]
+    assert names.model(path, set=[*below, "num_layers=2"]).num_layers == 2
+    for key, words in (("hidden_size", "unknown key to ignore 'hidden_size'"), ("qk_normm", "did you mean 'qk_norm'")):
+        with pytest.raises(InputError, match=words):
+            names.model(path, set={"ignore": key})
+    for model in ("llama3-8b", load_model("llama3-8b")):
+        with pytest.raises(InputError, match="is no config.json"):
+            names.model(model, set={"ignore": "moe"})
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"attention_sinks": 4}, "keys of its config.json are not known, and change nothing here: 'attention_sinks'"),
-        ({f"key_{n}": n for n in range(10)}, "'key_7' and 2 more"),
         ({"sliding_window": 8192}, "window of 8192 tokens is left out: longer sequences need a window of their own"),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn"}}, "scaling of rotary embeddings is left out"),
     ],
@@ -188,22 +241,24 @@ def without(key: str) -> dict[str, Any]:
         (json.dumps(LLAMA | {"_name_or_path": "\ud800"}), "config.json"),
         (LLAMA | {"_name_or_path": "\x1b[31mred"}, "name is .*expected a text without control characters"),
         (LLAMA | {"_name_or_path": "x" * 3000}, "name: expected a text whose length is <= 200"),
-        (LLAMA | {"_name_or_path": 3}, "name is 3: expected a text"),
+        (LLAMA | {"_name_or_path": 3}, "_name_or_path is 3: expected a text"),
         (without("hidden_size"), "lacks the key 'hidden_size'"),
         (without("model_type"), "lacks the key 'model_type'"),
         (LLAMA | {"num_key_value_heads": 5}, "does not divide num_heads 32"),
         (LLAMA | {"torch_dtype": "int8"}, "unknown torch_dtype 'int8'"),
-        (LLAMA | {"torch_dtype": ["bfloat16"]}, "config.json"),
-        (LLAMA | {"num_hidden_layers": "many"}, "num_layers is 'many': expected a whole number"),
+        (LLAMA | {"torch_dtype": ["bfloat16"]}, r"torch_dtype is \['bfloat16'\]: expected a text"),
+        (LLAMA | {"num_hidden_layers": "many"}, "num_hidden_layers is 'many': expected a whole number"),
+        (LLAMA | {"hidden_size": 1000, "num_attention_heads": 16}, "hidden_size 1000 is no multiple of .*_heads 16"),
+        (LLAMA | {"rope_parameters": {"rotary_dim": 64}}, "rope_parameters has a key 'rotary_dim' that is not known"),
         (LLAMA | {"num_attention_heads": 0}, "config.json"),
-        (LLAMA | {"num_attention_heads": "x"}, "config.json"),
+        (LLAMA | {"num_attention_heads": "x"}, "num_attention_heads is 'x': expected a whole number"),
         (LLAMA | {"rope_theta": "x"}, "rope_theta is 'x': expected a number"),
         (LLAMA | {"rope_theta": 0}, "rope_theta is 0: expected a number > 0"),
-        (LLAMA | {"rope_parameters": [1]}, "rope_parameters is not an object"),
+        (LLAMA | {"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),
         (LLAMA | {"head_dim": 1e308}, "head_dim is 1e.308: expected a whole number"),
         (LLAMA | {"head_dim": 2**40}, "head_dim is 1099511627776: expected a whole number <= 16777216"),
-        (LLAMA | {"num_attention_heads": 10**9}, "num_heads is 1000000000: expected a whole number <= 1024"),
-        (LLAMA | {"hidden_size": 1e308}, "embed_dim is 1e.308: expected a whole number"),
+        (LLAMA | {"num_attention_heads": 2**20, "hidden_size": 2**20}, "num_heads is 1048576: expected .* <= 1024"),
+        (LLAMA | {"hidden_size": 1e308}, "hidden_size is 1e.308: expected a whole number"),
     ],
 )  # fmt: skip
 def test_wrong_configurations(tmp_path: Path, config: object, message: str) -> None:
