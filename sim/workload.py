@@ -43,7 +43,7 @@ def accumulation_dtype(dtype: Dtype) -> Dtype:
     return dtype if dtype == "fp64" else "fp32"
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """A decoder-only transformer."""
 
     name: Name

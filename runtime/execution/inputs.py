@@ -60,7 +60,7 @@ def global_labels(span: Span, workload: Workload) -> torch.Tensor:
 
 def global_weight(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
-    shape = tensor_of(name).shape(workload.model)
+    shape = tensor_of(name, workload.model).shape(workload.model)
     drawn = _normal(f"{name} of {layer}", shape, workload, device)
     scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
     return scaled.to(TORCH_DTYPE[workload.dtype])
@@ -70,7 +70,7 @@ def global_state(name: str, layer: int, workload: Workload, device: torch.device
     """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
     about 1e-3. The ``device`` that makes it changes no bit.
     """
-    tensor = tensor_of(name)
+    tensor = tensor_of(name, workload.model)
     if tensor.kind == "moment":
         drawn = _normal(f"{name} of {layer}", tensor.shape(workload.model), workload, device)
         return drawn.mul_(1e-3) if name.startswith("first") else drawn.abs_().add_(1).mul_(1e-3).square_()
@@ -123,7 +123,7 @@ def fill_inputs(
     weights: dict[tuple[object, ...], View] = {}
     for port in ports:
         advance()
-        if tensor_of(port.tensor).of_weight:
+        if tensor_of(port.tensor, workload.model).of_weight:
             first = weights.setdefault((port.name, port.tokens, port.features), port.view)
             if first == port.view:
                 storage.write(first).copy_(

@@ -73,9 +73,10 @@ def plan(
         require_price(price)
     if memory_budget is not None:
         setup = _within(setup, memory_budget)
-        tensors = TENSORS if tensors is None else tensors
     if tensors is not None:
-        require_tensors(tensors)
+        require_tensors(tensors, setup.model_spec)
+    elif memory_budget is not None:
+        tensors = TENSORS
     found = families(setup, options, tensors=tensors or ())
     search = Search(found, most, limit_s, progress)
     search.run(num_jobs(jobs))

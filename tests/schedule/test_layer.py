@@ -15,12 +15,14 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods import linear
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.model.block import LLAMA, act, gate, up, with_tiles
+from sim.schedule.model.block import Tile, act, block_of, gate, up
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.workload import Workload, load_model
 from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 from tests.schedule.test_step import make_step
+
+LLAMA = block_of(load_model("tiny"))
 
 
 def layers(**fields: Any) -> Workload:
@@ -75,7 +77,7 @@ def test_what_is_saved_is_what_the_backward_equations_read() -> None:
 
 def test_what_is_saved_of_a_block_whose_mlp_is_in_tiles() -> None:
     """Of the MLP what goes into it, and nothing that is as wide as the feed-forward dimension."""
-    block = with_tiles(8, saves=True)
+    block = block_of(load_model("tiny"), Tile(8, saves=True))
     made = {tensor for part in block.forward for one in part for tensor in (*one.operands, *one.results)} | {block.out}
     read = {tensor for part in block.backward for one in part for tensor in one.operands}
     assert set(block.saved) == {tensor for tensor in made & read if tensor.kind == "activation"}

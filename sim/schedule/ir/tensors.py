@@ -12,6 +12,8 @@ from sim.workload import Dtype, ModelSpec, accumulation_dtype
 Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "activation", "gradient"]
 """moment: what an optimiser keeps of a weight; updated: what it makes of that and of the weight; square: the sum of the
 squares of a gradient."""
+OF_TOKENS: tuple[Kind, ...] = ("activation", "gradient")
+"""Kinds that are of tokens, and of no weight."""
 Axis = Literal["embed", "ffn", "heads", "kv_heads", "vocab"]
 """What an extent is called; each head counts head dim features."""
 
@@ -33,7 +35,7 @@ class Tensor(NamedTuple):
     @property
     def of_weight(self) -> bool:
         """Whether it is a weight, its gradient, or what an optimiser has of them."""
-        return self.kind not in {"activation", "gradient"}
+        return self.kind not in OF_TOKENS
 
     def later(self, layers: int) -> Tensor:
         """Return the same tensor so many layers later."""

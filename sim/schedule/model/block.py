@@ -1,15 +1,18 @@
-"""The Llama block (arXiv:2302.13971 §2.2): its tensors, and what it computes, one line an equation.
+"""What one layer of a model computes: its tensors, and one line an equation.
 
-RMSNorm, projections, rotary embedding, attention, output projection, residual; RMSNorm, SwiGLU, residual. What is
-written, counted and proved of a layer follows from here.
+The Llama block (arXiv:2302.13971 §2.2): RMSNorm, projections, rotary embedding, attention, output projection, residual;
+RMSNorm, SwiGLU, residual. What a model has beside or instead is a line of ``block_of``. What is written, counted and
+proved of a layer follows from here.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.equations import Around, Block, add, back, linear, mlp_in_tiles, norm, rope, swiglu
+from sim.schedule.model.equations import Around, Block, Equation, add, back, linear, mlp_in_tiles, norm, rope, swiglu
+from sim.workload import ModelSpec
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -25,41 +28,52 @@ wk, wv = (Tensor(name, "weight", ("embed", "kv_heads")) for name in ("wk", "wv")
 w_gate, w_up = (Tensor(name, "weight", ("embed", "ffn")) for name in ("w_gate", "w_up"))
 w_down = Tensor("w_down", "weight", ("ffn", "embed"))
 
-normed = norm(x, norm1, h1, rstd1)
-to_q, to_k, to_v = linear(h1, wq, q_raw), linear(h1, wk, k_raw), linear(h1, wv, v)
-turned_q, turned_k = rope(q_raw, q), rope(k_raw, k)
-# attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
-from_heads = linear(out, wo, middle)
-residual = add(x, middle, "residual of attention")
-normed_again = norm(middle, norm2, h2, rstd2)
-to_gate, to_up = linear(h2, w_gate, gate), linear(h2, w_up, up)
-activated = swiglu(gate, up, act)
-down = linear(act, w_down, following)
-second_residual = add(middle, following, "residual of mlp")
 
-LLAMA = Block(
-    *(x, q, k, v, out),
-    saved=(x, rstd1, h1, out, middle, rstd2, h2, gate, up, act),
-    forward=Around(
-        (normed, to_q, to_k, to_v, turned_q, turned_k),
-        (from_heads, residual, normed_again, to_gate, to_up, activated, down, second_residual),
-    ),
-    backward=Around(
-        back(down, activated, to_gate, to_up, normed_again, second_residual, from_heads),
-        back(turned_q, turned_k, to_q, to_k, to_v, normed, residual),
-    ),
-)
+class Tile(NamedTuple):
+    """An MLP in tiles of so many tokens, each computed again in backward: it saves what goes into it only."""
+
+    tokens: int
+    saves: bool
+    """As of Equation."""
 
 
-@lru_cache(maxsize=64)
-def with_tiles(tile: int, *, saves: bool) -> Block:
-    """Return the block whose MLP is computed in tiles of so many tokens, each again in backward: it saves h2 only.
-
-    ``saves`` as of Equation. The norm before it is not tiled.
-    """
-    mlp = mlp_in_tiles(h2, w_gate, w_up, w_down, following, tile, saves=saves)
-    return LLAMA._replace(
-        saved=(x, rstd1, h1, out, middle, rstd2, h2),
-        forward=Around(LLAMA.forward.before, (from_heads, residual, normed_again, mlp, second_residual)),
-        backward=Around(back(mlp, normed_again, second_residual, from_heads), LLAMA.backward.after),
+@lru_cache(maxsize=256)
+def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
+    """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled."""
+    normed = norm(x, norm1, h1, rstd1)
+    projected = (linear(h1, wq, q_raw), linear(h1, wk, k_raw), linear(h1, wv, v))
+    turned = (rope(q_raw, q), rope(k_raw, k))
+    # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
+    from_heads = linear(out, wo, middle)
+    residual = add(x, middle, "residual of attention")
+    normed_again = norm(middle, norm2, h2, rstd2)
+    mlp = _mlp(h2, following, tile)
+    second_residual = add(middle, following, "residual of mlp")
+    return _block(
+        forward=Around((normed, *projected, *turned), (from_heads, residual, normed_again, *mlp[0], second_residual)),
+        backward=Around((*mlp[1], normed_again, second_residual, from_heads), (*turned, *projected, normed, residual)),
     )
+
+
+def _mlp(given: Tensor, made: Tensor, tile: Tile | None) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
+    """Return the equations of an MLP, forward and in the order in which gradients are led through."""
+    if tile:
+        tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
+        return tiled, tiled
+    widened = (linear(given, w_gate, gate), linear(given, w_up, up))
+    activated, down = swiglu(gate, up, act), linear(act, w_down, made)
+    return (*widened, activated, down), (down, activated, *widened)
+
+
+def _block(forward: Around, backward: Around) -> Block:
+    """Return a block of forward equations, of which ``backward`` has the order in which gradients are led through."""
+    before = len(back(*backward.before))
+    led = back(*backward.before, *backward.after)
+    return Block(*(x, q, k, v, out), _saved(forward, led), forward, Around(led[:before], led[before:]))
+
+
+def _saved(forward: Around, backward: tuple[Equation, ...]) -> tuple[Tensor, ...]:
+    """Return what backward equations need of what forward ones make, in that order, but for attention's inputs."""
+    results = [[tensor for one in part for tensor in reversed(one.results)] for part in forward]
+    needed = {tensor for one in backward for tensor in one.operands} - {q, k, v}
+    return tuple([tensor for tensor in dict.fromkeys((x, *results[0], out, *results[1])) if tensor in needed])

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.block import LLAMA
 from sim.schedule.model.equations import Around, Block, Equation
 
 
@@ -125,7 +124,3 @@ def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Ten
             found.insert(0, equation)
             missing |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - kept
     return tuple(found)
-
-
-EVERYTHING = checkpoint(LLAMA, "none")
-"""Nothing runs again."""

@@ -23,8 +23,8 @@ from sim.schedule.ir.ops import Hold
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
-from sim.schedule.model.block import LLAMA
-from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint, offloaded
+from sim.schedule.model.block import block_of
+from sim.schedule.model.checkpoint import Checkpoint, checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
@@ -33,7 +33,7 @@ from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.projections import Projections, with_projections_apart
 from sim.schedule.model.saving import Chosen, Saving, saving
 from sim.schedule.model.scope import Unit, layers_of
-from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
+from sim.schedule.model.tiling import Tiling, block_in_tiles, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import (
     DistributedAttention,
@@ -98,9 +98,9 @@ def build_around(
             f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
-    block = block_of(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
+    block = block_in_tiles(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
     block = with_projections_apart(block) if plan.partwise else block
-    point = checkpoint(block, options.checkpoint) if step else EVERYTHING
+    point = checkpoint(block, options.checkpoint if step else "none")
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
             f"`set` schedule.checkpoint={options.checkpoint} computes q, k and v again, but {plan.name} keeps them in "
@@ -137,8 +137,8 @@ def build_around(
             return attention_program(b, plan.shard(role), plan.attention)
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
-        techniques = (point, options.loss, options.micro_batches) if step else ()
-        writer = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques)
+        techniques = (options.loss, options.micro_batches) if step else ()
+        writer = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, point, *techniques)
         written = (writer._replace(rotary_table=True) if options.rotary_table else writer).program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
@@ -156,7 +156,7 @@ class LayerWriter(NamedTuple):
     params: Params
     saving: Saving
     tiling: Tiling
-    checkpoint: Checkpoint = EVERYTHING
+    checkpoint: Checkpoint
     loss: LossName = "whole"
     micro_batches: int = 1
     rotary_table: bool = False
@@ -310,10 +310,11 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
     )
 
 
-def gemm_flops(workload: Workload, block: Block = LLAMA) -> int:
+def gemm_flops(workload: Workload, block: Block | None = None) -> int:
     """Return the FLOPs of all linear layers over all ranks of a replica: 2 per token and weight of each product."""
     if workload.scope == "attention":
         return 0
+    block = block or block_of(workload.model)
     equations = [*block.forward.before, *block.projections, *block.forward.after]
     if workload.backward:
         equations += [*block.backward.before, *back(*block.projections), *block.backward.after]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any, assert_never
 
 from sim.errors import ScheduleError
@@ -18,7 +18,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import CAUSAL, mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.scope import is_sum, tensor_of
+from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
@@ -26,6 +26,7 @@ from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
+from sim.workload import ModelSpec
 
 
 class AbstractPlayer(Interpreter):
@@ -102,7 +103,7 @@ class AbstractPlayer(Interpreter):
 
     def _fold(self, memory: AbstractMemory, op: ops.Fold) -> None:
         found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-        folded = [reduce(sum_of, found[i : i + each]) for i in range(0, len(found), each)]
+        folded = [reduce(self.sum_of, found[i : i + each]) for i in range(0, len(found), each)]
         memory.write_parts(op.target, folded)
 
     def _state(self, memory: AbstractMemory, op: ops.StateKernel | ops.HostAdamW) -> None:
@@ -191,7 +192,16 @@ class AbstractPlayer(Interpreter):
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):
-            memory.write(view, sum_of(into, pieces) if adds else pieces)
+            memory.write(view, self.sum_of(into, pieces) if adds else pieces)
+
+    def sum_of(self, a: list[Piece], b: list[Piece]) -> list[Piece]:
+        """Return the sum of two operands of one shape."""
+        for piece in (*a, *b):
+            if not _adds_up(piece.content.tensor, self._rules.model):
+                raise ScheduleError(
+                    f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse"
+                )
+        return _united(a, b)
 
     def _check_positions(self, pieces: list[Piece], op: ops.Rope) -> None:
         """Raise where a rotary embedding turns what it is given by other positions."""
@@ -222,7 +232,7 @@ class AbstractPlayer(Interpreter):
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                summed = reduce(sum_of, parts)
+                summed = reduce(self.sum_of, parts)
                 self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
 
     def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
@@ -274,20 +284,12 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
             raise ScheduleError(f"merges {brief(x.content)} with {brief(y.content)} that saw other keys")
 
 
-def sum_of(a: list[Piece], b: list[Piece]) -> list[Piece]:
-    """Return the sum of two operands of one shape."""
-    for piece in (*a, *b):
-        if not _adds_up(piece.content.tensor):
-            raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
-    return _united(a, b)
-
-
 @lru_cache(maxsize=4096)
 def _repeated(content: Content, starts: range) -> Content:
     """Return the sum of gradients of a weight that are one but for the sequences, whose first ones are given."""
     if content.tensor == ZERO:
         return content
-    if tensor_of(content.tensor).kind != "weight gradient":
+    if kind_of(content.tensor) != "weight gradient":
         raise ScheduleError(f"sums {brief(content)} over replicas, which have different sequences")
     each = [tuple([(tokens, batch.moved(start)) for tokens, batch in content.seen]) for start in starts]
     return reduce(union, [content._replace(seen=seen) for seen in each])
@@ -296,10 +298,10 @@ def _repeated(content: Content, starts: range) -> Content:
 _SUMS = {"weight gradient", "square"}
 
 
-@cache
-def _adds_up(name: str) -> bool:
+@lru_cache(maxsize=4096)
+def _adds_up(name: str, model: ModelSpec) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO, *STATES} or tensor_of(name).kind in _SUMS or is_sum(name)
+    return name in {"dq", "dk", "dv", ZERO, *STATES} or kind_of(name) in _SUMS or is_sum(name, model)
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

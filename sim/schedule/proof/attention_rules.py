@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Documents, Mask, Span, count_pairs, keeps_mask, keeps_parts
-from sim.schedule.model.scope import is_sum, num_terms, tensor_of
+from sim.schedule.model.scope import is_sum, kind_of, num_terms
 from sim.schedule.proof.contents import (
     BATCH,
     FAR,
@@ -131,9 +131,9 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
             return summed == _pairs(self.mask, whole, tokens) * self.group
-        if is_sum(content.tensor):
+        if is_sum(content.tensor, self.model):
             return sum(terms.size for terms, _ in content.seen) == num_terms(content.tensor, self.model)
-        if tensor_of(content.tensor).kind == "weight gradient":
+        if kind_of(content.tensor) == "weight gradient":
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
@@ -143,7 +143,7 @@ class AttentionRules(NamedTuple):
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""
         if content.tensor in {"out", "lse"}:
             return content._replace(seen=((Span(0, self.seq), ONE),))
-        if not is_sum(content.tensor):
+        if not is_sum(content.tensor, self.model):
             return content
         return content._replace(seen=((Span(0, num_terms(content.tensor, self.model)), ONE),))
 

@@ -24,7 +24,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split
-from sim.schedule.proof.abstract import AbstractPlayer, check_output, sum_of
+from sim.schedule.proof.abstract import AbstractPlayer, check_output
 from sim.schedule.proof.abstract_memory import given_pieces
 from sim.schedule.proof.contents import Piece, Unclassed
 from sim.schedule.proof.members import of_all, of_member
@@ -207,7 +207,7 @@ class ClassPlayer(AbstractPlayer):
             return []
         if isinstance(op.taken, Split):
             return self.memory[number].side_by_side(op.taken, parts)
-        summed = reduce(sum_of, parts)
+        summed = reduce(self.sum_of, parts)
         return self._over_all_replicas(summed) if over_all else summed
 
 

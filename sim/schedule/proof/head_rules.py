@@ -33,7 +33,7 @@ class Heads(NamedTuple):
 
     def lifted(self, pieces: list[Piece], model: ModelSpec) -> list[Piece]:
         """Return an operand with these heads alone as if they were all."""
-        found = axis_of(tensor_of(pieces[0].content.tensor), model)
+        found = axis_of(tensor_of(pieces[0].content.tensor, model), model)
         if found is None:
             return pieces
         axis, width, count = found
@@ -43,7 +43,7 @@ class Heads(NamedTuple):
 
     def lowered(self, pieces: list[Piece], model: ModelSpec) -> list[Piece]:
         """Return a result of all heads as one of these: its part of them, or its terms of them."""
-        tensor = tensor_of(pieces[0].content.tensor)
+        tensor = tensor_of(pieces[0].content.tensor, model)
         found = axis_of(tensor, model)
         if found is not None:
             axis, width, _ = found
@@ -63,7 +63,7 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
     """Return the heads that the operands of a kernel have, cut so that each operand has neighbouring ones; empty where
     all have all, or where heads are rows of a weight. Raises ScheduleError where operands have other heads.
     """
-    tensors = [tensor_of(pieces[0].content.tensor) for pieces in operands]
+    tensors = [tensor_of(pieces[0].content.tensor, model) for pieces in operands]
     if any(tensor.of_weight and tensor.axes[0] in _OF_HEADS for tensor in tensors):
         return []
     edges: set[int] = set()
@@ -101,7 +101,7 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
 
 def joined(of_parts: list[list[Piece]], model: ModelSpec) -> list[Piece]:
     """Return a result of all parts: heads side by side, sums over heads summed up."""
-    if axis_of(tensor_of(of_parts[0][0].content.tensor), model):
+    if axis_of(tensor_of(of_parts[0][0].content.tensor, model), model):
         return [piece for pieces in of_parts for piece in pieces]
     return reduce(_summed, of_parts)
 

@@ -22,8 +22,9 @@ from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.matching import match, wire_bytes
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Fragment, Program, Schedule
+from sim.schedule.ir.tensors import OF_TOKENS
 from sim.schedule.ir.views import Buffer
-from sim.schedule.model.scope import tensor_of
+from sim.schedule.model.scope import kind_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
@@ -224,7 +225,7 @@ def _check_bindings(program: Program) -> None:
         for number, like in zip(call.given, fragment.given, strict=True):
             if buffers[number] is not like and not _alike(buffers[number], like):
                 raise Declined
-        updates = {port.view.buffer for port in fragment.outputs if tensor_of(port.tensor).kind == "updated"}
+        updates = {port.view.buffer for port in fragment.outputs if kind_of(port.tensor) == "updated"}
         if not inputs.isdisjoint([call.given[place] for place in fragment.written - updates]):
             raise Declined
         if any(port.view.buffer < before for port in fragment.inputs):
@@ -253,10 +254,10 @@ def _later(kept: Iterable[_Kept], layers: int, sequences: int) -> list[_Kept]:
 
 def _sequences(content: Content) -> list[int]:
     """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over."""
-    tensor = tensor_of(content.tensor)
-    if tensor.kind == "weight gradient":
+    kind = kind_of(content.tensor)
+    if kind == "weight gradient":
         return [batch.start for _, batch in content.seen]
-    return [] if tensor.of_weight else [content.batch.start]
+    return [] if kind not in OF_TOKENS else [content.batch.start]
 
 
 def _moved(held: Held, layers: int, sequences: int) -> Held:
@@ -272,8 +273,8 @@ def _moved(held: Held, layers: int, sequences: int) -> Held:
 
 def _content_moved(content: Content, layers: int, sequences: int) -> Content:
     name, layer, (batch, *rest), seen = content
-    if sequences and tensor_of(name).kind == "weight gradient":
+    if sequences and kind_of(name) == "weight gradient":
         seen = tuple([(tokens, of.moved(sequences)) for tokens, of in seen])
-    elif sequences and not tensor_of(name).of_weight:
+    elif sequences and kind_of(name) in OF_TOKENS:
         batch = batch.moved(sequences)
     return Content(name, layer + layers, (batch, *rest), seen)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from sim.schedule.ir.masks import FULL
 from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.scope import tensor_of, with_options
+from sim.schedule.model.scope import kind_of, tensor_of, with_options
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -36,7 +36,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     kept = {port.view.buffer: port.tensor for port in program.inputs}
-    updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
+    updates = {port.view.buffer for port in program.outputs if kind_of(port.tensor) == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     ops_of, (forms, which, _) = program.ops, program.formed
     exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)  # whose peers are no part of it
@@ -396,7 +396,7 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     if problem := _view_problem(port.view, program):
         return problem
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
-    tensor, tokens = tensor_of(port.tensor), num_tokens(port.tokens)
+    tensor, tokens = tensor_of(port.tensor, model), num_tokens(port.tokens)
     width = port.features.size if port.features else tensor.features(model)
     wanted = {"b": port.batch.size, "s": tokens, "i": tokens, "h": port.heads.size, "e": width, "o": width}
     for dim, extent in dims.items():
@@ -409,6 +409,6 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
 
 def _port_dtype_problem(port: Port, program: Program, header: Header) -> str:
     """Return where a port is in another data type than its tensor."""
-    tensor = with_options(tensor_of(port.tensor), header.options.get("optimiser_states", ""))
+    tensor = with_options(tensor_of(port.tensor, header.workload.model), header.options.get("optimiser_states", ""))
     given, wanted = program.dtype(port.view), dtype_of(tensor, header.workload.dtype)
     return "" if given == wanted else f"is in {given}: it has to be in {wanted}"
