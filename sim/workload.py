@@ -23,6 +23,8 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
 """What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
 Scope = Literal["attention", "layer", "step"]
 Pass = Literal["forward", "backward", "both"]
+BiasName = Literal["qkv", "out", "mlp"]
+QkNormName = Literal["head", "all"]
 MaskName = Literal["causal", "full"]
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8}
@@ -61,6 +63,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What RMSNorm adds to the mean square."""
     tied_embeddings: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether the embedding is the LM head, too (arXiv:1608.05859). Unset where it is not, for the reason of notes."""
+    biases: tuple[BiasName, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Which linear layers have a bias; unset for none, as are all that follow."""
+    qk_norm: QkNormName | msgspec.UnsetType = msgspec.UNSET
+    """Whether q and k are normed behind their projections: each head by itself with one weight for all (Qwen3,
+    arXiv:2505.09388 §2), or all heads as one (OLMo 2, arXiv:2501.00656 §3.3)."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then

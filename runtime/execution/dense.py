@@ -17,6 +17,7 @@ from sim.schedule.derive.workspace import LOSS_ROWS
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import (
     NO_LABEL,
+    BiasedGemm,
     CrossEntropy,
     Embed,
     EmbedBackward,
@@ -28,6 +29,7 @@ from sim.schedule.ir.ops import (
     SwiGlu,
     SwiGluBackward,
     TokenKernel,
+    TokenSum,
 )
 
 Tensor = torch.Tensor
@@ -38,9 +40,11 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     given = [storage.read(view) for view in op.reads]
     if isinstance(op, RmsNorm | RmsNormBackward):
         x, weight, *rest = given
+        if weight.shape[0] != x.shape[-1]:  # all heads as one
+            x, rest = x.flatten(2), [*rest[:1], *(dout.flatten(2) for dout in rest[1:])]
         found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
         for view, result in zip(op.writes, (found.out, found.second), strict=True):
-            storage.put(view, result)
+            storage.put(view, result.view(view.shape))
         return found.name
     if isinstance(op, EmbedBackward):
         dout, ids = given
@@ -48,7 +52,11 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         return "aten embedding dense backward"
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
-        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
+        bias = given[2] if isinstance(op, BiasedGemm) else None
+        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate, bias=bias)
+    if isinstance(op, TokenSum):
+        torch.sum(given[0], dim=(0, 1), out=results[0].view(given[0].shape[2:]))
+        return "aten sum"
     if isinstance(op, Rope):
         return rope(results[0], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
     if isinstance(op, SwiGlu):
@@ -63,7 +71,7 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     assert_never(op)
 
 
-def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> str:
+def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool, bias: Tensor | None = None) -> str:
     """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix. Where some
     tokens of each sequence do not lie in one piece, there is a product for each sequence, and no copy.
     """
@@ -75,11 +83,13 @@ def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool)
             adds = accumulate or number > 0  # all sequences make one sum
         else:
             right, into, adds = b if form == "nn" else b.T, other, accumulate
-        if adds:
+        if bias is not None:
+            torch.addmm(bias, left, right, out=into)
+        elif adds:
             into.addmm_(left, right)
         else:
             torch.mm(left, right, out=into)
-    name = "aten addmm_" if accumulate else "aten mm"
+    name = "aten addmm" if bias is not None else "aten addmm_" if accumulate else "aten mm"
     return name if len(products) == 1 else f"{name}, {len(products)} sequences apart"
 
 
@@ -109,7 +119,7 @@ class Normed(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Normed:
-    """Return the norm of x (B, S, E) by weight (E,), and what x was multiplied by."""
+    """Return the norm of x (B, S, E), or (B, S, H, D), by weight (E,), or (D,), and what x was multiplied by."""
     if not x.is_cpu:
         out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, epsilon)  # noqa: SLF001 - what nn.RMSNorm runs
         return Normed(out, rstd.squeeze(-1), "aten fused rms norm")
@@ -129,7 +139,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> 
         dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, True])
         return Normed(dx, dweight, "aten fused rms norm backward")
     normed = x * scale
-    dweight = (dout * normed).sum(dim=(0, 1))
+    dweight = (dout * normed).sum(dim=tuple(range(x.dim() - 1)))
     grad = dout.to(normed.dtype, copy=True).mul_(weight)
     inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
     dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)

@@ -22,6 +22,7 @@ from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
+from sim.schedule.model.block import BIASES
 from sim.schedule.model.scope import tensor_of, units, updated
 from sim.workload import Workload
 
@@ -59,11 +60,17 @@ def global_labels(span: Span, workload: Workload) -> torch.Tensor:
 
 
 def global_weight(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
-    """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
-    shape = tensor_of(name, workload.model).shape(workload.model)
+    """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); (E,), of norms around one, of biases around
+    zero.
+    """
+    tensor = tensor_of(name, workload.model)
+    shape = tensor.shape(workload.model)
     drawn = _normal(f"{name} of {layer}", shape, workload, device)
-    scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
-    return scaled.to(TORCH_DTYPE[workload.dtype])
+    if len(shape) == 2:
+        drawn.div_(shape[0] ** 0.5)
+    else:
+        drawn.mul_(0.1).add_(0 if tensor in BIASES else 1)
+    return drawn.to(TORCH_DTYPE[workload.dtype])
 
 
 def global_state(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:

@@ -159,18 +159,30 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
     heads, kv_heads = model.num_heads, model.num_kv_heads
 
     def norm(tokens: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(tokens, (model.embed_dim,), weight, model.norm_epsilon)
+        return torch.nn.functional.rms_norm(tokens, weight.shape, weight, model.norm_epsilon)
+
+    def linear_of(tokens: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.linear(tokens, w[name].T, w.get(f"b{name.removeprefix('w')}"))
 
     def split(tokens: Tensor, count: int) -> Tensor:
         return tokens.unflatten(-1, (count, model.head_dim)).transpose(1, 2)
 
+    def query_or_key(tokens: Tensor, which: str, count: int) -> Tensor:
+        made = linear_of(tokens, f"w{which}")
+        if model.qk_norm == "all":
+            made = norm(made, w[f"norm_all_{which}"])
+        by_head = split(made, count)
+        if model.qk_norm == "head":
+            by_head = norm(by_head, w[f"norm_{which}"])
+        return _turned(by_head, model, mask)
+
     h = norm(x, w["norm1"])
-    q, k = (_turned(split(h @ w[name], count), model, mask) for name, count in (("wq", heads), ("wk", kv_heads)))
-    v = split(h @ w["wv"], kv_heads)
+    q, k = query_or_key(h, "q", heads), query_or_key(h, "k", kv_heads)
+    v = split(linear_of(h, "wv"), kv_heads)
     out = _weighted(q, k, v, mask, linear=linear)
-    x = x + out.transpose(1, 2).flatten(2) @ w["wo"]
+    x = x + linear_of(out.transpose(1, 2).flatten(2), "wo")
     h = norm(x, w["norm2"])
-    return x + (torch.nn.functional.silu(h @ w["w_gate"]) * (h @ w["w_up"])) @ w["w_down"]
+    return x + linear_of(torch.nn.functional.silu(linear_of(h, "w_gate")) * linear_of(h, "w_up"), "w_down")
 
 
 def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:

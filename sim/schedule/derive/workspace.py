@@ -28,6 +28,7 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 
 _InPlace: TypeAlias = (
     ops.Gemm
+    | ops.TokenSum
     | ops.Accumulate
     | ops.SwiGlu
     | ops.SwiGluBackward

@@ -291,6 +291,21 @@ class Gemm(_Kernel, frozen=True, kw_only=True):
     accumulate: bool = False
 
 
+class BiasedGemm(Gemm, frozen=True, kw_only=True):
+    """out = x w + bias, in the product's own kernel, as cuBLAS adds it where it writes its result: form nn alone."""
+
+    meta = Meta("w", "linear with bias", "matrix product")
+    bias: Annotated[View, In()]
+
+
+class TokenSum(_Kernel, frozen=True, kw_only=True):
+    """total (O) = the sum of dout (B, S, O) over the tokens of this rank: the gradient of a bias."""
+
+    meta = Meta("v", "sum over tokens", "other", "token_sum", 1)
+    dout: Annotated[View, In("bs*o")]
+    total: Annotated[View, Out("o")]
+
+
 class RmsNorm(_Kernel, frozen=True, kw_only=True):
     """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension (arXiv:1910.07467).
 
@@ -298,9 +313,9 @@ class RmsNorm(_Kernel, frozen=True, kw_only=True):
     """
 
     meta = Meta("n", "norm", "norm, rope, SwiGLU", "rms_norm", 4)
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bs*e")]
     weight: Annotated[View, In("e")]
-    out: Annotated[View, Out("bse")]
+    out: Annotated[View, Out("bs*e")]
     rstd: Annotated[View, Out("bs", "wide")]
     epsilon: float
 
@@ -309,12 +324,34 @@ class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
     """dx and dweight (summed over batch and tokens of this rank) of RmsNorm."""
 
     meta = Meta("N", "norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bs*e")]
     weight: Annotated[View, In("e")]
     rstd: Annotated[View, In("bs", "wide")]
-    dout: Annotated[View, In("bse")]
-    dx: Annotated[View, Out("bse")]
+    dout: Annotated[View, In("bs*e")]
+    dx: Annotated[View, Out("bs*e")]
     dweight: Annotated[View, Out("e")]
+
+
+class HeadNorm(RmsNorm, frozen=True, kw_only=True):
+    """RmsNorm of each head (B, S, H, D) by itself, by one weight (D) for all; rstd is (B, S, H)."""
+
+    meta = Meta("m", "norm of heads", "norm, rope, SwiGLU", "rms_norm", 4)
+    x: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    out: Annotated[View, Out("bshd")]
+    rstd: Annotated[View, Out("bsh", "wide")]
+
+
+class HeadNormBackward(RmsNormBackward, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch, tokens and heads of this rank) of HeadNorm."""
+
+    meta = Meta("J", "norm of heads backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
+    x: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    rstd: Annotated[View, In("bsh", "wide")]
+    dout: Annotated[View, In("bshd")]
+    dx: Annotated[View, Out("bshd")]
+    dweight: Annotated[View, Out("d")]
 
 
 class Rope(_Kernel, frozen=True, kw_only=True):
@@ -583,14 +620,15 @@ AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
-TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
+NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward
+TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | SwiGlu | SwiGluBackward | EndKernel
 """What a model does to each token by itself."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
+    Delta | Merge | TokenSum | NormKernel | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""

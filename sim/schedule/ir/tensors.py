@@ -14,8 +14,8 @@ Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "acti
 squares of a gradient."""
 OF_TOKENS: tuple[Kind, ...] = ("activation", "gradient")
 """Kinds that are of tokens, and of no weight."""
-Axis = Literal["embed", "ffn", "heads", "kv_heads", "vocab"]
-"""What an extent is called; each head counts head dim features."""
+Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "num_kv_heads", "vocab"]
+"""What an extent is called; each head counts head dim features, but in a number of heads."""
 
 
 class Tensor(NamedTuple):
@@ -69,6 +69,9 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
         "ffn": model.ffn_dim,
         "heads": model.num_heads * model.head_dim,
         "kv_heads": model.num_kv_heads * model.head_dim,
+        "head_dim": model.head_dim,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
         "vocab": model.vocab_size,
     }
     return tuple(features[axis] for axis in tensor.axes)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from sim.errors import InputError
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.equations import Around, Block, Equation, add, back, linear, mlp_in_tiles, norm, rope, swiglu
-from sim.workload import ModelSpec
+from sim.workload import ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -28,6 +29,24 @@ wk, wv = (Tensor(name, "weight", ("embed", "kv_heads")) for name in ("wk", "wv")
 w_gate, w_up = (Tensor(name, "weight", ("embed", "ffn")) for name in ("w_gate", "w_up"))
 w_down = Tensor("w_down", "weight", ("ffn", "embed"))
 
+bq, bo = Tensor("bq", "weight", ("heads",)), Tensor("bo", "weight", ("embed",))
+bk, bv = (Tensor(name, "weight", ("kv_heads",)) for name in ("bk", "bv"))
+b_gate, b_up = (Tensor(name, "weight", ("ffn",)) for name in ("b_gate", "b_up"))
+b_down = Tensor("b_down", "weight", ("embed",))
+BIASES = (bq, bk, bv, bo, b_gate, b_up, b_down)
+
+q_normed, k_normed = Tensor("q_normed", "activation", ("heads",)), Tensor("k_normed", "activation", ("kv_heads",))
+norm_q, norm_k = (Tensor(name, "weight", ("head_dim",)) for name in ("norm_q", "norm_k"))
+rstd_q = Tensor("rstd_q", "activation", ("num_heads",), numbers="accumulation")
+rstd_k = Tensor("rstd_k", "activation", ("num_kv_heads",), numbers="accumulation")
+norm_all_q, norm_all_k = Tensor("norm_all_q", "weight", ("heads",)), Tensor("norm_all_k", "weight", ("kv_heads",))
+rstd_all_q, rstd_all_k = (
+    Tensor(name, "activation", (), numbers="accumulation") for name in ("rstd_all_q", "rstd_all_k")
+)
+
+
+_TILED = "MLPs of SwiGLU without biases in tiles"
+
 
 class Tile(NamedTuple):
     """An MLP in tiles of so many tokens, each computed again in backward: it saves what goes into it only."""
@@ -41,27 +60,48 @@ class Tile(NamedTuple):
 def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled."""
     normed = norm(x, norm1, h1, rstd1)
-    projected = (linear(h1, wq, q_raw), linear(h1, wk, k_raw), linear(h1, wv, v))
-    turned = (rope(q_raw, q), rope(k_raw, k))
+    biases = model.biases or ()
+    of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
+    projected = (linear(h1, wq, q_raw, of_q), linear(h1, wk, k_raw, of_k), linear(h1, wv, v, of_v))
+    evened = _QK_NORMS[model.qk_norm] if model.qk_norm else ()
+    turned = (rope(q_normed, q), rope(k_normed, k)) if evened else (rope(q_raw, q), rope(k_raw, k))
     # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
-    from_heads = linear(out, wo, middle)
+    from_heads = linear(out, wo, middle, bo if "out" in biases else None)
     residual = add(x, middle, "residual of attention")
     normed_again = norm(middle, norm2, h2, rstd2)
-    mlp = _mlp(h2, following, tile)
+    mlp = _mlp(h2, following, tile, biased="mlp" in biases)
     second_residual = add(middle, following, "residual of mlp")
     return _block(
-        forward=Around((normed, *projected, *turned), (from_heads, residual, normed_again, *mlp[0], second_residual)),
-        backward=Around((*mlp[1], normed_again, second_residual, from_heads), (*turned, *projected, normed, residual)),
+        forward=Around(
+            (normed, *projected, *evened, *turned), (from_heads, residual, normed_again, *mlp[0], second_residual)
+        ),
+        backward=Around(
+            (*mlp[1], normed_again, second_residual, from_heads), (*turned, *evened, *projected, normed, residual)
+        ),
     )
 
 
-def _mlp(given: Tensor, made: Tensor, tile: Tile | None) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
+_QK_NORMS: dict[QkNormName, tuple[Equation, ...]] = {
+    "head": (
+        norm(q_raw, norm_q, q_normed, rstd_q, of_heads=True),
+        norm(k_raw, norm_k, k_normed, rstd_k, of_heads=True),
+    ),
+    "all": (norm(q_raw, norm_all_q, q_normed, rstd_all_q), norm(k_raw, norm_all_k, k_normed, rstd_all_k)),
+}
+
+
+def _mlp(
+    given: Tensor, made: Tensor, tile: Tile | None, *, biased: bool
+) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
     """Return the equations of an MLP, forward and in the order in which gradients are led through."""
+    if tile and biased:
+        raise InputError(f"`set` schedule.mlp computes {_TILED}, and this model has biases: leave it out")
     if tile:
         tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
         return tiled, tiled
-    widened = (linear(given, w_gate, gate), linear(given, w_up, up))
-    activated, down = swiglu(gate, up, act), linear(act, w_down, made)
+    of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
+    widened = (linear(given, w_gate, gate, of_gate), linear(given, w_up, up, of_up))
+    activated, down = swiglu(gate, up, act), linear(act, w_down, made, of_down)
     return (*widened, activated, down), (down, activated, *widened)
 
 

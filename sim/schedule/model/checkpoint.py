@@ -94,16 +94,25 @@ def _needed(block: Block) -> tuple[set[Tensor], tuple[Tensor, ...]]:
 def nameable(block: Block) -> dict[str, Tensor]:
     """Return the tensors that lists may have, by name."""
     _, needed = _needed(block)
-    made = {one.results[0] for one in (*block.forward.before, *block.forward.after)}
+    made = _made(block)
     return {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
+
+
+def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
+    """Return what each kernel makes, by the first of it that backward needs."""
+    inputs, needed = _needed(block)
+    wanted = {*needed, *inputs}
+    every = [one.results for one in (*block.forward.before, *block.forward.after)]
+    return {
+        next(one for one in results if one in wanted): results for results in every if not wanted.isdisjoint(results)
+    }
 
 
 def _listed(block: Block, option: str, spelled: Mapping[str, str | None], name: str) -> set[Tensor]:
     """Return the tensors of a list, each with what the same kernel makes beside it. Some lists have names; None stands
     for everything.
     """
-    names = nameable(block)
-    made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
+    names, made = nameable(block), _made(block)
     chosen = (spelled.get(name, name) or "+".join(names)).split("+")
     for one in chosen:
         if one not in names:

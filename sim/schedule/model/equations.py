@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 from sim.schedule.ir.ops import (
     Accumulate,
+    BiasedGemm,
     CrossEntropy,
     Embed,
     EmbedBackward,
     Gemm,
+    HeadNorm,
+    HeadNormBackward,
     RmsNorm,
     RmsNormBackward,
     Rope,
@@ -20,6 +23,7 @@ from sim.schedule.ir.ops import (
     TiledMlp,
     TiledMlpBackward,
     TokenKernel,
+    TokenSum,
 )
 from sim.schedule.ir.tensors import Tensor, d
 from sim.workload import ModelSpec
@@ -49,7 +53,7 @@ class Equation(NamedTuple):
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
         if self.kind in {TiledMlp, TiledMlpBackward}:
             return 2 * sum(given) + 4 * sum(made)
-        return 2 * (given or made)[0] if self.kind is Gemm else 0
+        return 2 * (given or made)[0] if self.kind in {Gemm, BiasedGemm} else 0
 
 
 class Around(NamedTuple):
@@ -100,21 +104,26 @@ def back(*equations: Equation) -> tuple[Equation, ...]:
     return tuple(found)
 
 
-def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor) -> Equation:
-    """Return out = x * rstd * weight."""
+def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False) -> Equation:
+    """Return out = x * rstd * weight, of all features of a token or of each head."""
+    kind, back_kind = (HeadNorm, HeadNormBackward) if of_heads else (RmsNorm, RmsNormBackward)
     gradients = (d(x), d(weight))
-    backward = Equation(RmsNormBackward, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
-    return Equation(RmsNorm, weight.name, (x, weight), (out, rstd), backward=(backward,))
+    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
+    return Equation(kind, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool = False) -> Equation:
-    """Return out = x weight, or x weight^T."""
+def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Equation:
+    """Return out = x weight, or x weight^T; or x weight + bias."""
     on, back_on, sides = ("nt", "nn", (d(out), x)) if transposed else ("nn", "nt", (x, d(out)))
     backward = (
         Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", back_on),)),
         Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
     )
-    return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
+    if bias is None:
+        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
+    summed = Equation(TokenSum, f"gradient {d(bias).name}", (d(out),), (d(bias),))
+    kept = (x, weight, bias)
+    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=(*backward, summed))
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:

@@ -99,6 +99,11 @@ def build_around(
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block = block_in_tiles(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
+    if plan.partwise and workload.model.qk_norm and layers:
+        raise InputError(
+            f"schedule {plan.name!r} projects q and k part by part, and {workload.model.name} norms them behind that: "
+            f"choose another `schedule`"
+        )
     block = with_projections_apart(block) if plan.partwise else block
     point = checkpoint(block, options.checkpoint if step else "none")
     if point.lays_out and plan.keeps_inputs:

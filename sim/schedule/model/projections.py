@@ -121,7 +121,7 @@ class Projections:
             if weight not in self._ordered:
                 (all_rows,) = weight.rows(b.workload.model)
                 self._ordered[weight] = b.new(weight.later(self._layer), all_rows.size)
-            values[weight] = self._ordered[weight][:, self._columns(heads)]
+            values[weight] = self._columns(self._ordered[weight], heads)
         for equation in chain.backward:
             summed = {(tensor, (heads if tensor.of_weight else rows).start) for tensor in equation.results}
             self._writer(rows, values).write(equation, adds=not summed.isdisjoint(self._begun))
@@ -140,7 +140,7 @@ class Projections:
         for weight in chain.weights:
             if weight not in self._ordered:
                 self._ordered[weight] = self._in_order(name, f"order {weight.name}", self._values[weight], back=False)
-        weights = {weight: self._ordered[weight][:, self._columns(heads)] for weight in chain.weights}
+        weights = {weight: self._columns(self._ordered[weight], heads) for weight in chain.weights}
         return {chain.source: self._values[chain.source][:, rows], **weights}
 
     def _in_order(self, name: Name, label: str, view: View, *, back: bool = True) -> View:
@@ -149,13 +149,15 @@ class Projections:
         if name != "q" or order == tuple(range(len(order))):
             return view
         ordered = self._b.like(label.removeprefix("order "), view, "other")
-        source, target = (Split(one, 1, len(order)) for one in (view, ordered))
+        source, target = (Split(one, len(one.shape) - 1, len(order)) for one in (view, ordered))
         self._b.add(Copy(label=label, source=source, target=target, order=inverse(order) if back else order))
         return ordered
 
-    def _columns(self, heads: slice) -> slice:
+    def _columns(self, weight: View, heads: slice) -> View:
+        """Return the columns of some heads, of a bias its elements."""
         dim = self._b.workload.model.head_dim
-        return ALL if heads == ALL else slice(heads.start * dim, heads.stop * dim)
+        some = ALL if heads == ALL else slice(heads.start * dim, heads.stop * dim)
+        return weight[:, some] if len(weight.shape) > 1 else weight[some]
 
     def _new(self, label: str, name: Name, rows: slice, heads: slice) -> View:
         tokens, count = range(num_tokens(self._tokens))[rows], range(self._heads[name])[heads]

@@ -13,7 +13,19 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import tensor_of
-from sim.schedule.proof.contents import FAR, FEATURES, HEADS, Interval, Piece, Unclassed, common, replaced, spell, union
+from sim.schedule.proof.contents import (
+    FAR,
+    FEATURES,
+    HEADS,
+    TOKENS,
+    Interval,
+    Piece,
+    Unclassed,
+    common,
+    replaced,
+    spell,
+    union,
+)
 from sim.workload import ModelSpec
 
 
@@ -64,7 +76,7 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
     all have all, or where heads are rows of a weight. Raises ScheduleError where operands have other heads.
     """
     tensors = [tensor_of(pieces[0].content.tensor, model) for pieces in operands]
-    if any(tensor.of_weight and tensor.axes[0] in _OF_HEADS for tensor in tensors):
+    if any(tensor.of_weight and len(tensor.axes) > 1 and tensor.axes[0] in _OF_HEADS for tensor in tensors):
         return []
     edges: set[int] = set()
     known: list[tuple[Interval, Interval]] = []
@@ -114,12 +126,13 @@ _OF_HEADS = ("heads", "kv_heads")
 
 
 def axis_of(tensor: Tensor, model: ModelSpec) -> _Axis | None:
-    """Return where a tensor has heads: a weight, or its gradient, as columns."""
+    """Return where a tensor has heads: a weight, or its gradient, as columns; a bias as its elements."""
     count = tensor.heads(model)
     if count is not None:
         return _Axis(HEADS, 1, count)
-    if tensor.of_weight and len(tensor.axes) == 2 and tensor.axes[1] in _OF_HEADS:
-        return _Axis(FEATURES, model.head_dim, tensor.shape(model)[1] // model.head_dim)
+    if tensor.of_weight and tensor.axes and tensor.axes[-1] in _OF_HEADS:
+        axis = FEATURES if len(tensor.axes) == 2 else TOKENS
+        return _Axis(axis, model.head_dim, tensor.shape(model)[-1] // model.head_dim)
     return None
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
-from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel
+from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel, TokenSum
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
@@ -46,7 +46,7 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
-        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | Rope) else []
+        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | TokenSum | Rope) else []
         if parts:
             of_parts = [self._of_heads(op, operands, part) for part in parts]
             return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]

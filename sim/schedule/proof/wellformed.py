@@ -140,7 +140,7 @@ def _integer_problem(op: ops.Op, program: Program) -> str:
 _TAKE_FLOATS = "take fp64, fp32, bf16 or fp16"
 
 
-_DIMS = {"q": "s", "k": "st", "g": "h", "e": "eio", "f": "io", "n": "i"}
+_DIMS = {"q": "s", "k": "st", "g": "h", "h": "he", "d": "di", "e": "eio", "o": "oi", "f": "io", "n": "i"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
@@ -148,7 +148,8 @@ _DIMS = {"q": "s", "k": "st", "g": "h", "e": "eio", "f": "io", "n": "i"}
 def _declared(kind: type[ops.Op], form: ops.GemmForm | None) -> list[tuple[str, str]]:
     """Return the operands of a kind of op with their dimensions, if it declares any."""
     if form:
-        return list(zip(("a", "b", "out"), ops.Gemm.letters[form], strict=True))
+        bias = [("bias", "o")] if kind is ops.BiasedGemm else []
+        return [*zip(("a", "b", "out"), ops.Gemm.letters[form], strict=True), *bias]
     return [(name, mark.letters) for name, mark in operands(kind).items() if mark.letters]
 
 
@@ -267,6 +268,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         if count != op.x.shape[1]:
             return f"rotates {op.x.shape[1]} tokens by {count} positions"
         return _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
+    if isinstance(op, ops.BiasedGemm):
+        return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm):
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
     if isinstance(op, ops.TiledKernel):
