@@ -25,6 +25,8 @@ Scope = Literal["attention", "layer", "step"]
 Pass = Literal["forward", "backward", "both"]
 BiasName = Literal["qkv", "out", "mlp"]
 QkNormName = Literal["head", "all"]
+NormsName = Literal["after", "around"]
+MlpKind = Literal["geglu", "gelu"]
 MaskName = Literal["causal", "full"]
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8}
@@ -68,18 +70,41 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     qk_norm: QkNormName | msgspec.UnsetType = msgspec.UNSET
     """Whether q and k are normed behind their projections: each head by itself with one weight for all (Qwen3,
     arXiv:2505.09388 §2), or all heads as one (OLMo 2, arXiv:2501.00656 §3.3)."""
+    norms: NormsName | msgspec.UnsetType = msgspec.UNSET
+    """Where norms are: unset for those before attention and MLP; after them, before the residual (OLMo 2,
+    arXiv:2501.00656 §3.2); or around, both (Gemma 2, arXiv:2408.00118 §2)."""
+    mlp: MlpKind | msgspec.UnsetType = msgspec.UNSET
+    """What an MLP computes: unset for SwiGLU; the same with GELU (arXiv:2002.05202); or GELU of one product. GELU is
+    its approximation by tanh."""
+    rotary_dims: Features | msgspec.UnsetType = msgspec.UNSET
+    """How many features of each head are rotated, the first ones; unset for all."""
+    parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether attention and MLP both read one norm of a layer's input (GPT-J; arXiv:2204.02311 §2)."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then
     it is not in the JSON of schedules, whose hashes are those of before there were notes."""
 
     def __post_init__(self) -> None:
-        """Raise InputError where query heads do not divide among the key/value heads."""
+        """Raise InputError where query heads do not divide among the key/value heads, or lines of the block do not go
+        together.
+        """
         if self.num_heads % self.num_kv_heads:
             allowed = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise InputError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: allowed are "
                 f"{', '.join(map(str, allowed))}; set it with `set` model.num_kv_heads=N"
+            )
+        if self.rotary_dims and (self.rotary_dims % 2 or self.rotary_dims > self.head_dim):
+            raise InputError(
+                f"rotary_dims {self.rotary_dims}: expected an even number of at most head_dim {self.head_dim}; set it "
+                f"in the model's file"
+            )
+        if self.parallel_residual and self.norms:
+            raise InputError(f"parallel_residual with norms {self.norms}: allowed is one norm before both")
+        if self.parallel_residual and {"out", "mlp"} <= {*(self.biases or ())}:
+            raise InputError(
+                "parallel_residual with biases of out and mlp, whose gradients are one: allowed is one of both"
             )
 
 

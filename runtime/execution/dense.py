@@ -7,6 +7,7 @@ where that can be; the names say so. What they hold beside their operands meanwh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple, assert_never
 
@@ -21,6 +22,10 @@ from sim.schedule.ir.ops import (
     CrossEntropy,
     Embed,
     EmbedBackward,
+    GeGlu,
+    GeGluBackward,
+    Gelu,
+    GeluBackward,
     Gemm,
     GemmForm,
     RmsNorm,
@@ -58,11 +63,18 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         torch.sum(given[0], dim=(0, 1), out=results[0].view(given[0].shape[2:]))
         return "aten sum"
     if isinstance(op, Rope):
-        return rope(results[0], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
+        return rope(results[0][..., : op.rotated or None], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
     if isinstance(op, SwiGlu):
-        return swiglu(given[0], given[1], results[0])
+        return gated(given[0], given[1], results[0], _GELU if isinstance(op, GeGlu) else _SILU)
     if isinstance(op, SwiGluBackward):
-        return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
+        gate, up, dout = given
+        return gated_backward(gate, up, dout, results[0], results[1], _GELU if isinstance(op, GeGluBackward) else _SILU)
+    if isinstance(op, Gelu):
+        _GELU.forward(given[0], results[0])
+        return "aten gelu"
+    if isinstance(op, GeluBackward):
+        _GELU.backward(given[1], given[0], results[0])
+        return "aten gelu_backward"
     if isinstance(op, CrossEntropy):
         return cross_entropy(results[0], given[1], results[1], op.count)
     if isinstance(op, Embed):
@@ -192,15 +204,37 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> s
     return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
 
 
-def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> str:
-    """Fill out = silu(gate) * up."""
-    torch.ops.aten.silu.out(gate, out=out).mul_(up)
-    return "aten silu, mul"
+class _Activation(NamedTuple):
+    """A function of each element of a gate."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor], Tensor]
+    """Of x, into out; returns that."""
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of dout and x, into dx."""
 
 
-def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> str:
+_SILU = _Activation(
+    "silu",
+    lambda x, out: torch.ops.aten.silu.out(x, out=out),
+    lambda dout, x, dx: torch.ops.aten.silu_backward.grad_input(dout, x, grad_input=dx),
+)
+_GELU = _Activation(
+    "gelu",
+    lambda x, out: torch.ops.aten.gelu.out(x, approximate="tanh", out=out),
+    lambda dout, x, dx: torch.ops.aten.gelu_backward.grad_input(dout, x, approximate="tanh", grad_input=dx),
+)
+
+
+def gated(gate: Tensor, up: Tensor, out: Tensor, by: _Activation) -> str:
+    """Fill out = silu(gate) * up, or with another activation."""
+    by.forward(gate, out).mul_(up)
+    return f"aten {by.name}, mul"
+
+
+def gated_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor, by: _Activation) -> str:
     """Fill dgate and dup."""
-    torch.ops.aten.silu.out(gate, out=dup).mul_(dout)
+    by.forward(gate, dup).mul_(dout)
     torch.mul(dout, up, out=dgate)
-    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-    return "aten silu, 2 mul, silu_backward"
+    by.backward(dgate, gate, dgate)
+    return f"aten {by.name}, 2 mul, {by.name}_backward"

@@ -176,25 +176,39 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
             by_head = norm(by_head, w[f"norm_{which}"])
         return _turned(by_head, model, mask)
 
-    h = norm(x, w["norm1"])
+    def activated(tokens: Tensor) -> Tensor:
+        if model.mlp == "gelu":
+            return torch.nn.functional.gelu(linear_of(tokens, "w_up"), approximate="tanh")
+        gate, up = linear_of(tokens, "w_gate"), linear_of(tokens, "w_up")
+        return up * (
+            torch.nn.functional.gelu(gate, approximate="tanh") if model.mlp else torch.nn.functional.silu(gate)
+        )
+
+    def normed(tokens: Tensor, name: str) -> Tensor:
+        return norm(tokens, w[name]) if name in w else tokens
+
+    h = normed(x, "norm1")
     q, k = query_or_key(h, "q", heads), query_or_key(h, "k", kv_heads)
     v = split(linear_of(h, "wv"), kv_heads)
     out = _weighted(q, k, v, mask, linear=linear)
-    x = x + linear_of(out.transpose(1, 2).flatten(2), "wo")
-    h = norm(x, w["norm2"])
-    return x + linear_of(torch.nn.functional.silu(linear_of(h, "w_gate")) * linear_of(h, "w_up"), "w_down")
+    attended = linear_of(out.transpose(1, 2).flatten(2), "wo")
+    if model.parallel_residual:
+        return x + attended + linear_of(activated(h), "w_down")
+    x = x + normed(attended, "post_norm1")
+    return x + normed(linear_of(activated(normed(x, "norm2")), "w_down"), "post_norm2")
 
 
 def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     """Return (B, H, S, D) with rotary embedding, as complex numbers (arXiv:2104.09864 §3.2.2), halves paired."""
-    low, high = x.chunk(2, dim=-1)
-    frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
+    rotated = model.rotary_dims or model.head_dim
+    low, high = x[..., :rotated].chunk(2, dim=-1)
+    frequencies = model.rope_theta ** (-torch.arange(0, rotated, 2, dtype=x.dtype) / rotated)
     positions = torch.arange(x.shape[2])
     if isinstance(mask, Documents):
         positions -= torch.tensor(mask.edges)[_document(positions, mask)]
     angles = torch.outer(positions.to(x.dtype), frequencies)
     turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
 
 
 def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:

@@ -22,6 +22,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all biases": {"biases": ("qkv", "out", "mlp")},
     "norms of heads": {"qk_norm": "head"},
     "norms of q and k": {"qk_norm": "all"},
+    "norms behind attention and MLP": {"norms": "after", "qk_norm": "all"},
+    "norms around": {"norms": "around", "mlp": "geglu"},
+    "GELU of one product": {"mlp": "gelu", "biases": ("out", "mlp")},
+    "half of each head rotated": {"rotary_dims": 8, "biases": ("qkv",), "norms": "around"},
+    "parallel residual": {"parallel_residual": True, "biases": ("qkv", "mlp"), "mlp": "gelu"},
     "norms of heads, biases, tied": {"qk_norm": "head", "biases": ("qkv",), "tied_embeddings": True},
 }
 

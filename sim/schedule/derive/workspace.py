@@ -27,16 +27,7 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 """Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
 
 _InPlace: TypeAlias = (
-    ops.Gemm
-    | ops.TokenSum
-    | ops.Accumulate
-    | ops.SwiGlu
-    | ops.SwiGluBackward
-    | ops.Embed
-    | ops.Unpack
-    | ops.Pack
-    | ops.Zero
-    | ops.Hold
+    ops.Gemm | ops.TokenSum | ops.Accumulate | ops.MlpKernel | ops.Embed | ops.Unpack | ops.Pack | ops.Zero | ops.Hold
 )
 """Most kernels: they hold nothing beside their operands."""
 
@@ -50,7 +41,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.LinearKernel):
         return _of_linear(op, program)
     if isinstance(op, ops.Rope):
-        return _wide_bytes(op.x, program)  # both halves, turned
+        rotated = op.rotated or op.x.shape[3]
+        return _wide_bytes(op.x, program) * rotated // op.x.shape[3]  # both halves, turned
     if isinstance(op, ops.Copy):
         return program.nbytes(op.target.view) if op.order else 0
     if isinstance(op, ops.Fold):

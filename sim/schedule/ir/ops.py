@@ -365,6 +365,8 @@ class Rope(_Kernel, frozen=True, kw_only=True):
     tokens: Tokens
     theta: float
     inverse: bool = False
+    rotated: int | msgspec.UnsetType = msgspec.UNSET
+    """How many features of each head are rotated, the first ones; all where that is unset."""
 
 
 class SwiGlu(_Kernel, frozen=True, kw_only=True):
@@ -385,6 +387,35 @@ class SwiGluBackward(_Kernel, frozen=True, kw_only=True):
     dout: Annotated[View, In("bse")]
     dgate: Annotated[View, Out("bse")]
     dup: Annotated[View, Out("bse")]
+
+
+class GeGlu(SwiGlu, frozen=True, kw_only=True):
+    """out = gelu(gate) * up, by tanh (arXiv:2002.05202, arXiv:1606.08415 §2). It moves what SwiGlu does."""
+
+    meta = Meta("j", "geglu", "norm, rope, SwiGLU", "swiglu", 10)
+
+
+class GeGluBackward(SwiGluBackward, frozen=True, kw_only=True):
+    """dgate and dup of GeGlu."""
+
+    meta = Meta("Z", "geglu backward", "norm, rope, SwiGLU", "swiglu_backward", 20)
+
+
+class Gelu(_Kernel, frozen=True, kw_only=True):
+    """out = gelu(x), by tanh (arXiv:1606.08415 §2)."""
+
+    meta = Meta("u", "gelu", "norm, rope, SwiGLU", "gelu", 9)
+    x: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+
+
+class GeluBackward(_Kernel, frozen=True, kw_only=True):
+    """dx of Gelu."""
+
+    meta = Meta("Y", "gelu backward", "norm, rope, SwiGLU", "gelu_backward", 15)
+    x: Annotated[View, In("bse")]
+    dout: Annotated[View, In("bse")]
+    dx: Annotated[View, Out("bse")]
 
 
 class TiledMlp(_Kernel, frozen=True, kw_only=True):
@@ -621,14 +652,16 @@ LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | State
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
 NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward
-TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | SwiGlu | SwiGluBackward | EndKernel
+MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | GeluBackward
+"""What stands between the products of an MLP."""
+TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | EndKernel
 """What a model does to each token by itself."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | TokenSum | NormKernel | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
+    Delta | Merge | TokenSum | NormKernel | Rope | MlpKernel | EndKernel | StateKernel
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""

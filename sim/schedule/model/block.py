@@ -12,7 +12,20 @@ from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.equations import Around, Block, Equation, add, back, linear, mlp_in_tiles, norm, rope, swiglu
+from sim.schedule.model.equations import (
+    Around,
+    Block,
+    Equation,
+    add,
+    back,
+    geglu,
+    gelu,
+    linear,
+    mlp_in_tiles,
+    norm,
+    rope,
+    swiglu,
+)
 from sim.workload import ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
@@ -28,6 +41,12 @@ wq, wo = Tensor("wq", "weight", ("embed", "heads")), Tensor("wo", "weight", ("he
 wk, wv = (Tensor(name, "weight", ("embed", "kv_heads")) for name in ("wk", "wv"))
 w_gate, w_up = (Tensor(name, "weight", ("embed", "ffn")) for name in ("w_gate", "w_up"))
 w_down = Tensor("w_down", "weight", ("ffn", "embed"))
+
+attended, mixed = (Tensor(name, "activation", ("embed",)) for name in ("attended", "mixed"))
+post_norm1, post_norm2 = (Tensor(name, "weight", ("embed",)) for name in ("post_norm1", "post_norm2"))
+rstd_post1, rstd_post2 = (
+    Tensor(name, "activation", (), numbers="accumulation") for name in ("rstd_post1", "rstd_post2")
+)
 
 bq, bo = Tensor("bq", "weight", ("heads",)), Tensor("bo", "weight", ("embed",))
 bk, bv = (Tensor(name, "weight", ("kv_heads",)) for name in ("bk", "bv"))
@@ -45,9 +64,6 @@ rstd_all_q, rstd_all_k = (
 )
 
 
-_TILED = "MLPs of SwiGLU without biases in tiles"
-
-
 class Tile(NamedTuple):
     """An MLP in tiles of so many tokens, each computed again in backward: it saves what goes into it only."""
 
@@ -59,24 +75,42 @@ class Tile(NamedTuple):
 @lru_cache(maxsize=256)
 def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled."""
-    normed = norm(x, norm1, h1, rstd1)
-    biases = model.biases or ()
+    biases, before, after = model.biases or (), model.norms != "after", bool(model.norms)
+    # norm, projections, rotary embedding
+    normed = (norm(x, norm1, h1, rstd1),) if before else ()
+    of_tokens = h1 if before else x
     of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
-    projected = (linear(h1, wq, q_raw, of_q), linear(h1, wk, k_raw, of_k), linear(h1, wv, v, of_v))
+    projected = tuple(
+        linear(of_tokens, weight, made, bias)
+        for weight, made, bias in ((wq, q_raw, of_q), (wk, k_raw, of_k), (wv, v, of_v))
+    )
     evened = _QK_NORMS[model.qk_norm] if model.qk_norm else ()
     turned = (rope(q_normed, q), rope(k_normed, k)) if evened else (rope(q_raw, q), rope(k_raw, k))
     # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
-    from_heads = linear(out, wo, middle, bo if "out" in biases else None)
+    of_out = bo if "out" in biases else None
+    if model.parallel_residual:
+        from_heads, mlp = linear(out, wo, middle, of_out, led=following), _mlp(model, h1, following, tile)
+        joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
+        return _block(
+            forward=Around((*normed, *projected, *evened, *turned), (from_heads, *mlp[0], joined, residual)),
+            backward=Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
+        )
+    # output projection, residual; norm, MLP, residual
+    from_heads = linear(out, wo, attended if after else middle, of_out)
+    normed_behind = (norm(attended, post_norm1, middle, rstd_post1),) if after else ()
     residual = add(x, middle, "residual of attention")
-    normed_again = norm(middle, norm2, h2, rstd2)
-    mlp = _mlp(h2, following, tile, biased="mlp" in biases)
+    normed_again = (norm(middle, norm2, h2, rstd2),) if before else ()
+    mlp = _mlp(model, h2 if before else middle, mixed if after else following, tile)
+    normed_last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
     second_residual = add(middle, following, "residual of mlp")
     return _block(
         forward=Around(
-            (normed, *projected, *evened, *turned), (from_heads, residual, normed_again, *mlp[0], second_residual)
+            (*normed, *projected, *evened, *turned),
+            (from_heads, *normed_behind, residual, *normed_again, *mlp[0], *normed_last, second_residual),
         ),
         backward=Around(
-            (*mlp[1], normed_again, second_residual, from_heads), (*turned, *evened, *projected, normed, residual)
+            (*normed_last, *mlp[1], *normed_again, second_residual, *normed_behind, from_heads),
+            (*turned, *evened, *projected, *normed, residual),
         ),
     )
 
@@ -91,17 +125,24 @@ _QK_NORMS: dict[QkNormName, tuple[Equation, ...]] = {
 
 
 def _mlp(
-    given: Tensor, made: Tensor, tile: Tile | None, *, biased: bool
+    model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None
 ) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
     """Return the equations of an MLP, forward and in the order in which gradients are led through."""
-    if tile and biased:
-        raise InputError(f"`set` schedule.mlp computes {_TILED}, and this model has biases: leave it out")
+    biased = "mlp" in (model.biases or ())
+    if tile and (biased or model.mlp):
+        raise InputError(
+            f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}: leave it out"
+        )
     if tile:
         tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
         return tiled, tiled
     of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
-    widened = (linear(given, w_gate, gate, of_gate), linear(given, w_up, up, of_up))
-    activated, down = swiglu(gate, up, act), linear(act, w_down, made, of_down)
+    down = linear(act, w_down, made, of_down)
+    if model.mlp == "gelu":
+        widened, activated = (linear(given, w_up, up, of_up),), gelu(up, act)
+    else:
+        widened = (linear(given, w_gate, gate, of_gate), linear(given, w_up, up, of_up))
+        activated = (geglu if model.mlp == "geglu" else swiglu)(gate, up, act)
     return (*widened, activated, down), (down, activated, *widened)
 
 

@@ -102,7 +102,7 @@ def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
     """Return what each kernel makes, by the first of it that backward needs."""
     inputs, needed = _needed(block)
     wanted = {*needed, *inputs}
-    every = [one.results for one in (*block.forward.before, *block.forward.after)]
+    every = [one.results for one in (*block.forward.before, *block.forward.after) if not one.adds]
     return {
         next(one for one in results if one in wanted): results for results in every if not wanted.isdisjoint(results)
     }

@@ -11,6 +11,10 @@ from sim.schedule.ir.ops import (
     CrossEntropy,
     Embed,
     EmbedBackward,
+    GeGlu,
+    GeGluBackward,
+    Gelu,
+    GeluBackward,
     Gemm,
     HeadNorm,
     HeadNormBackward,
@@ -112,16 +116,27 @@ def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool
     return Equation(kind, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Equation:
-    """Return out = x weight, or x weight^T; or x weight + bias."""
-    on, back_on, sides = ("nt", "nn", (d(out), x)) if transposed else ("nn", "nt", (x, d(out)))
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    led: Tensor | None = None,
+    transposed: bool = False,
+) -> Equation:
+    """Return out = x weight, or x weight^T; or x weight + bias. Its gradient is that of ``led`` where that is a sum to
+    which out is added alone.
+    """
+    gradient = d(led or out)
+    on, back_on, sides = ("nt", "nn", (gradient, x)) if transposed else ("nn", "nt", (x, gradient))
     backward = (
-        Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", back_on),)),
+        Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),)),
         Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
     )
     if bias is None:
         return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
-    summed = Equation(TokenSum, f"gradient {d(bias).name}", (d(out),), (d(bias),))
+    summed = Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),))
     kept = (x, weight, bias)
     return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=(*backward, summed))
 
@@ -136,6 +151,18 @@ def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
     """Return out = silu(gate) * up."""
     backward = Equation(SwiGluBackward, "back through swiglu", (gate, up, d(out)), (d(gate), d(up)))
     return Equation(SwiGlu, "swiglu", (gate, up), (out,), backward=(backward,))
+
+
+def geglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
+    """Return out = gelu(gate) * up."""
+    backward = Equation(GeGluBackward, "back through geglu", (gate, up, d(out)), (d(gate), d(up)))
+    return Equation(GeGlu, "geglu", (gate, up), (out,), backward=(backward,))
+
+
+def gelu(x: Tensor, out: Tensor) -> Equation:
+    """Return out = x where x is large, and nothing where it is small (arXiv:1606.08415)."""
+    backward = Equation(GeluBackward, "back through gelu", (x, d(out)), (d(x),))
+    return Equation(Gelu, "gelu", (x,), (out,), backward=(backward,))
 
 
 def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, tile: int, *, saves: bool) -> Equation:

@@ -170,7 +170,8 @@ class LayerWriter(NamedTuple):
         """Return the program of this rank."""
         b, tables = self.b, list[View]()
         if self.rotary_table:
-            shape = (b.workload.seq, b.workload.model.head_dim)
+            model = b.workload.model
+            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
             tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
         for table in tables:
             b.add(Hold(label="keep the rotary table", held=(table,)))

@@ -52,6 +52,7 @@ class TokenWriter(NamedTuple):
         settings: dict[str, Any] = {
             "epsilon": model.norm_epsilon,
             "theta": model.rope_theta,
+            "rotated": model.rotary_dims,
             "tokens": restarted(self.tokens, mask_of(self.b.workload)),
             "accumulate": adds,
             "count": self.b.replicas * self.b.workload.num_labels,

@@ -188,7 +188,9 @@ class AbstractPlayer(Interpreter):
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
             self._check_positions(given[0], op)
-        source, target = ({piece.content.tensor for piece in pieces} - {ZERO} for pieces in (given[0], into))
+        source, target = (
+            {piece.content[:2] for piece in pieces if piece.content.tensor != ZERO} for pieces in (given[0], into)
+        )
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):

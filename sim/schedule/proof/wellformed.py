@@ -267,7 +267,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
             return f"rotates {op.x.shape[1]} tokens by {count} positions"
-        return _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
+        rotated = _number_problem("rotated", op.rotated, "rotary_dims of the model", model.rotary_dims)
+        return rotated or _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
     if isinstance(op, ops.BiasedGemm):
         return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm):
@@ -308,7 +309,7 @@ def _linear_problem(op: ops.LinearKernel) -> str:
     return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
-def _number_problem(name: str, given: float, what: str, wanted: float) -> str:
+def _number_problem(name: str, given: object, what: str, wanted: object) -> str:
     """Return where an op computes with another number than its workload."""
     return "" if given == wanted else f"has {name} {given!r}: {what} is {wanted!r}"
 
