@@ -21,18 +21,28 @@ class _Type(NamedTuple):
 
     stem: str
     """``architectures`` is this with ForCausalLM behind it."""
-    lacks: str = ""
-    """What its layers have, without a key that says so, and the simulated ones have not."""
+    fields: Mapping[str, Any] = {}
+    """What its layers have without a key that says so."""
+    biases: Mapping[str, tuple[str, ...]] = {}
+    """Which linear layers have a bias by the keys that say so."""
     window_if_asked: bool = False
     """Whether its ``sliding_window`` counts only if ``use_sliding_window`` says so."""
 
 
+_OF_ATTENTION = {"attention_bias": ("qkv", "out")}
 MODEL_TYPES = {
-    "llama": _Type("Llama"),
+    "llama": _Type("Llama", biases={**_OF_ATTENTION, "mlp_bias": ("mlp",)}),
     "mistral": _Type("Mistral"),
-    "qwen2": _Type("Qwen2", lacks="the biases of q, k and v", window_if_asked=True),
-    "qwen3": _Type("Qwen3", lacks="the norms of the heads of q and k", window_if_asked=True),
+    "qwen2": _Type("Qwen2", {"biases": ("qkv",)}, window_if_asked=True),
+    "qwen3": _Type("Qwen3", {"qk_norm": "head"}, _OF_ATTENTION, window_if_asked=True),
+    "phi3": _Type("Phi3"),
+    "glm": _Type("Glm", biases={"attention_bias": ("qkv",)}),
+    "glm4": _Type("Glm4", {"norms": "around"}, {"attention_bias": ("qkv",)}),
+    "olmo2": _Type("Olmo2", {"norms": "after", "qk_norm": "all"}, _OF_ATTENTION),
 }
+"""By transformers' modeling_*.py of each."""
+ACTIVATIONS = {"silu": None, "swish": None, "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+"""What an MLP of two products side by side computes, by its activation."""
 SIZES = {
     "hidden_size": "embed_dim",
     "num_hidden_layers": "num_layers",
@@ -53,6 +63,11 @@ READ: dict[str, str] = {
     "rms_norm_eps": "a number",
     "rope_parameters": "an object",
     "rope_scaling": "an object",
+    "hidden_act": "a text",
+    "hidden_activation": "a text",
+    "attention_bias": "true or false",
+    "mlp_bias": "true or false",
+    "partial_rotary_factor": "a number",
     "tie_word_embeddings": "true or false",
     "use_sliding_window": "true or false",
     "layer_types": "a list",
@@ -103,10 +118,6 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     "qk_rope_head_dim": (),
     "v_head_dim": (),
     # other layers
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
     "qkv_bias": (False,),
     "use_bias": (False,),
     "use_qk_norm": (False,),
@@ -123,7 +134,6 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (),
     "clip_qkv": (),
     "alibi": (False,),
-    "partial_rotary_factor": (1,),
     "rotary_pct": (1,),
     "no_rope_layers": (),
     "use_mrope": (False,),
@@ -200,10 +210,35 @@ def _fields(path: str, config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": given.get("rope_theta", 10000.0),
         "norm_epsilon": given.get("rms_norm_eps", 1e-5),
         "source": f"Hugging Face configuration {path}",
+        **MODEL_TYPES[given["model_type"]].fields,
     }
+    fields |= _lines(path, given, fields["head_dim"])
     notes = _notes(given, rope)
     tied = {"tied_embeddings": True} if given.get("tie_word_embeddings", False) else {}  # false where a type leaves it
     return fields | tied | ({"notes": notes} if notes else {})
+
+
+def _lines(path: str, given: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return the fields that say what a layer computes, where that is not what Llama's do."""
+    kind, found = MODEL_TYPES[given["model_type"]], dict[str, Any]()
+    for key in ("hidden_act", "hidden_activation"):
+        name = given.get(key, "silu")
+        if name not in ACTIVATIONS:
+            raise unknown(key, name, ACTIVATIONS, path)
+        found |= {"mlp": ACTIVATIONS[name]} if ACTIVATIONS[name] else {}
+    asked = [key for key in ("attention_bias", "mlp_bias") if given.get(key)]
+    if lacks := [key for key in asked if key not in kind.biases]:
+        raise InputError(f"model {path!r}: {lacks[0]} is true, which layers of {given['model_type']} do not read")
+    biases = (*kind.fields.get("biases", ()), *(one for key in asked for one in kind.biases[key]))
+    found |= {"biases": biases} if biases else {}
+    share = given.get("partial_rotary_factor", 1)
+    rotated = int(head_dim * share)
+    if share != 1 and not (0 < share < 1 and rotated >= 1 and rotated % 2 == 0):
+        raise InputError(
+            f"model {path!r}: partial_rotary_factor is {share}, of heads of {head_dim} features: expected more than 0 "
+            f"and at most 1, and an even number of features"
+        )
+    return found | ({"rotary_dims": rotated} if rotated < head_dim else {})
 
 
 def _require_kinds(path: str, config: Mapping[str, Any]) -> None:
@@ -271,9 +306,7 @@ def _long_window(config: Mapping[str, Any]) -> bool:
 
 def _notes(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
     """Return what predictions leave out."""
-    notes, kind = [], config["model_type"]
-    if MODEL_TYPES[kind].lacks:
-        notes.append(f"model: {MODEL_TYPES[kind].lacks} that {kind} has are not simulated")
+    notes = []
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         notes.append("model: its scaling of rotary embeddings is left out, which changes values and no time")
     window = config.get("sliding_window")

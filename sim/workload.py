@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,7 +19,7 @@ from sim.errors import InputError, unknown
 from sim.hugging_face import model_fields
 from sim.options import SumOptions
 from sim.patterns import Pattern
-from sim.presets import Name, converted, load_toml, read_bytes
+from sim.presets import Name, converted, load_toml, preset_names, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
 """What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
@@ -280,4 +282,38 @@ def load_model(name: str, ignored: Sequence[str] = ()) -> ModelSpec:
         return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
     if ignored:
         raise InputError(f"`set` model.ignore={'+'.join(ignored)}: {name!r} is no config.json")
-    return load_toml("model", name, ModelSpec, "sim/models", "`model`")
+    return load_toml("model", _preset(name), ModelSpec, _MODELS, "`model`")
+
+
+_MODELS = "sim/models"
+_IDLE = {"base", "chat", "hf", "instruct", "it", "meta"}
+"""Words of names that say how a model was trained on, which changes nothing here."""
+
+
+def spoken(name: str) -> str:
+    """Return what is left of a model's name without what people write one way or another.
+
+    >>> spoken("meta-llama/Meta-Llama-3.1-8B-Instruct"), spoken("llama3.1-8b")
+    ('llama3.18b', 'llama3.18b')
+    """
+    words = re.split("[-_ ]+", name.rpartition("/")[2].lower())
+    return "".join(word for word in words if word not in _IDLE)
+
+
+@lru_cache(maxsize=1)
+def _presets() -> dict[str, str]:
+    return {spoken(preset): preset for preset in preset_names(_MODELS)}
+
+
+def _preset(name: str) -> str:
+    """Return the preset that a name means, or a path as it is; raises InputError for a name as on a hub that is none
+    of both.
+    """
+    if name.endswith(".toml"):
+        return name
+    if spoken(name) in _presets():
+        return _presets()[spoken(name)]
+    of_hub = re.fullmatch(r"\w[\w.-]{0,99}/[\w.-]{1,100}", name) and not Path(name).exists()
+    if of_hub or "/" not in name:
+        raise unknown("model", name.rpartition("/")[2].lower(), [*preset_names(_MODELS), "FILE.toml"], "`model`")
+    return name

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from sim.errors import InputError
-from sim.schedule.ir.ops import BiasedGemm, HeadNorm, TokenSum
+from sim.schedule.ir.ops import BiasedGemm, HeadNorm, Op, Rope, TokenSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.scope import units
 from sim.workload import Workload
-from tests.helpers import sweep_but
+from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
-from tests.schedule.test_step import STACKS, errors_of, make_step, step
+from tests.schedule.test_step import STACKS, errors_of, make_step, replaced, step
 
 FEATURES: dict[str, dict[str, Any]] = {
     "biases of q, k, v": {"biases": ("qkv",)},
@@ -31,9 +31,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def changed(**fields: Any) -> Workload:
+    model = step().model
+    return step(model=type(model)(**{**msgspec.structs.asdict(model), **fields}), dtype="fp64")
+
+
 def of(feature: str, **fields: Any) -> Workload:
-    model = msgspec.structs.replace(step().model, **FEATURES[feature])
-    return step(**({"model": model, "dtype": "fp64"} | fields))
+    return msgspec.structs.replace(changed(**FEATURES[feature]), **fields)
 
 
 def exact(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any) -> dict[str, float]:
@@ -47,11 +51,74 @@ def test_every_feature_is_exact(feature: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("stack", ["full", "attention", "mst", "alst"])
-def test_every_feature_computed_again(feature: str, stack: str) -> None:
-    """What is kept of a layer follows from its equations, whichever these are."""
-    options: dict[str, Any] = {"checkpoint": "attention"} if stack == "attention" else STACKS.get(stack, {})
-    exact("ulysses", 2, of(feature, dtype="fp32", batch=2), **({"checkpoint": stack} if not options else options))
+@pytest.mark.parametrize("stack", slow_but({"attention kept"}, ["attention kept", "nothing", "micro-batches"]))
+def test_every_feature_with_other_techniques(feature: str, stack: str) -> None:
+    """What is kept of a layer, and what runs again, follows from its equations, whichever these are."""
+    exact("ulysses", 2, of(feature, batch=2), **STACKS[stack])
+
+
+@pytest.mark.parametrize("name", sweep_but({"fpdt"}, ["fpdt", "upipe"]))
+def test_biases_of_heads_that_are_projected_in_parts(name: str) -> None:
+    exact(name, 2, of("all biases"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({"qk_norm": "head"}, {"name": "upipe"}, "'upipe' projects q and k part by part, and test8:4 norms them"),
+        ({"qk_norm": "all"}, {"name": "fpdt"}, "'fpdt' projects q and k part by part, and test8:4 norms them"),
+        ({"mlp": "geglu"}, {"mlp": "tiled"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
+        ({"biases": ("mlp",)}, {"mlp": "mini"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
+        ({"rotary_dims": 7}, {}, "rotary_dims 7: expected an even number of at most head_dim 16"),
+        ({"rotary_dims": 18}, {}, "rotary_dims 18: expected an even number of at most head_dim 16"),
+        ({"parallel_residual": True, "norms": "after"}, {}, "parallel_residual with norms after"),
+        ({"parallel_residual": True, "biases": ("out", "mlp")}, {}, "parallel_residual with biases of out and mlp"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_step(**({"name": "ring", "ranks": 2, "workload": changed(**fields)} | options))
+
+
+@pytest.mark.parametrize(
+    ("feature", "kind", "changes", "message"),
+    [
+        ("all biases", BiasedGemm, {"form": "nt"}, "adds a bias in form nt|takes"),
+        ("all biases", BiasedGemm, {"accumulate": True}, "adds a bias in form nn: allowed is nn, alone"),
+        ("norms of heads", HeadNorm, {"epsilon": 1.0}, "epsilon 1.0: norm_epsilon of the model is 1e-05"),
+        ("half of each head rotated", Rope, {"rotated": 16}, "rotated 16: rotary_dims of the model is 8"),
+        ("half of each head rotated", Rope, {"rotated": msgspec.UNSET}, "rotary_dims of the model is 8"),
+    ],
+)
+def test_other_numbers_are_caught(feature: str, kind: type[Op], changes: dict[str, Any], message: str) -> None:
+    refuses(replaced(make_step("ring", 2, of(feature)).schedule, kind, **changes), message)
+
+
+@pytest.mark.parametrize(
+    ("feature", "label", "message"),
+    [
+        ("all biases", "gradient dbq", "reads.*before all of it is written"),
+        ("norms of heads", "norm_q", "reads.*before all of it is written"),
+        ("norms around", "post_norm2", "reads.*before all of it is written|cannot add"),
+        ("parallel residual", "sum of both", "lacks contributions|is not complete"),
+    ],
+)
+def test_an_op_that_is_left_out_is_caught(feature: str, label: str, message: str) -> None:
+    schedule = make_step("ring", 2, of(feature), checkpoint="none").schedule
+
+    def program(rank: int) -> Program:
+        found = schedule.program(rank)
+        return found.replace(ops=tuple([op for op in found.ops if op.label != label or rank]))
+
+    refuses(Schedule(schedule.header, program), message)
+
+
+def test_gradients_of_biases_are_not_taken_for_each_other() -> None:
+    """Those of k and v have one shape."""
+    schedule = make_step("ring", 2, of("all biases")).schedule
+    sums = {op.label: op for op in schedule.program(0).ops if isinstance(op, TokenSum)}
+    swapped = replaced(schedule, TokenSum, total=sums["gradient dbk"].total)
+    refuses(swapped, "has total of shape|packs|reads")
 
 
 def test_units_hold_what_a_layer_has() -> None:

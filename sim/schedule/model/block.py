@@ -131,7 +131,7 @@ def _mlp(
     biased = "mlp" in (model.biases or ())
     if tile and (biased or model.mlp):
         raise InputError(
-            f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}: leave it out"
+            f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}"
         )
     if tile:
         tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
