@@ -49,6 +49,15 @@ def accumulation_dtype(dtype: Dtype) -> Dtype:
     return dtype if dtype == "fp64" else "fp32"
 
 
+class LayerKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What layers of one kind have instead of what the model says of all."""
+
+    window: Count | msgspec.UnsetType = msgspec.UNSET
+    """A query sees itself and the W - 1 tokens before it."""
+    rope_theta: Rate | msgspec.UnsetType = msgspec.UNSET
+    rotary_dims: Annotated[int, Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """A decoder-only transformer."""
 
@@ -78,8 +87,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mlp: MlpKind | msgspec.UnsetType = msgspec.UNSET
     """What an MLP computes: unset for SwiGLU; the same with GELU (arXiv:2002.05202); or GELU of one product. GELU is
     its approximation by tanh."""
-    rotary_dims: Features | msgspec.UnsetType = msgspec.UNSET
+    rotary_dims: Annotated[int, Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
     """How many features of each head are rotated, the first ones; unset for all."""
+    kinds: Annotated[tuple[LayerKind, ...], Meta(min_length=1, max_length=MOST_LAYERS)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    """The kinds of the first layers, which repeat: windows layer by layer (arXiv:2408.00118 §2), layers without rotary
+    embedding (arXiv:2501.18795 §3)."""
     parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether attention and MLP both read one norm of a layer's input (GPT-J; arXiv:2204.02311 §2)."""
     source: str = "given by the user"
@@ -233,6 +247,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"`block_mask` and `pad`, or set `mask` causal"
             )
 
+    def of_layer(self, layer: int) -> Workload:
+        """Return the workload of a model all of whose layers are of the kind of one: itself where all are alike."""
+        kinds = self.model.kinds
+        return _of_kind(self, layer % len(kinds)) if kinds else self
+
+    def kinds(self, layers: int | None = None) -> tuple[tuple[Workload, int], ...]:
+        """Return the workload of each kind of layers, and how many of them there are of so many, by default its own."""
+        period = len(self.model.kinds or (None,))
+        count = self.layers if layers is None else layers
+        return tuple([(self.of_layer(one), len(range(one, count, period))) for one in range(period)])
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers have a window."""
+        return self.window is not None or any(kind.window for kind in self.model.kinds or ())
+
     @property
     def document_lengths(self) -> tuple[int, ...]:
         """Tokens of each document; those of the sequence where it is one."""
@@ -257,6 +287,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def backward(self) -> bool:
         """Whether the backward pass is part of the schedule."""
         return self.passes != "forward"
+
+
+@lru_cache(maxsize=256)
+def _of_kind(workload: Workload, number: int) -> Workload:
+    model = workload.model
+    assert model.kinds
+    own = {
+        name: value for name, value in msgspec.structs.asdict(model.kinds[number]).items() if value is not msgspec.UNSET
+    }
+    windows = [window for window in (workload.window, own.pop("window", None)) if window]
+    alike = msgspec.structs.replace(model, kinds=msgspec.UNSET, **own)
+    return msgspec.structs.replace(workload, model=alike, window=min(windows, default=None))
 
 
 def gradient_dtype(workload: Workload, options: SumOptions) -> Dtype:

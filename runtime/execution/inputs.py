@@ -162,7 +162,7 @@ def fill_inputs(
         parts = []
         for span in port.tokens:
             q = global_tokens("q", span, model.num_heads, drawn).double()[own, :, list(heads)]
-            part = attention(q, k, v, None, mask_of(workload), range(*span))
+            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span))
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
@@ -170,27 +170,27 @@ def fill_inputs(
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
     whole, model, linear = Span(0, workload.real_seq), workload.model, workload.attention == "linear"
+    kinds = [(one.model, mask_of(one)) for one in map(workload.of_layer, range(workload.layers))]
     weights = [
         {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
         for unit in units(workload)
     ]
     if workload.scope == "layer":
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
-        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload), linear=linear)
+        return layers(weights, x, dx if workload.backward else None, kinds, linear=linear)
     if workload.scope == "step":
         losses, gradients = step(
             weights,
             global_ids(whole, workload),
             global_labels(whole, workload),
-            model,
-            mask_of(workload),
+            kinds,
             linear=linear,
         )
         return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
     exact = linear_attention if linear else _softmax_attention
-    found = exact(q, k, v, dout, mask_of(workload))
+    found = exact(q, k, v, dout, kinds[0][1])
     return {(tensor, 0): value for tensor, value in found.items()}
 
 

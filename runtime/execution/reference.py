@@ -24,6 +24,10 @@ _NOTHING = 1e-12
 """What rounding in fp64 leaves of a tensor that is zero."""
 
 
+Kind = tuple[ModelSpec, Mask]
+"""What a layer is: the model's figures and the mask."""
+
+
 class Reference(NamedTuple):
     """Global tensors in fp64. out, dq: (B, S, H, D); dk, dv: (B, S, H_kv, D); lse: (B, H, S)."""
 
@@ -86,7 +90,7 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool) -> T
 
 
 def layers(
-    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, mask: Mask, *, linear: bool
+    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, kinds: list[Kind], *, linear: bool
 ) -> dict[tuple[str, int], Tensor]:
     """Return what leaves a stack of Llama's layers and, if its gradient dx (B, S, E) is given, all gradients.
 
@@ -95,8 +99,8 @@ def layers(
     """
     first = x.requires_grad_()
     _learn(weights)
-    for of_layer in weights:
-        x = _layer(of_layer, x, model, mask, linear=linear)
+    for of_layer, kind in zip(weights, kinds, strict=True):
+        x = _layer(of_layer, x, *kind, linear=linear)
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
@@ -107,7 +111,7 @@ def layers(
 
 
 def step(
-    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, mask: Mask, *, linear: bool
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, kinds: list[Kind], *, linear: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
@@ -115,10 +119,11 @@ def step(
     """
     _learn(weights)
     first, *inner = weights
+    model, _ = kinds[0]
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
     x = torch.nn.functional.embedding(ids, first["w_embed"])
-    for of_layer in inner:
-        x = _layer(of_layer, x, model, mask, linear=linear)
+    for of_layer, kind in zip(inner, kinds, strict=True):
+        x = _layer(of_layer, x, *kind, linear=linear)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
@@ -200,6 +205,8 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
 
 def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     """Return (B, H, S, D) with rotary embedding, as complex numbers (arXiv:2104.09864 §3.2.2), halves paired."""
+    if model.rotary_dims == 0:
+        return x
     rotated = model.rotary_dims or model.head_dim
     low, high = x[..., :rotated].chunk(2, dim=-1)
     frequencies = model.rope_theta ** (-torch.arange(0, rotated, 2, dtype=x.dtype) / rotated)

@@ -126,7 +126,7 @@ def _counted(found: Configuration) -> dict[str, float]:
     """Return by how much other ways of counting FLOPs make an MFU larger or smaller."""
     workload = found.workload
     alone = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
-    masked = workload.layers * attention_flops(alone)
+    masked = sum(attention_flops(one) * count for one, count in alone.kinds(workload.layers))
     full = msgspec.structs.replace(
         alone, mask="full", window=None, documents=msgspec.UNSET, block_mask=msgspec.UNSET, pattern=msgspec.UNSET,
         padding=0,

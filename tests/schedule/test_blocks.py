@@ -12,7 +12,9 @@ from sim.errors import InputError
 from sim.schedule.ir.ops import BiasedGemm, HeadNorm, Op, Rope, TokenSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.scope import units
-from sim.workload import Workload
+from sim.schedule.proof.supersteps import Supersteps
+from sim.schedule.write.attention import attention_flops
+from sim.workload import LayerKind, Workload
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, replaced, step
@@ -27,6 +29,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "GELU of one product": {"mlp": "gelu", "biases": ("out", "mlp")},
     "half of each head rotated": {"rotary_dims": 8, "biases": ("qkv",), "norms": "around"},
     "parallel residual": {"parallel_residual": True, "biases": ("qkv", "mlp"), "mlp": "gelu"},
+    "windows layer by layer": {"kinds": (LayerKind(window=5, rope_theta=5.0), LayerKind())},
+    "layers that are not rotated": {"kinds": (LayerKind(), LayerKind(rotary_dims=0)), "qk_norm": "head"},
     "norms of heads, biases, tied": {"qk_norm": "head", "biases": ("qkv",), "tied_embeddings": True},
 }
 
@@ -119,6 +123,32 @@ def test_gradients_of_biases_are_not_taken_for_each_other() -> None:
     sums = {op.label: op for op in schedule.program(0).ops if isinstance(op, TokenSum)}
     swapped = replaced(schedule, TokenSum, total=sums["gradient dbk"].total)
     refuses(swapped, "has total of shape|packs|reads")
+
+
+@pytest.mark.parametrize("feature", ["windows layer by layer", "layers that are not rotated"])
+def test_layers_of_another_kind_are_caught(feature: str) -> None:
+    """Whether they are proved by calls or op by op; and by calls a pattern is proved as one of its turns."""
+    workload = of(feature, layers=6)
+    assert workload.model.kinds
+    other = msgspec.structs.replace(workload.model, kinds=workload.model.kinds[::-1])
+    right, wrong = (
+        make_step("ring", 2, one).schedule for one in (workload, msgspec.structs.replace(workload, model=other))
+    )
+    supersteps = Supersteps(right)
+    supersteps.play()
+    assert supersteps.num_played < len(supersteps.all)
+    refuses(Schedule(right.header, wrong.program), "not what the mask|no equation of the layer|used as keys and values")
+
+
+def test_a_window_is_the_shorter_one() -> None:
+    workload = of("windows layer by layer", layers=5, window=9)
+    assert [(one.window, count) for one, count in workload.kinds()] == [(5, 3), (9, 2)]
+    assert attention_flops(workload.of_layer(0)) < attention_flops(workload.of_layer(1))
+    claims = make_step("ring", 2, workload, checkpoint="none").schedule.header.claims
+    assert claims
+    assert claims.attention_flops == 3 * attention_flops(workload.of_layer(0)) + 2 * attention_flops(
+        workload.of_layer(1)
+    )
 
 
 def test_units_hold_what_a_layer_has() -> None:

@@ -80,12 +80,15 @@ def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     normed = (norm(x, norm1, h1, rstd1),) if before else ()
     of_tokens = h1 if before else x
     of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
+    turns = model.rotary_dims != 0
+    to_turn = ((q_normed, k_normed) if model.qk_norm else (q_raw, k_raw)) if turns else (q, k)
+    to_norm = (q_raw, k_raw) if model.qk_norm else to_turn
     projected = tuple(
         linear(of_tokens, weight, made, bias)
-        for weight, made, bias in ((wq, q_raw, of_q), (wk, k_raw, of_k), (wv, v, of_v))
+        for weight, made, bias in zip((wq, wk, wv), (*to_norm, v), (of_q, of_k, of_v), strict=True)
     )
-    evened = _QK_NORMS[model.qk_norm] if model.qk_norm else ()
-    turned = (rope(q_normed, q), rope(k_normed, k)) if evened else (rope(q_raw, q), rope(k_raw, k))
+    evened = _qk_norms(model.qk_norm, *to_turn) if model.qk_norm else ()
+    turned = tuple(map(rope, to_turn, (q, k))) if turns else ()
     # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
     of_out = bo if "out" in biases else None
     if model.parallel_residual:
@@ -115,13 +118,11 @@ def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     )
 
 
-_QK_NORMS: dict[QkNormName, tuple[Equation, ...]] = {
-    "head": (
-        norm(q_raw, norm_q, q_normed, rstd_q, of_heads=True),
-        norm(k_raw, norm_k, k_normed, rstd_k, of_heads=True),
-    ),
-    "all": (norm(q_raw, norm_all_q, q_normed, rstd_all_q), norm(k_raw, norm_all_k, k_normed, rstd_all_k)),
-}
+def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor) -> tuple[Equation, ...]:
+    """Return the norms of q and k behind their projections."""
+    if kind == "all":
+        return norm(q_raw, norm_all_q, of_q, rstd_all_q), norm(k_raw, norm_all_k, of_k, rstd_all_k)
+    return norm(q_raw, norm_q, of_q, rstd_q, of_heads=True), norm(k_raw, norm_k, of_k, rstd_k, of_heads=True)
 
 
 def _mlp(

@@ -41,7 +41,7 @@ class AbstractPlayer(Interpreter):
     ) -> None:
         super().__init__(schedule, matching, dependencies, programs)
         self._rules = attention_rules(schedule)
-        self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
+        self._token_rules = TokenRules(self._rules.model, self._rules)
         self._linear_rules = LinearRules(self._rules)
         self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
@@ -115,8 +115,9 @@ class AbstractPlayer(Interpreter):
         """Write what a kernel of softmax attention makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
-            out, probs = self._rules.attend(
-                memory.read(op.q), memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
+            queries = memory.read(op.q)
+            out, probs = self._rules.of_layer(queries).attend(
+                queries, memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
             )
             memory.write(op.out, out)
             memory.write(op.lse, renamed(out, "lse"))
@@ -126,7 +127,7 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.attend_backward(saved, ops.parts_of(op) or op.band, ratio)
+            grads = self._rules.of_layer(saved["q"]).attend_backward(saved, ops.parts_of(op) or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
                 memory.write(view, pieces)
         elif isinstance(op, ops.Delta):
@@ -188,6 +189,9 @@ class AbstractPlayer(Interpreter):
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
             self._check_positions(given[0], op)
+            theta = self._rules.of_layer(given[0]).model.rope_theta
+            if op.theta != theta:
+                raise ScheduleError(f"rotates by theta {op.theta!r}: rope_theta of this layer is {theta!r}")
         source, target = (
             {piece.content[:2] for piece in pieces if piece.content.tensor != ZERO} for pieces in (given[0], into)
         )
@@ -261,7 +265,8 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     """Return what attention of a schedule's workload makes of contents."""
     workload = schedule.header.workload
     batch = workload.batch * schedule.whole.header.mesh.dp
-    return AttentionRules(mask_of(workload), workload.seq, batch, workload.model)
+    kinds = tuple([AttentionRules(mask_of(one), one.seq, batch, one.model) for one, _ in workload.kinds()])
+    return kinds[0]._replace(kinds=kinds if len(kinds) > 1 else ())
 
 
 def check_output(port: Port, program: Program, held: list[Piece], rules: AttentionRules) -> None:

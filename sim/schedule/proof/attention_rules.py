@@ -46,6 +46,25 @@ class AttentionRules(NamedTuple):
     model: ModelSpec
     members: int = 1
     """Of each class of ranks whose contents are of all of its members, see ``members``."""
+    kinds: tuple[AttentionRules, ...] = ()
+    """Those of each kind of layers, where there are several."""
+
+    def of(self, layer: int) -> AttentionRules:
+        """Return the rules of the kind of a layer."""
+        return self.kinds[layer % len(self.kinds)] if self.kinds else self
+
+    def of_layer(self, pieces: list[Piece]) -> AttentionRules:
+        """Return the rules of the layer that pieces are of; raises ScheduleError for several of several kinds."""
+        if not self.kinds:
+            return self
+        found = {piece.content.layer % len(self.kinds) for piece in pieces}
+        if len(found) != 1:
+            raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)}: layers of several kinds meet")
+        return self.of(*found)
+
+    def of_members(self, members: int) -> AttentionRules:
+        """Return the rules of contents that are of so many members of a class."""
+        return self._replace(members=members, kinds=tuple([one._replace(members=members) for one in self.kinds]))
 
     @property
     def group(self) -> int:
@@ -121,6 +140,8 @@ class AttentionRules(NamedTuple):
 
     def complete(self, content: Content) -> bool:
         """Return whether everything that the mask keeps has been summed into this content, of every member."""
+        if self.kinds:
+            return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
             alone = self._replace(members=1)
             found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}

@@ -135,7 +135,7 @@ class ClassPlayer(AbstractPlayer):
         self._way_of = dict(zip(map(id, self._meets.matching.transfers), self._meets.ways, strict=True))
         programs = [Program.of_calls(number, self._of_ranks[ranks[0]].calls) for number, ranks in enumerate(classes)]
         super().__init__(schedule, self._meets.matching, [dependencies[ranks[0]] for ranks in classes], programs)
-        self._alone, self._rules = self._rules, self._rules._replace(members=self.members)
+        self._alone, self._rules = self._rules, self._rules.of_members(self.members)
         self._token_rules = self._token_rules._replace(attention=self._rules)
         self._state_rules = self._state_rules._replace(attention=self._rules)
         for memory, ranks in zip(self.memory, classes, strict=True):

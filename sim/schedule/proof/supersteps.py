@@ -108,6 +108,10 @@ class Supersteps:
     def _moved(self, kept: _Kept) -> Held:
         return _moved(self._contents[kept.contents], kept.layer or 0, kept.sequence or 0)
 
+    def _aligned(self, layer: int) -> int:
+        """Return the last layer up to this one from which on kinds follow each other as from the first."""
+        return layer - layer % max(1, len(self._rules.kinds))
+
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
         programs = [one.program(rank, layer) for rank, (one, layer) in enumerate(zip(kind, layers, strict=True))]
@@ -127,7 +131,7 @@ class Supersteps:
             ]
             layers = [kept.layer for of_class in given for kept in of_class if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
-            base = min(layers, default=0)
+            base = self._aligned(min(layers, default=0))
             sequences = [kept.sequence for of_class in given for kept in of_class if kept.sequence is not None]
             takes = any(call.fragment.inputs for call in calls)  # whose sequences do not count from another
             first = 0 if takes else min(sequences, default=0)
@@ -186,13 +190,17 @@ class Supersteps:
                     numbers = call.numbers
                     for place, port in enumerate(call.fragment.outputs):
                         contents, layer, sequence = of_class[numbers[port.view.buffer]]
-                        kept = _Kept(contents, 0 if layer is None else layer - call.layer, sequence)
-                        seen = (call.fragment, place, kept, member)
+                        base = self._aligned(call.layer)
+                        kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
+                        seen = (call.fragment, place, kept, member, call.layer - base)
                         if seen not in known:
                             known.add(seen)
-                            memory = AbstractMemory(alone := call.fragment.program(rank), self._rules)
+                            alone = call.fragment.program(rank, call.layer - base)
+                            memory = AbstractMemory(alone, self._rules)
                             memory.hold(port.view.buffer, self._moved(kept))
-                            check_output(port, alone, of_member(memory.read(port.view), member), self._rules)
+                            check_output(
+                                alone.outputs[place], alone, of_member(memory.read(port.view), member), self._rules
+                            )
 
 
 def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule]) -> Classes:

@@ -93,6 +93,11 @@ class TokenRules(NamedTuple):
 
     def _combined(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the results of one kernel on the same tokens of each operand."""
+        of_layer = self.attention.of(min(piece.content.layer for piece in operands))
+        return TokenRules(of_layer.model, of_layer).made(op, operands)
+
+    def made(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
+        """Return the same, of a layer of the one kind that these rules are of."""
         variant = tuple((name, getattr(op, name)) for name in ("form", "inverse") if name in op.__struct_fields__)
         tokens = [piece for piece in operands if not _is_weight(piece)]
         operands = [self._of_layer(tokens[0].content.layer, piece) for piece in operands]

@@ -267,8 +267,13 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
             return f"rotates {op.x.shape[1]} tokens by {count} positions"
-        rotated = _number_problem("rotated", op.rotated, "rotary_dims of the model", model.rotary_dims)
-        return rotated or _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
+        kinds = [one.model for one, _ in workload.kinds()]
+        rotated = _number_problem(
+            "rotated", op.rotated, "rotary_dims of the model", *[one.rotary_dims for one in kinds]
+        )
+        return rotated or _number_problem(
+            "theta", op.theta, "rope_theta of the model", *[one.rope_theta for one in kinds]
+        )
     if isinstance(op, ops.BiasedGemm):
         return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm):
@@ -309,9 +314,10 @@ def _linear_problem(op: ops.LinearKernel) -> str:
     return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
-def _number_problem(name: str, given: object, what: str, wanted: object) -> str:
-    """Return where an op computes with another number than its workload."""
-    return "" if given == wanted else f"has {name} {given!r}: {what} is {wanted!r}"
+def _number_problem(name: str, given: object, what: str, *wanted: object) -> str:
+    """Return where an op computes with another number than its workload, or than any of its kinds of layers."""
+    allowed = " or ".join(map(repr, dict.fromkeys(wanted)))
+    return "" if given in wanted else f"has {name} {given!r}: {what} is {allowed}"
 
 
 def _parts_problem(op: ops.Copy | ops.Fold) -> str:
