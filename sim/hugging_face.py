@@ -39,10 +39,24 @@ MODEL_TYPES = {
     "glm": _Type("Glm", biases={"attention_bias": ("qkv",)}),
     "glm4": _Type("Glm4", {"norms": "around"}, {"attention_bias": ("qkv",)}),
     "olmo2": _Type("Olmo2", {"norms": "after", "qk_norm": "all"}, _OF_ATTENTION),
+    "gemma2": _Type("Gemma2", {"norms": "around"}, _OF_ATTENTION),
+    "gemma3_text": _Type("Gemma3", {"norms": "around", "qk_norm": "head"}, _OF_ATTENTION),
+    "granite": _Type("Granite", biases={**_OF_ATTENTION, "mlp_bias": ("mlp",)}),
+    "smollm3": _Type("SmolLM3", biases={**_OF_ATTENTION, "mlp_bias": ("mlp",)}, window_if_asked=True),
 }
 """By transformers' modeling_*.py of each."""
 ACTIVATIONS = {"silu": None, "swish": None, "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 """What an MLP of two products side by side computes, by its activation."""
+_GEMMA = ("gemma2", "gemma3_text")
+"""Types whose embeddings are scaled by the root of the width, and are the head where no key says otherwise."""
+_SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention_scale",
+    "residual_multiplier": "residual_scale",
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "logit_softcap",
+}
+"""Keys whose values are fields of the model, where they are no 1."""
 SIZES = {
     "hidden_size": "embed_dim",
     "num_hidden_layers": "num_layers",
@@ -71,6 +85,14 @@ READ: dict[str, str] = {
     "tie_word_embeddings": "true or false",
     "use_sliding_window": "true or false",
     "layer_types": "a list",
+    "no_rope_layers": "a list",
+    "sliding_window": "a whole number",
+    "sliding_window_pattern": "a whole number",
+    "max_window_layers": "a whole number",
+    "rope_local_base_freq": "a number",
+    "query_pre_attn_scalar": "a number",
+    "logits_scaling": "a number",
+    **dict.fromkeys(_SCALES, "a number"),
     "max_position_embeddings": "a whole number",
 }
 """What is read, and of which kind it is."""
@@ -93,8 +115,8 @@ CHANGES_NOTHING = frozenset({
     "output_attentions", "output_hidden_states", "problem_type", "repetition_penalty", "return_dict",
     "task_specific_params", "temperature", "top_k", "top_p", "torchscript", "use_bfloat16",
     # of how weights begin, how products are cut, and how long sequences may be
-    "embedding_initializer_range", "initializer_factor", "initializer_range", "max_window_layers",
-    "original_max_position_embeddings", "pretraining_tp",
+    "embedding_initializer_range", "initializer_factor", "initializer_range",
+    "no_rope_layer_interval", "original_max_position_embeddings", "pretraining_tp", "sliding_window_size",
 })  # fmt: skip
 """Neither work nor memory."""
 SCALES_ROTATIONS = frozenset({
@@ -119,6 +141,9 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     "v_head_dim": (),
     # other layers
     "qkv_bias": (False,),
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
     "use_bias": (False,),
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),
@@ -127,15 +152,10 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
     # other attention
-    "sliding_window": (),
     "attention_chunk_size": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
     "clip_qkv": (),
     "alibi": (False,),
     "rotary_pct": (1,),
-    "no_rope_layers": (),
     "use_mrope": (False,),
     # what training or weights of fewer bits add
     "attention_dropout": (0,),
@@ -146,8 +166,11 @@ CHANGES_THE_COMPUTATION: dict[str, tuple[object, ...]] = {
 }
 """Keys, and the values beside null at which layers are as Llama's; a list stands for all of its values."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-FULL = "full_attention"
-"""The kind of layers whose queries see all that the mask keeps."""
+SOFTCAP = "model: what its soft-cap costs in attention kernels is not known, and left out"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers: those whose queries see all that the mask keeps, and those with a window."""
+_MOST_LAYERS = 2**16
+"""That are looked at one by one: more than any model may have."""
 _IGNORE = "where it does not matter, `set` model.ignore"
 
 
@@ -193,11 +216,6 @@ def _fields(path: str, config: dict[str, Any]) -> dict[str, Any]:
             f"model {path!r}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: allowed is a "
             f"multiple, or a key head_dim"
         )
-    kinds = given.get("layer_types", [FULL] * layers)
-    if len(kinds) != layers:
-        raise InputError(f"model {path!r}: layer_types lists {len(kinds)} layers of {layers}")
-    if others := [kind for kind in kinds if kind != FULL]:
-        raise InputError(f"model {path!r}: layer_types has {reprlib.repr(others[0])}, allowed is {FULL}")
     dtype = given.get("torch_dtype", given.get("dtype", "bfloat16"))
     if dtype not in DTYPES:
         raise unknown("torch_dtype", dtype, DTYPES, path)
@@ -212,9 +230,11 @@ def _fields(path: str, config: dict[str, Any]) -> dict[str, Any]:
         "source": f"Hugging Face configuration {path}",
         **MODEL_TYPES[given["model_type"]].fields,
     }
-    fields |= _lines(path, given, fields["head_dim"])
+    fields |= _lines(path, given, fields["head_dim"]) | _scales(given, fields["head_dim"])
+    fields |= _kinds(path, given, layers)
     notes = _notes(given, rope)
-    tied = {"tied_embeddings": True} if given.get("tie_word_embeddings", False) else {}  # false where a type leaves it
+    ties = given.get("tie_word_embeddings", given["model_type"] in _GEMMA)  # false where a type leaves it, but these
+    tied = {"tied_embeddings": True} if ties else {}
     return fields | tied | ({"notes": notes} if notes else {})
 
 
@@ -241,6 +261,46 @@ def _lines(path: str, given: Mapping[str, Any], head_dim: int) -> dict[str, Any]
     return found | ({"rotary_dims": rotated} if rotated < head_dim else {})
 
 
+def _scales(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Return the fields that say by what values are multiplied, or towards which they are bent."""
+    found = {field: float(given[key]) for key, field in _SCALES.items() if given.get(key, 1) != 1}
+    if (divisor := given.get("logits_scaling", 1)) != 1:
+        found["logit_scale"] = 1 / divisor
+    if given["model_type"] in _GEMMA:
+        found["embedding_scale"] = given["hidden_size"] ** 0.5
+    if (scalar := given.get("query_pre_attn_scalar", head_dim)) != head_dim:
+        found["attention_scale"] = scalar**-0.5
+    return {name: value for name, value in found.items() if name != "attention_scale" or value != head_dim**-0.5}
+
+
+def _kinds(path: str, given: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the kinds of layers, where they differ: windows of some, and rotary embedding."""
+    if layers > _MOST_LAYERS:
+        return {}  # and is refused for that
+    window, default = given.get("sliding_window"), [FULL] * layers
+    if window is not None and _windowed(given):
+        every = given.get("sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}.get(given["model_type"]))
+        first = given.get("max_window_layers", 0) if MODEL_TYPES[given["model_type"]].window_if_asked else 0
+        default = [FULL if one < first or (every and (one + 1) % every == 0) else SLIDING for one in range(layers)]
+    types, turns = given.get("layer_types", default), given.get("no_rope_layers", [1] * layers)
+    for key, listed, allowed in (("layer_types", types, (FULL, SLIDING)), ("no_rope_layers", turns, (0, 1))):
+        if len(listed) != layers:
+            raise InputError(f"model {path!r}: {key} lists {len(listed)} layers of {layers}")
+        if others := [one for one in listed if not _is_among(one, allowed)]:
+            known = ", ".join(map(str, allowed))
+            raise InputError(f"model {path!r}: {key} has {reprlib.repr(others[0])}, allowed are {known}")
+    if SLIDING in types and window is None:
+        raise InputError(f"model {path!r}: layer_types has {SLIDING}, and there is no sliding_window")
+    local = given.get("rope_local_base_freq")
+    of_window = {"window": window} | ({} if local is None else {"rope_theta": local})
+    kinds = [
+        (of_window if kind == SLIDING else {}) | ({} if turned else {"rotary_dims": 0})
+        for kind, turned in zip(types, turns, strict=True)
+    ]
+    period = next(n for n in range(1, layers + 1) if all(kinds[at] == kinds[at % n] for at in range(layers)))
+    return {"kinds": kinds[:period]} if any(kinds) else {}
+
+
 def _require_kinds(path: str, config: Mapping[str, Any]) -> None:
     """Raise InputError for a value of another kind than what is read of its key: a text is no number, nor true."""
     for key, kind in READ.items():
@@ -258,11 +318,8 @@ def _require_dense(path: str, config: Mapping[str, Any]) -> None:
         values = value if isinstance(value, list) and value else [value]
         if all(one is None or _is_among(one, neutral) for one in values):
             continue
-        if key == "sliding_window" and (not _windowed(config) or _long_window(config)):
-            continue
         allowed = " and ".join(["null", *(str(one).lower() for one in neutral)])
-        instead = "; for a window in all layers set it to null, and give `window`" if key == "sliding_window" else ""
-        raise InputError(f"model {path!r}: {key} is {reprlib.repr(value)}, allowed are {allowed}: {simulated}{instead}")
+        raise InputError(f"model {path!r}: {key} is {reprlib.repr(value)}, allowed are {allowed}: {simulated}")
     kind = config["model_type"]
     if kind not in MODEL_TYPES:
         raise InputError(f"model {path!r}: model_type is {reprlib.repr(kind)}: {simulated}")
@@ -298,18 +355,11 @@ def _windowed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_sliding_window", not (kind and kind.window_if_asked)))
 
 
-def _long_window(config: Mapping[str, Any]) -> bool:
-    """Return whether the window is no shorter than the sequences that the model is for."""
-    window, longest = config["sliding_window"], config.get("max_position_embeddings")
-    return isinstance(window, int) and isinstance(longest, int) and window >= longest
-
-
 def _notes(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
     """Return what predictions leave out."""
     notes = []
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         notes.append("model: its scaling of rotary embeddings is left out, which changes values and no time")
-    window = config.get("sliding_window")
-    if window is not None and _windowed(config):
-        notes.append(f"model: its window of {window} tokens is left out: longer sequences need a window of their own")
+    if config.get("attn_logit_softcapping"):
+        notes.append(SOFTCAP)
     return notes

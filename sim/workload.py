@@ -96,6 +96,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     embedding (arXiv:2501.18795 §3)."""
     parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether attention and MLP both read one norm of a layer's input (GPT-J; arXiv:2204.02311 §2)."""
+    attention_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What scores are multiplied by; unset for one over the root of head dim."""
+    attention_softcap: Rate | msgspec.UnsetType = msgspec.UNSET
+    """The largest score, towards which scores are bent by tanh (Gemma 2, arXiv:2408.00118 §2)."""
+    logit_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What logits are multiplied by."""
+    logit_softcap: Rate | msgspec.UnsetType = msgspec.UNSET
+    """As that of scores, of logits behind their scale."""
+    embedding_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What embeddings are multiplied by (arXiv:1706.03762 §3.4)."""
+    residual_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What attention and MLP are multiplied by before they are added to the residual (Granite)."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then
@@ -116,8 +128,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"rotary_dims {self.rotary_dims}: expected an even number of at most head_dim {self.head_dim}; set it "
                 f"in the model's file"
             )
-        if self.parallel_residual and self.norms:
-            raise InputError(f"parallel_residual with norms {self.norms}: allowed is one norm before both")
+        if self.parallel_residual and (self.norms or self.residual_scale):
+            raise InputError("parallel_residual with norms behind or residual_scale: allowed is one norm before both")
+        if self.norms and self.residual_scale:
+            raise InputError(f"residual_scale with norms {self.norms}: allowed is one of both")
         if self.parallel_residual and {"out", "mlp"} <= {*(self.biases or ())}:
             raise InputError(
                 "parallel_residual with biases of out and mlp, whose gradients are one: allowed is one of both"
@@ -261,7 +275,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def has_window(self) -> bool:
         """Whether some layers have a window."""
-        return self.window is not None or any(kind.window for kind in self.model.kinds or ())
+        return self.window is not None or any(one.window for one, _ in self.kinds())
 
     @property
     def document_lengths(self) -> tuple[int, ...]:
@@ -291,14 +305,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @lru_cache(maxsize=256)
 def _of_kind(workload: Workload, number: int) -> Workload:
-    model = workload.model
+    model, seq = workload.model, workload.seq
     assert model.kinds
-    own = {
-        name: value for name, value in msgspec.structs.asdict(model.kinds[number]).items() if value is not msgspec.UNSET
-    }
-    windows = [window for window in (workload.window, own.pop("window", None)) if window]
+    given = msgspec.structs.asdict(model.kinds[number])
+    own = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+    window = min(own.pop("window", seq), workload.window or seq)
     alike = msgspec.structs.replace(model, kinds=msgspec.UNSET, **own)
-    return msgspec.structs.replace(workload, model=alike, window=min(windows, default=None))
+    return msgspec.structs.replace(workload, model=alike, window=window if window < seq else None)
 
 
 def gradient_dtype(workload: Workload, options: SumOptions) -> Dtype:

@@ -28,9 +28,11 @@ from sim.schedule.ir.ops import (
     GeluBackward,
     Gemm,
     GemmForm,
+    MlpKernel,
     RmsNorm,
     RmsNormBackward,
     Rope,
+    Scale,
     SwiGlu,
     SwiGluBackward,
     TokenKernel,
@@ -64,6 +66,21 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         return "aten sum"
     if isinstance(op, Rope):
         return rope(results[0][..., : op.rotated or None], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
+    if isinstance(op, MlpKernel):
+        return _run_mlp_kernel(op, given, results)
+    if isinstance(op, Scale):
+        torch.mul(given[0], op.factor, out=results[0])
+        return "aten mul"
+    if isinstance(op, CrossEntropy):
+        return cross_entropy(results[0], given[1], results[1], op.count, op.scale or 1.0, op.softcap or None)
+    if isinstance(op, Embed):
+        torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
+        return "aten index_select"
+    assert_never(op)
+
+
+def _run_mlp_kernel(op: MlpKernel, given: list[Tensor], results: list[Tensor]) -> str:
+    """Run what stands between the products of an MLP."""
     if isinstance(op, SwiGlu):
         return gated(given[0], given[1], results[0], _GELU if isinstance(op, GeGlu) else _SILU)
     if isinstance(op, SwiGluBackward):
@@ -75,11 +92,6 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     if isinstance(op, GeluBackward):
         _GELU.backward(given[1], given[0], results[0])
         return "aten gelu_backward"
-    if isinstance(op, CrossEntropy):
-        return cross_entropy(results[0], given[1], results[1], op.count)
-    if isinstance(op, Embed):
-        torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
-        return "aten index_select"
     assert_never(op)
 
 
@@ -186,7 +198,9 @@ def _tables(
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> str:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, loss: Tensor, count: int, scale: float = 1.0, softcap: float | None = None
+) -> str:
     """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
     at a time.
     """
@@ -196,11 +210,16 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> s
         label, out = label.squeeze(-1), out.squeeze(-1)  # noqa: PLW2901 - matrices of one column
         has = label != NO_LABEL
         index = label.clamp(min=0).unsqueeze(-1)
-        found = torch.log_softmax(row, dim=-1, dtype=loss.dtype)
+        row = row if scale == 1 else row.mul_(scale)  # noqa: PLW2901 - the same rows
+        bent = row if softcap is None else row.div_(softcap).tanh_() * softcap
+        found = torch.log_softmax(bent, dim=-1, dtype=loss.dtype)
         torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
         gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
+        if softcap is not None:
+            gradient.mul_(row.square_().neg_().add_(1))
+        gradient = gradient if scale == 1 else gradient.mul_(scale)
         row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
-        del found, gradient, has, index  # or they outlive the next ones' making
+        del bent, found, gradient, has, index  # or they outlive the next ones' making
     return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
 
 

@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -162,7 +161,7 @@ def fill_inputs(
         parts = []
         for span in port.tokens:
             q = global_tokens("q", span, model.num_heads, drawn).double()[own, :, list(heads)]
-            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span))
+            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span), **_scores_of(workload))
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
@@ -189,13 +188,16 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
         return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
-    exact = linear_attention if linear else _softmax_attention
-    found = exact(q, k, v, dout, kinds[0][1])
+    if linear:
+        found = linear_attention(q, k, v, dout, kinds[0][1])
+    else:
+        found = attention(q, k, v, dout, kinds[0][1], **_scores_of(workload))._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}
 
 
-def _softmax_attention(*given: Any) -> dict[str, torch.Tensor]:
-    return attention(*given)._asdict()
+def _scores_of(workload: Workload) -> dict[str, float | None]:
+    """Return how a model makes scores of products."""
+    return {"scale": workload.model.attention_scale or None, "cap": workload.model.attention_softcap or None}
 
 
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:

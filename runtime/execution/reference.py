@@ -39,7 +39,15 @@ class Reference(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, mask: Mask, positions: range | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    mask: Mask,
+    positions: range | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Reference:
     """Return attention of q (B, S_q, H, D) to k, v (B, S_k, H_kv, D) and, if dout is given, its gradients.
 
@@ -49,13 +57,15 @@ def attention(
     group = q.shape[2] // k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    scale = q.shape[-1] ** -0.5
+    scale = scale or q.shape[-1] ** -0.5
     for begin in range(0, q.shape[1], _QUERIES):
         some = slice(begin, begin + _QUERIES)
         keep = _kept(mask, (positions or range(q.shape[1]))[some], k.shape[1])
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
             g = h // group
-            scores = (q[b, some, h] @ k[b, :, g].T * scale).masked_fill_(~keep, -torch.inf)
+            bent = _bent(q[b, some, h] @ k[b, :, g].T * scale, cap)
+            slope = scale if cap is None else scale * (1 - (bent / cap) ** 2)
+            scores = bent.masked_fill(~keep, -torch.inf)
             lse[b, h, some] = torch.logsumexp(scores, dim=-1)
             weights = scores.sub_(lse[b, h, some, None]).exp_().masked_fill_(~keep, 0.0)
             out[b, some, h] = weights @ v[b, :, g]
@@ -63,7 +73,7 @@ def attention(
                 do = dout[b, some, h]
                 dv[b, :, g] += weights.T @ do
                 delta = (do * out[b, some, h]).sum(dim=-1, keepdim=True)
-                ds = weights.mul_(do @ v[b, :, g].T - delta).mul_(scale)
+                ds = weights.mul_(do @ v[b, :, g].T - delta).mul_(slope)
                 dq[b, some, h] = ds @ k[b, :, g]
                 dk[b, :, g] += ds.T @ q[b, some, h]
     return Reference(out, lse, dq, dk, dv)
@@ -80,10 +90,12 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) 
     return {"out": out.detach(), "dq": _gradient(q), "dk": _gradient(k), "dv": _gradient(v)}
 
 
-def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool) -> Tensor:
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool, scale: float | None = None, cap: float | None = None
+) -> Tensor:
     """Return (B, H, S, D) of q (B, H, S, D) and k, v (B, H_kv, S, D), with softmax or without."""
     group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, dim=1).mT * q.shape[-1] ** -0.5
+    scores = _bent(q @ k.repeat_interleave(group, dim=1).mT * (scale or q.shape[-1] ** -0.5), cap)
     keep = _kept(mask, range(q.shape[2]), q.shape[2])
     weights = scores.masked_fill(~keep, 0.0) if linear else scores.masked_fill(~keep, -torch.inf).softmax(dim=-1)
     return weights @ v.repeat_interleave(group, dim=1)
@@ -121,14 +133,19 @@ def step(
     first, *inner = weights
     model, _ = kinds[0]
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
-    x = torch.nn.functional.embedding(ids, first["w_embed"])
+    x = torch.nn.functional.embedding(ids, first["w_embed"]) * (model.embedding_scale or 1)
     for of_layer, kind in zip(inner, kinds, strict=True):
         x = _layer(of_layer, x, *kind, linear=linear)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
+    logits = _bent(logits * (model.logit_scale or 1), model.logit_softcap or None)
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
     flat = [torch.cat([_gradient(weight).flatten() for weight in unit.values()]) for unit in weights]
     return loss.detach(), flat
+
+
+def _bent(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def adamw(states: list[list[Tensor]], gradients: list[Tensor]) -> list[list[Tensor]]:
@@ -195,12 +212,14 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
     h = normed(x, "norm1")
     q, k = query_or_key(h, "q", heads), query_or_key(h, "k", kv_heads)
     v = split(linear_of(h, "wv"), kv_heads)
-    out = _weighted(q, k, v, mask, linear=linear)
+    scale, cap = model.attention_scale or None, model.attention_softcap or None
+    out = _weighted(q, k, v, mask, linear=linear, scale=scale, cap=cap)
     attended = linear_of(out.transpose(1, 2).flatten(2), "wo")
     if model.parallel_residual:
         return x + attended + linear_of(activated(h), "w_down")
-    x = x + normed(attended, "post_norm1")
-    return x + normed(linear_of(activated(normed(x, "norm2")), "w_down"), "post_norm2")
+    factor = model.residual_scale or 1
+    x = x + factor * normed(attended, "post_norm1")
+    return x + factor * normed(linear_of(activated(normed(x, "norm2")), "w_down"), "post_norm2")
 
 
 def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:

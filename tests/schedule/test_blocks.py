@@ -31,6 +31,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "parallel residual": {"parallel_residual": True, "biases": ("qkv", "mlp"), "mlp": "gelu"},
     "windows layer by layer": {"kinds": (LayerKind(window=5, rope_theta=5.0), LayerKind())},
     "layers that are not rotated": {"kinds": (LayerKind(), LayerKind(rotary_dims=0)), "qk_norm": "head"},
+    "soft-caps": {"attention_softcap": 2.0, "logit_softcap": 1.5, "attention_scale": 0.4},
+    "scales": {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
     "norms of heads, biases, tied": {"qk_norm": "head", "biases": ("qkv",), "tied_embeddings": True},
 }
 
@@ -69,13 +71,14 @@ def test_biases_of_heads_that_are_projected_in_parts(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
+        ({"residual_scale": 0.5, "norms": "after"}, {}, "residual_scale with norms after: allowed is one of both"),
         ({"qk_norm": "head"}, {"name": "upipe"}, "'upipe' projects q and k part by part, and test8:4 norms them"),
         ({"qk_norm": "all"}, {"name": "fpdt"}, "'fpdt' projects q and k part by part, and test8:4 norms them"),
         ({"mlp": "geglu"}, {"mlp": "tiled"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
         ({"biases": ("mlp",)}, {"mlp": "mini"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
         ({"rotary_dims": 7}, {}, "rotary_dims 7: expected an even number of at most head_dim 16"),
         ({"rotary_dims": 18}, {}, "rotary_dims 18: expected an even number of at most head_dim 16"),
-        ({"parallel_residual": True, "norms": "after"}, {}, "parallel_residual with norms after"),
+        ({"parallel_residual": True, "norms": "after"}, {}, "parallel_residual with norms behind"),
         ({"parallel_residual": True, "biases": ("out", "mlp")}, {}, "parallel_residual with biases of out and mlp"),
     ],
 )

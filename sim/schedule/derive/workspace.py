@@ -27,7 +27,16 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 """Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
 
 _InPlace: TypeAlias = (
-    ops.Gemm | ops.TokenSum | ops.Accumulate | ops.MlpKernel | ops.Embed | ops.Unpack | ops.Pack | ops.Zero | ops.Hold
+    ops.Gemm
+    | ops.TokenSum
+    | ops.Accumulate
+    | ops.MlpKernel
+    | ops.Scale
+    | ops.Embed
+    | ops.Unpack
+    | ops.Pack
+    | ops.Zero
+    | ops.Hold
 )
 """Most kernels: they hold nothing beside their operands."""
 
@@ -57,7 +66,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         rows, wide = min(LOSS_ROWS, math.prod(op.labels.shape)), DTYPE_BYTES[program.dtype(op.loss)]
         casts = program.dtype(op.logits) != program.dtype(op.loss)
         of_label = 9 if casts else 9 + wide  # whether there is one, its index, and its logarithm
-        return rows * (op.logits.shape[2] * wide * (1 + casts) + of_label)
+        capped = DTYPE_BYTES[program.dtype(op.logits)] if op.softcap else 0
+        return rows * (op.logits.shape[2] * (wide * (1 + casts) + capped) + of_label)
     if isinstance(op, ops.TiledKernel):
         given = len(op.reads) + len(op.writes)
         return max(held_bytes(tile.program, given) for tile in tiles(op, program))

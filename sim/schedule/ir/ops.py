@@ -117,6 +117,10 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     -inf."""
     sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """Of a block-sparse mask; ``band`` is FULL then, too. So is a query without keys."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """What scores are multiplied by, one over the root of D where that is unset."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """Scores are this times tanh of scores by this, where it is set."""
 
 
 class AttendBackward(_Kernel, frozen=True, kw_only=True):
@@ -142,6 +146,10 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
     sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
 
 
@@ -418,6 +426,15 @@ class GeluBackward(_Kernel, frozen=True, kw_only=True):
     dx: Annotated[View, Out("bse")]
 
 
+class Scale(_Kernel, frozen=True, kw_only=True):
+    """out = x * factor."""
+
+    meta = Meta("x", "scale", "other", "scale", 1)
+    x: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+    factor: float
+
+
 class TiledMlp(_Kernel, frozen=True, kw_only=True):
     """out = (silu(x w_gate) * (x w_up)) w_down, of ``tile`` tokens at a time: a loop over all tokens of batch and
     sequence, so that no more of what is ffn wide is held (arXiv:2506.13996 §3.1). ``derive.tiles`` says what it runs.
@@ -482,6 +499,10 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     labels: Annotated[View, In("bs", "int64")]
     loss: Annotated[View, Out("bs", "wide")]
     count: int
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """What logits are multiplied by first, where it is set."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """Logits are then this times tanh of logits by this, where it is set."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):
@@ -654,14 +675,14 @@ EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward
 MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | GeluBackward
 """What stands between the products of an MLP."""
-TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | EndKernel
+TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel
 """What a model does to each token by itself."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | TokenSum | NormKernel | Rope | MlpKernel | EndKernel | StateKernel
+    Delta | Merge | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel | StateKernel
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""

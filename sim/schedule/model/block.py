@@ -24,6 +24,7 @@ from sim.schedule.model.equations import (
     mlp_in_tiles,
     norm,
     rope,
+    scaled,
     swiglu,
 )
 from sim.workload import ModelSpec, QkNormName
@@ -99,20 +100,23 @@ def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
             backward=Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
         )
     # output projection, residual; norm, MLP, residual
-    from_heads = linear(out, wo, attended if after else middle, of_out)
-    normed_behind = (norm(attended, post_norm1, middle, rstd_post1),) if after else ()
+    factor = model.residual_scale
+    from_heads = linear(out, wo, attended if after or factor else middle, of_out)
+    behind = (norm(attended, post_norm1, middle, rstd_post1),) if after else ()
+    behind = (scaled(attended, middle, factor, "scale attention"),) if factor else behind
     residual = add(x, middle, "residual of attention")
     normed_again = (norm(middle, norm2, h2, rstd2),) if before else ()
-    mlp = _mlp(model, h2 if before else middle, mixed if after else following, tile)
-    normed_last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
+    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile)
+    last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
+    last = (scaled(mixed, following, factor, "scale mlp"),) if factor else last
     second_residual = add(middle, following, "residual of mlp")
     return _block(
         forward=Around(
             (*normed, *projected, *evened, *turned),
-            (from_heads, *normed_behind, residual, *normed_again, *mlp[0], *normed_last, second_residual),
+            (from_heads, *behind, residual, *normed_again, *mlp[0], *last, second_residual),
         ),
         backward=Around(
-            (*normed_last, *mlp[1], *normed_again, second_residual, *normed_behind, from_heads),
+            (*last, *mlp[1], *normed_again, second_residual, *behind, from_heads),
             (*turned, *evened, *projected, *normed, residual),
         ),
     )

@@ -21,6 +21,7 @@ from sim.schedule.ir.ops import (
     RmsNorm,
     RmsNormBackward,
     Rope,
+    Scale,
     SwiGlu,
     SwiGluBackward,
     TiledKernel,
@@ -171,6 +172,13 @@ def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor,
     gradients = (d(x), *map(d, weights))
     backward = Equation(TiledMlpBackward, "back through mlp in tiles", (x, *weights, d(out)), gradients, size)
     return Equation(TiledMlp, "mlp in tiles", (x, *weights), (out,), size, backward=(backward,), saves=saves)
+
+
+def scaled(x: Tensor, out: Tensor, factor: float, label: str) -> Equation:
+    """Return out = x * factor."""
+    by = (("factor", factor),)
+    backward = Equation(Scale, f"{label} d", (d(out),), (d(x),), by)
+    return Equation(Scale, label, (x,), (out,), by, backward=(backward,))
 
 
 def add(x: Tensor, into: Tensor, label: str) -> Equation:

@@ -13,10 +13,9 @@ from sim.schedule.model import block as block_
 from sim.schedule.model import ends
 from sim.schedule.model.block import block_of, k, lse, out, q, v, x
 from sim.schedule.model.ends import (
-    EMBEDDING,
-    EMBEDDING_BACKWARD,
     HEAD,
     TIED_HEAD,
+    embedding_of,
     ids,
     labels,
     loss,
@@ -24,7 +23,7 @@ from sim.schedule.model.ends import (
     w_embed,
     w_head,
 )  # fmt: skip
-from sim.schedule.model.equations import Equation
+from sim.schedule.model.equations import Equation, back
 from sim.workload import ModelSpec, Workload
 
 
@@ -125,7 +124,8 @@ _NAMED = {
 @lru_cache(maxsize=256)
 def equations(model: ModelSpec) -> tuple[Equation, ...]:
     """Return all that a step of a model computes of tokens."""
-    return (*block_of(model).equations, *EMBEDDING, *EMBEDDING_BACKWARD, *_HEADS)
+    embedding = embedding_of(model)
+    return (*block_of(model).equations, *embedding, *back(*reversed(embedding)), *_HEADS)
 
 
 def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:

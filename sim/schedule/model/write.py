@@ -53,6 +53,8 @@ class TokenWriter(NamedTuple):
             "epsilon": model.norm_epsilon,
             "theta": model.rope_theta,
             "rotated": model.rotary_dims,
+            "scale": model.logit_scale,
+            "softcap": model.logit_softcap,
             "tokens": restarted(self.tokens, mask_of(self.b.workload)),
             "accumulate": adds,
             "count": self.b.replicas * self.b.workload.num_labels,

@@ -98,7 +98,9 @@ class TokenRules(NamedTuple):
 
     def made(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the same, of a layer of the one kind that these rules are of."""
-        variant = tuple((name, getattr(op, name)) for name in ("form", "inverse") if name in op.__struct_fields__)
+        variant = tuple(
+            (name, getattr(op, name)) for name in ("form", "inverse", "factor") if name in op.__struct_fields__
+        )
         tokens = [piece for piece in operands if not _is_weight(piece)]
         operands = [self._of_layer(tokens[0].content.layer, piece) for piece in operands]
         number = _numbers(self.model).get(_key(type(op), variant, [piece.content[:2] for piece in operands]))

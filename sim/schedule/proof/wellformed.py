@@ -247,6 +247,13 @@ def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Wor
         return _linear_problem(op)
     if isinstance(op, ops.Delta | ops.Merge):
         return ""
+    model = workload.model
+    if problem := _number_problem("scale", op.scale, "attention_scale of the model", model.attention_scale):
+        return problem
+    if problem := _number_problem("softcap", op.softcap, "attention_softcap of the model", model.attention_softcap):
+        return problem
+    if op.softcap and op.kernel != "flash":
+        return f"has a soft-cap for the kernel {op.kernel!r}: allowed is flash"
     if (op.kernel == "standard") != (op.probs is not None):
         return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
     if problem := _parts_of_documents(op) or _parts_of_blocks(op):
@@ -282,7 +289,11 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         return "" if op.tile >= 1 else f"has tiles of {op.tile} tokens: allowed is 1 or more"
     if isinstance(op, ops.CrossEntropy):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
-        return _number_problem("count", op.count, "the number of labels", labels)
+        return (
+            _number_problem("count", op.count, "the number of labels", labels)
+            or _number_problem("scale", op.scale, "logit_scale of the model", model.logit_scale)
+            or _number_problem("softcap", op.softcap, "logit_softcap of the model", model.logit_softcap)
+        )
     if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
         return _flat_problem(op)
     if isinstance(op, ops.Copy | ops.Fold):
