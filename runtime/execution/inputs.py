@@ -126,6 +126,7 @@ def fill_inputs(
     is called after every port.
     """
     model, whole = workload.model, Span(0, workload.seq)
+    scale, cap = model.attention_scale or None, model.attention_softcap or None
     weights: dict[tuple[object, ...], View] = {}
     for port in ports:
         advance()
@@ -161,7 +162,7 @@ def fill_inputs(
         parts = []
         for span in port.tokens:
             q = global_tokens("q", span, model.num_heads, drawn).double()[own, :, list(heads)]
-            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span), **_scores_of(workload))
+            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span), scale=scale, cap=cap)
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
@@ -191,13 +192,9 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     if linear:
         found = linear_attention(q, k, v, dout, kinds[0][1])
     else:
-        found = attention(q, k, v, dout, kinds[0][1], **_scores_of(workload))._asdict()
+        scale, cap = model.attention_scale or None, model.attention_softcap or None
+        found = attention(q, k, v, dout, kinds[0][1], scale=scale, cap=cap)._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}
-
-
-def _scores_of(workload: Workload) -> dict[str, float | None]:
-    """Return how a model makes scores of products."""
-    return {"scale": workload.model.attention_scale or None, "cap": workload.model.attention_softcap or None}
 
 
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:

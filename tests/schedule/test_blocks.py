@@ -11,7 +11,9 @@ import pytest
 from sim.errors import InputError
 from sim.schedule.ir.ops import BiasedGemm, HeadNorm, Op, Rope, TokenSum
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import units
+from sim.schedule.proof.check import check
 from sim.schedule.proof.supersteps import Supersteps
 from sim.schedule.write.attention import attention_flops
 from sim.workload import LayerKind, Workload
@@ -63,17 +65,29 @@ def test_every_feature_with_other_techniques(feature: str, stack: str) -> None:
     exact("ulysses", 2, of(feature, batch=2), **STACKS[stack])
 
 
-@pytest.mark.parametrize("name", sweep_but({"fpdt"}, ["fpdt", "upipe"]))
-def test_biases_of_heads_that_are_projected_in_parts(name: str) -> None:
-    exact(name, 2, of("all biases"))
+@pytest.mark.parametrize(
+    "cell",
+    sweep_but(
+        {("fpdt", "norms of heads")},
+        [("fpdt", "all biases"), ("upipe", "all biases"), ("fpdt", "norms of heads"), ("fpdt", "norms of q and k"),
+         ("fpdt", "windows layer by layer"), ("upipe", "windows layer by layer")],
+    ),
+)  # fmt: skip
+def test_projections_in_parts(cell: tuple[str, str]) -> None:
+    name, feature = cell
+    for checkpoint in ("none", "full"):
+        exact(name, 2, of(feature), checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
         ({"residual_scale": 0.5, "norms": "after"}, {}, "residual_scale with norms after: allowed is one of both"),
-        ({"qk_norm": "head"}, {"name": "upipe"}, "'upipe' projects q and k part by part, and test8:4 norms them"),
-        ({"qk_norm": "all"}, {"name": "fpdt"}, "'fpdt' projects q and k part by part, and test8:4 norms them"),
+        (
+            {"qk_norm": "head"},
+            {"name": "upipe"},
+            "'upipe' projects some heads at a time, and test8:4 norms q and k behind that",
+        ),
         ({"mlp": "geglu"}, {"mlp": "tiled"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
         ({"biases": ("mlp",)}, {"mlp": "mini"}, "`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles"),
         ({"rotary_dims": 7}, {}, "rotary_dims 7: expected an even number of at most head_dim 16"),
@@ -128,19 +142,27 @@ def test_gradients_of_biases_are_not_taken_for_each_other() -> None:
     refuses(swapped, "has total of shape|packs|reads")
 
 
-@pytest.mark.parametrize("feature", ["windows layer by layer", "layers that are not rotated"])
-def test_layers_of_another_kind_are_caught(feature: str) -> None:
-    """Whether they are proved by calls or op by op; and by calls a pattern is proved as one of its turns."""
-    workload = of(feature, layers=6)
-    assert workload.model.kinds
-    other = msgspec.structs.replace(workload.model, kinds=workload.model.kinds[::-1])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LayerKind(window=5), "is not what the mask .* keeps"),
+        (LayerKind(rope_theta=5.0), "rotates by theta .*: rope_theta of this layer is"),
+        (LayerKind(rotary_dims=0), "Rope .* of q .* is no equation of the layer"),
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_caught(kind: LayerKind, message: str) -> None:
+    """And of a pattern that is right not every turn is played."""
+    workload = changed(kinds=(kind, LayerKind()))
+    workload = msgspec.structs.replace(workload, layers=6)
+    other = msgspec.structs.replace(workload.model, kinds=(LayerKind(), kind))
     right, wrong = (
         make_step("ring", 2, one).schedule for one in (workload, msgspec.structs.replace(workload, model=other))
     )
     supersteps = Supersteps(right)
     supersteps.play()
     assert supersteps.num_played < len(supersteps.all)
-    refuses(Schedule(right.header, wrong.program), "not what the mask|no equation of the layer|used as keys and values")
+    refuses(Schedule(right.header, wrong.program), message)
 
 
 def test_a_window_is_the_shorter_one() -> None:
@@ -160,3 +182,12 @@ def test_units_hold_what_a_layer_has() -> None:
     sizes = [sum(math.prod(unit.flat.shape(one.model)) for unit in units(one)) for one in (plain, step(model=model))]
     heads = model.num_heads + 2 * model.num_kv_heads
     assert sizes[1] - sizes[0] == plain.layers * model.head_dim * (heads + 2)
+
+
+@pytest.mark.parametrize("feature", ["soft-caps", "windows layer by layer"])
+def test_attention_alone_is_that_of_the_first_layer(feature: str) -> None:
+    workload = msgspec.structs.replace(of(feature), scope="attention", layers=1)
+    entry = SCHEDULES["zigzag"]
+    errors_of(check(entry.schedule(workload, entry.mesh(2, workload.model), entry.options)))
+    backward = msgspec.structs.replace(workload, passes="backward")
+    errors_of(check(entry.schedule(backward, entry.mesh(2, workload.model), entry.options)))

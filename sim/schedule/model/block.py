@@ -143,10 +143,11 @@ def _mlp(
         return tiled, tiled
     of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
     down = linear(act, w_down, made, of_down)
+    widened: tuple[Equation, ...] = (linear(given, w_up, up, of_up),)
     if model.mlp == "gelu":
-        widened, activated = (linear(given, w_up, up, of_up),), gelu(up, act)
+        activated = gelu(up, act)
     else:
-        widened = (linear(given, w_gate, gate, of_gate), linear(given, w_up, up, of_up))
+        widened = (linear(given, w_gate, gate, of_gate), *widened)
         activated = (geglu if model.mlp == "geglu" else swiglu)(gate, up, act)
     return (*widened, activated, down), (down, activated, *widened)
 

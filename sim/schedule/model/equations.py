@@ -58,7 +58,7 @@ class Equation(NamedTuple):
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
         if self.kind in {TiledMlp, TiledMlpBackward}:
             return 2 * sum(given) + 4 * sum(made)
-        return 2 * (given or made)[0] if self.kind in {Gemm, BiasedGemm} else 0
+        return 2 * (given or made)[0] if is_product(self) else 0
 
 
 class Around(NamedTuple):
@@ -107,6 +107,11 @@ def back(*equations: Equation) -> tuple[Equation, ...]:
         made = {tensor for earlier in found for tensor in earlier.results}
         found.append(equation._replace(adds=not made.isdisjoint(equation.results)))
     return tuple(found)
+
+
+def is_product(equation: Equation) -> bool:
+    """Return whether it is a linear layer, or a product that leads back through one."""
+    return equation.kind in {Gemm, BiasedGemm}
 
 
 def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False) -> Equation:

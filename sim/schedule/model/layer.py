@@ -30,7 +30,7 @@ from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
-from sim.schedule.model.projections import Projections, with_projections_apart
+from sim.schedule.model.projections import Projections, made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, Saving, saving
 from sim.schedule.model.scope import Unit, layers_of
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole, write_all
@@ -102,11 +102,6 @@ def build_around(
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens))
         for one, _ in part.kinds()
     ]
-    if plan.partwise and workload.model.qk_norm and layers:
-        raise InputError(
-            f"schedule {plan.name!r} projects q and k part by part, and {workload.model.name} norms them behind that: "
-            f"choose another `schedule`"
-        )
     block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]
     point = checkpoint(block, options.checkpoint if step else "none")
     if point.lays_out and plan.keeps_inputs:
@@ -323,6 +318,8 @@ class LayerWriter(NamedTuple):
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
     """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
     dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
+    if plan.partwise and workload.backward:
+        gemms += gemm_flops_again(workload, made_again(block))
     if plan.projects_again and workload.backward:
         gemms += gemm_flops_again(workload, block.projections)
     if step:

@@ -11,7 +11,7 @@ from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.equations import Around, Block, Equation, back
+from sim.schedule.model.equations import Around, Block, Equation, back, is_product
 from sim.schedule.model.params import Params
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
@@ -31,6 +31,13 @@ class _Chain(NamedTuple):
         return tuple([tensor for one in self.forward for tensor in one.operands if tensor.of_weight])
 
     @property
+    def again(self) -> tuple[Equation, ...]:
+        """The equations that make what the way back needs of the way there: all up to the last such one."""
+        needed = {tensor for one in self.backward for tensor in one.operands}
+        last = max((at for at, one in enumerate(self.forward, 1) if not needed.isdisjoint(one.results)), default=0)
+        return self.forward[:last]
+
+    @property
     def source(self) -> Tensor:
         """What it starts from."""
         return self.forward[0].operands[0]
@@ -47,13 +54,18 @@ def _chain(block: Block, made: Tensor) -> _Chain:
     for equation in reversed((*block.forward.before, *block.projections)):
         if not wanted.isdisjoint(equation.results):
             found.insert(0, equation)
-            wanted |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - {*block.saved}
+            wanted |= {tensor for tensor in equation.operands if not is_product(equation)}
     return _Chain(made, tuple(found), back(*reversed(found)))
+
+
+def made_again(block: Block) -> tuple[Equation, ...]:
+    """Return what a block whose projections are apart computes again, to lead gradients back."""
+    return tuple([one for chain in chains(block).values() for one in chain.again])
 
 
 @lru_cache(maxsize=64)
 def with_projections_apart(block: Block) -> Block:
-    """Return a block whose q, k and v are made by attention."""
+    """Return a block whose q, k and v are made by attention, and so is what leads back through that."""
     of_inputs = chains(block).values()
     apart = {_key(one) for chain in of_inputs for one in (*chain.forward, *chain.backward)}
 
@@ -62,7 +74,9 @@ def with_projections_apart(block: Block) -> Block:
         return Around(before, after)
 
     made = {_key(one) for chain in of_inputs for one in chain.forward}
+    results = {tensor for chain in of_inputs for one in chain.forward for tensor in one.results}
     return block._replace(
+        saved=tuple([tensor for tensor in block.saved if tensor not in results]),
         forward=rest(block.forward),
         backward=rest(block.backward),
         projections=tuple([one for one in block.forward.before if _key(one) in made]),
@@ -122,6 +136,10 @@ class Projections:
                 (all_rows,) = weight.rows(b.workload.model)
                 self._ordered[weight] = b.new(weight.later(self._layer), all_rows.size)
             values[weight] = self._columns(self._ordered[weight], heads)
+        if chain.again:
+            values[chain.forward[0].results[0]] = self._new(chain.forward[0].results[0].name, name, rows, heads)
+        for equation in chain.again:
+            self._writer(rows, values).write(equation)
         for equation in chain.backward:
             summed = {(tensor, (heads if tensor.of_weight else rows).start) for tensor in equation.results}
             self._writer(rows, values).write(equation, adds=not summed.isdisjoint(self._begun))

@@ -139,7 +139,7 @@ def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
 
 BY_NAME = (Unit(LAYER, ()), EMBEDDED, HEADED, ROOT)
 """All units of any model, for what their names alone say."""
-_KINDS = {name: tensor.kind for name, tensor in (_NAMED | _of_units(BY_NAME)).items()}
+_KINDS: dict[str, Kind] = {name: tensor.kind for name, tensor in (_NAMED | _of_units(BY_NAME)).items()}
 
 
 @lru_cache(maxsize=256)
