@@ -12,6 +12,8 @@ from sim.errors import InputError
 from sim.schedule.ir.ops import BiasedGemm, HeadNorm, Op, Rope, TokenSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.block import Tile, block_of
+from sim.schedule.model.checkpoint import nameable
 from sim.schedule.model.scope import units
 from sim.schedule.proof.check import check
 from sim.schedule.proof.supersteps import Supersteps
@@ -65,12 +67,13 @@ def test_every_feature_with_other_techniques(feature: str, stack: str) -> None:
     exact("ulysses", 2, of(feature, batch=2), **STACKS[stack])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "cell",
-    sweep_but(
-        {("fpdt", "norms of heads")},
+    slow_but(
+        {("fpdt", "norms of heads"), ("upipe", "all biases"), ("fpdt", "parallel residual")},
         [("fpdt", "all biases"), ("upipe", "all biases"), ("fpdt", "norms of heads"), ("fpdt", "norms of q and k"),
-         ("fpdt", "windows layer by layer"), ("upipe", "windows layer by layer")],
+         ("fpdt", "windows layer by layer"), ("upipe", "windows layer by layer"), ("fpdt", "parallel residual")],
     ),
 )  # fmt: skip
 def test_projections_in_parts(cell: tuple[str, str]) -> None:
@@ -174,6 +177,21 @@ def test_a_window_is_the_shorter_one() -> None:
     assert claims.attention_flops == 3 * attention_flops(workload.of_layer(0)) + 2 * attention_flops(
         workload.of_layer(1)
     )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("feature", ["norms of heads", "norms around", "norms behind attention and MLP"])
+@pytest.mark.parametrize("mlp", ["whole", "tiled"])
+def test_every_list_of_what_is_kept(feature: str, mlp: str) -> None:
+    """Of each tensor that a layer can keep alone, and of all but each."""
+    workload = of(feature, layers=1)
+    if mlp == "tiled" and workload.model.mlp:
+        pytest.skip("tiles are of SwiGLU")
+    tile = Tile(8, saves=True) if mlp == "tiled" else None
+    names = [name for name in nameable(block_of(workload.model, tile)) if name != "x"]
+    for one in names:
+        for kept in ([one], [name for name in names if name != one]):
+            make_step("single", 1, workload, checkpoint="+".join(["x", *kept]), mlp=mlp)
 
 
 def test_units_hold_what_a_layer_has() -> None:

@@ -99,13 +99,12 @@ def nameable(block: Block) -> dict[str, Tensor]:
 
 
 def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Return what each kernel makes, by the first of it that backward needs."""
+    """Return what backward needs of what each kernel makes, by the first of it."""
     inputs, needed = _needed(block)
     wanted = {*needed, *inputs}
     every = [one.results for one in (*block.forward.before, *block.forward.after) if not one.adds]
-    return {
-        next(one for one in results if one in wanted): results for results in every if not wanted.isdisjoint(results)
-    }
+    kept = [tuple([tensor for tensor in results if tensor in wanted]) for results in every]
+    return {results[0]: results for results in kept if results}
 
 
 def _listed(block: Block, option: str, spelled: Mapping[str, str | None], name: str) -> set[Tensor]:
@@ -129,7 +128,7 @@ def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Ten
     """
     found: list[Equation] = []
     for equation in reversed(equations):
-        if not missing.isdisjoint(equation.operands if equation.saves else equation.results):
+        if not missing.isdisjoint((*equation.results, *(equation.operands if equation.saves else ()))):
             found.insert(0, equation)
             missing |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - kept
     return tuple(found)

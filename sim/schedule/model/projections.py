@@ -108,6 +108,8 @@ class Projections:
         """Weights, and then their gradients, with columns in the order in which attention takes heads."""
         self._begun: set[tuple[Tensor, int | None]] = set()
         """Where rows or columns of sums begin that hold something yet."""
+        self._there = {d(chain.source) for chain in self._chains.values()} & values.keys()
+        """Gradients to which others have added already, of all rows."""
 
     def part(self, name: Name, rows: slice = ALL, heads: slice = ALL) -> Part:
         """See Inputs."""
@@ -142,7 +144,8 @@ class Projections:
             self._writer(rows, values).write(equation)
         for equation in chain.backward:
             summed = {(tensor, (heads if tensor.of_weight else rows).start) for tensor in equation.results}
-            self._writer(rows, values).write(equation, adds=not summed.isdisjoint(self._begun))
+            adds = not (summed.isdisjoint(self._begun) and self._there.isdisjoint(equation.results))
+            self._writer(rows, values).write(equation, adds=adds)
             self._begun |= summed
 
     def reduce(self, params: Params) -> None:
