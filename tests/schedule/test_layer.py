@@ -85,6 +85,13 @@ def test_what_is_saved_of_a_block_whose_mlp_is_in_tiles() -> None:
     assert block.weights == LLAMA.weights
 
 
+BLOCKS: tuple[dict[str, Any], ...] = (
+    {"biases": ("qkv",), "qk_norm": "head", "mlp": "geglu", "embedding_scale": 2.0},
+    {"mlp": "gelu"},
+)
+"""Lines that together have all kernels that Llama's block has not."""
+
+
 def test_every_kernel_has_a_cost() -> None:
     """No kind of kernel is missing where costs are looked up by type."""
     seen = set()
@@ -98,6 +105,9 @@ def test_every_kernel_has_a_cost() -> None:
             if scope == "step":
                 programs = [*programs, make_step("ring", 2, workload, mlp="tiled").schedule.program(0)]
                 programs += linear.build(workload, Mesh(ring=2)).programs
+                for lines in BLOCKS:
+                    other = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, **lines))
+                    programs += make_step("single", 1, other).schedule.programs
             for program in programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):
