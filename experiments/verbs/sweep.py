@@ -79,10 +79,11 @@ def sweep(command: Sweep, console: Console) -> None:
         journal.unlink(missing_ok=True)
     if command.json:
         print_json(found.rows, console)
-        return
-    console.print(_table(found))
-    for line in _summary(found):
-        console.print(line, markup=False)
+    else:
+        console.print(_table(found))
+        for line in _summary(found):
+            console.print(line, markup=False)
+    found.require_any()
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -149,6 +149,23 @@ def test_a_sweep_is_written_and_shown(capsys: pytest.CaptureFixture[str], tmp_pa
     run(capsys, *SWEEP, *vary, "--out", str(parquet))
 
 
+def test_a_table_whose_rows_all_failed_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whose file is written all the same."""
+    csv = tmp_path / "rows.csv"
+    several = ("--schedule", "zigzag,ulysses", "--vary", "seq=32K,64K", "--out", str(csv))
+    with pytest.raises(SystemExit) as stop:
+        main([*SWEEP, *several])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "none of 2 rows can be played; the first: unknown schedule 'zigzag,ulysses'" in captured.err
+    assert csv.read_text().count("unknown schedule") == 2
+    assert "unknown prefix 'typo'" in fails(capsys, "fit", "--set", "typo=1")
+    assert "unknown schedule 'fsdp'" in fails(capsys, "fit", "--schedule", "fsdp")
+    assert "unknown stack 'zigzag'" in fails(capsys, "fit", "--stack", "zigzag")
+    no_map = ("winners", "--schedule", "rng,zigzg", "--across", "seq=32K", "--jobs", "1")
+    assert "none of 2 rows can be played; the first: unknown schedule 'rng'" in fails(capsys, *no_map)
+
+
 def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     mine.write_text("a,b\n")
