@@ -114,10 +114,10 @@ class CostModel:
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
         if profile is not None:
-            measured_on = measured_cluster(profile).gpu.name
-            if measured_on != cluster.spec.gpu.name:
+            measured_on = measured_cluster(profile).gpu
+            if measured_on.chip != cluster.spec.gpu.chip:
                 raise InputError(
-                    f"profile {profile.name!r} is of {measured_on!r}, but cluster {cluster.spec.name!r} has "
+                    f"profile {profile.name!r} is of {measured_on.name!r}, but cluster {cluster.spec.name!r} has "
                     f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
             self._kernels, self._transfers = _tables(profile)
