@@ -39,7 +39,8 @@ class Answer(NamedTuple):
     """
 
     value: int | None
-    """Tokens or GPUs; None where nothing that was tried is enough."""
+    """Tokens or GPUs, at least so many and at most so many where it is not ``sure``; None where nothing that was tried
+    is enough."""
     plan: Plan | None
     """The fastest configurations there; None where there is none."""
     tried: Table
@@ -124,15 +125,19 @@ class _Asked(NamedTuple):
     def _is_late(self) -> bool:
         return self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0)
 
-    def _at(self, setup: Setup, seq: int, winner: Branch) -> Branch:
+    def _at(self, setup: Setup, seq: int | str, winner: Branch) -> Branch:
         """Return a configuration at another length."""
         there = (one for one in self.families(setup.replace(seq=seq)) if one.named == winner.family.named)
         return winner._replace(family=next(there))
 
-    def plan(self, setup: Setup) -> Plan:
-        """Return the fastest of a setup that reach the target."""
+    def plan(self, setup: Setup, winner: Branch) -> Plan:
+        """Return the fastest of a setup that reach the target: that one which is known to, where time is over before
+        any is found.
+        """
         search = Search(self.families(setup), self.most, self.left_s(), self.progress)
         search.run(self.jobs)
+        if not search.best and isinstance(known := played(self._at(setup, setup.seq, winner), math.inf), Played):
+            search.know(known)
         return told(search, self.most, {})
 
 
@@ -172,6 +177,7 @@ def longest_context(
         raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
     rows: list[dict[str, Any]] = []
     dropped, hopes, best, waiting = set[str](), dict[str, float](), None, [0]
+    winner: Branch | None = None
     while waiting:
         at = waiting.pop(0)
         there = asked.families(setup.replace(seq=lengths[at]))
@@ -189,9 +195,9 @@ def longest_context(
             rows.append({"seq": lengths[best], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
         ahead = {best + 1} if asked.target == ANYTHING else {best + 1, -(-(best + 2) // ROUND) * ROUND}
         waiting = sorted(number for number in ahead if number < len(lengths))
-    if best is None:
+    if best is None or winner is None:
         return Answer(None, None, Table(rows))
-    return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best])), Table(rows))
+    return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best]), winner), Table(rows))
 
 
 def fewest_gpus(
@@ -223,7 +229,7 @@ def fewest_gpus(
         search = asked.any(asked.families(there))
         rows.append(_verdict("gpus", gpus, search))
         if search.best:
-            return Answer(gpus, asked.plan(there), Table(rows))
+            return Answer(gpus, asked.plan(there, search.best[0].branch), Table(rows))
         try:
             require_any_built(search)
         except InputError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments.verbs.cli import main
+from sim.setup.search import Search
 from tests.experiments.test_cli import H100, fails, run
 
 pq = pytest.importorskip("pyarrow.parquet")  # which a machine that only runs GPU tests has not
@@ -269,9 +271,11 @@ def test_the_doctor_refuses_what_is_no_measurement(
 def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) -> None:
     """The longest context, the fewest GPUs, the cheapest cluster; one question at a time, with what it needs."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--ulysses-degree", "2")
     for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
         small = (*small, "--vary", kept)
-    assert "The longest context is 8K: 8192 tokens, to 1 %" in run(capsys, *small, "--longest", "--until", "8K")
+    ended = "The longest context is at least 8K: 8192 tokens, where --until ends."
+    assert ended in run(capsys, *small, "--longest", "--until", "8K")
     printed = run(capsys, *small, "--longest", "--step-time", "1us")
     assert "Nothing that was tried is enough" in printed
     assert "what may fit takes" in printed
@@ -292,6 +296,42 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     assert "--step-time soon: expected a time" in fails(capsys, *small, "--longest", "--step-time", "soon")
     assert "--price free: expected prices" in fails(capsys, *small, "--cheapest", "--price", "a=free")
     assert "several clusters are for" in fails(capsys, *small, "--price", "a=1,b=2")
+
+
+@pytest.mark.sweep
+def test_a_search_that_was_cut_says_so_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer holds, since a configuration is known with it, and is no more than a bound."""
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--set", "cluster.hbm.capacity_bytes=4e9", "--jobs", "1", "--vary", "mlp=whole")
+    searched = Search.run
+    monkeypatch.setattr(Search, "run", cut(searched))
+    longest = run(capsys, *small, "--longest", "--until", "1M")
+    assert re.search(r"The longest context is at least \d+K?: \d+ tokens; the search was cut short, --limit", longest)
+    assert "tokens, to 1 %" not in longest
+    monkeypatch.setattr(Search, "run", cut(searched))
+    fewest = run(capsys, *small, "--fewest-gpus", "--counts", "1,2")
+    assert "The fewest GPUs are 2 or fewer; the search was cut short" in fewest
+    for printed in (longest, fewest):
+        assert printed.count("cut short") == 1
+        assert "1 simulated" in printed
+        assert "nothing" not in printed
+
+
+def cut(run_search: Callable[..., None]) -> Callable[..., None]:
+    """Return a search that has time for whether two GPUs do, at the first length that is asked for, and for nothing
+    else.
+    """
+    had: list[Search] = []
+
+    def some(search: Search, jobs: int, *, until_one: bool = False) -> None:
+        gpus = search.families[0].setup.gpus
+        if until_one and gpus == 2 and not had:
+            had.append(search)
+            run_search(search, jobs, until_one=True)
+
+    return some
 
 
 @pytest.mark.sweep
