@@ -153,6 +153,14 @@ class CostModel:
         """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
         return self._seconds(self._peak(rank, use), use)
 
+    def peak_share(self, use: KernelUse) -> float:
+        """Return which share of the solo time of a kernel its FLOPs take at the peak, on the slowest device, where what
+        it takes beside them counts least.
+        """
+        peak = self._peak(min(self._cluster.devices, key=lambda device: device.speed).number, use)
+        seconds, _ = self._seconds(peak, use)
+        return min(1.0, use.flops / peak / seconds) if seconds > 0 else 0.0
+
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:
             return 0.0, ""
