@@ -105,15 +105,26 @@ def stack_of(name: str) -> Stack:
     return STACKS[name]
 
 
-def techniques_on(options: Mapping[str, Any]) -> list[str]:
-    """Return which techniques the options of a schedule switch on, with the options that do.
+_TAKEN = {
+    "loss": {"whole": "logits of all tokens", "unfused": "logits of all tokens, and a copy"},
+    "optimiser_states": {"fp32": "fp32 states", "model": "states in the model's type"},
+}
+"""What decides much of the memory where no technique is named, by option and value."""
 
-    >>> techniques_on({"zero_stage": 3, "checkpoint": "full", "mlp": "whole"})
-    ['FSDP (zero_stage=3)', 'checkpointing (checkpoint=full)']
+
+def techniques_on(options: Mapping[str, Any]) -> list[str]:
+    """Return which techniques the options of a schedule switch on, with the options that do; and which loss and which
+    states of the optimiser are taken.
+
+    >>> techniques_on({"zero_stage": 3, "checkpoint": "full", "loss": "whole"})
+    ['FSDP (zero_stage=3)', 'checkpointing (checkpoint=full)', 'logits of all tokens (loss=whole)']
     """
     found = []
     for name, technique in TECHNIQUES.items():
-        own = {key: str(options[key]) for key in technique.on if key in options}
+        own = {key: str(options[key]) for key in technique.on if options.get(key) not in {None, *_TAKEN.get(key, ())}}
         if own and any(value != technique.off[key] for key, value in own.items()):
             found.append(f"{name} ({', '.join(f'{key}={value}' for key, value in own.items())})")
+    for key, values in _TAKEN.items():
+        if said := values.get(str(options.get(key))):
+            found.append(f"{said} ({key}={options[key]})")
     return found
