@@ -183,6 +183,9 @@ def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, con
         for row in found.best.rows:
             if row["tie"]:
                 console.print(f"- {row['schedule']}, {row['options']}: a tie with the first", markup=False)
+            if row["unusual"]:
+                said = f"no one would run this, {row['unusual']}"
+                console.print(f"- {row['schedule']}, {row['options']}: {said}", markup=False)
     else:
         said = "nothing was found so far that fits" if found.slack else "nothing fits"
         console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)

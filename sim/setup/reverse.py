@@ -216,7 +216,8 @@ def fewest_gpus(
     and trains ``tokens_per_s``, with the plan for them; what else is varied, and how, is as in ``plan``.
 
     ``counts`` are tried from the fewest on, since more GPUs need not be faster; by default those that divide a node,
-    and whole nodes, up to what the setup has. Raises InputError as ``plan`` does, and for counts that are none.
+    and whole nodes, up to what the setup has. GPUs that are a part of a socket's have that share of its memory. Raises
+    InputError as ``plan`` does, and for counts that are none.
 
     >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=4, layers=2, seq="4K")
     >>> fewest_gpus(tiny, step_time_s=1.0, options={"checkpoint": ["full"]}).value
@@ -314,8 +315,16 @@ def _whole(setup: Setup) -> Configuration:
 
 
 def _on(setup: Setup, gpus: int) -> Setup:
-    """Return a setup on so many GPUs, with as many nodes as these need."""
-    return setup.replace(gpus=gpus, nodes=None, dp_degree=1)
+    """Return a setup on so many GPUs, with as many nodes as these need. Those that are a part of a socket's have that
+    share of its memory: others hang on it, too.
+    """
+    there = setup.replace(gpus=gpus, nodes=None, dp_degree=1)
+    spec = _whole(there).spec
+    if spec.socket is None or (each := -(-spec.gpus_per_node // spec.socket.per_node)) <= gpus:
+        return there
+    tiers = {"dram": spec.socket.dram} | ({"cxl": spec.socket.cxl} if spec.socket.cxl else {})
+    shares = {name: tier.capacity_bytes * gpus // each for name, tier in tiers.items()}
+    return there.replace(set={f"cluster.socket.{name}.capacity_bytes": share for name, share in shares.items()})
 
 
 def _verdict(what: str, value: int, search: Search) -> dict[str, Any]:
