@@ -88,7 +88,8 @@ def findings_of_figures(measured: Measured, step_s: float | None, base: Predicti
     """Return where rates, times and MFU of a run contradict each other, and by which way of counting they would not."""
     if step_s is None:
         return []
-    above = [f"MFU {100 * measured.mfu:.1f} %: nothing computes more than its peak"] if (measured.mfu or 0) > 1 else []
+    mfu = measured.mfu or 0.0
+    above = [f"MFU {100 * mfu:.1f} %: nothing computes more than its peak"] if mfu > 1 else []
     return [*above, *_rates(measured, step_s, found), *_mfu(measured, step_s, base, found)]
 
 
