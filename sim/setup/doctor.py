@@ -220,8 +220,8 @@ def _pairs(judge: Judge, causes: Sequence[Cause]) -> list[Program]:
     def apart(pair: tuple[str, str]) -> float:
         """Return the larger distance, in logarithm, of the two figures."""
         alone = [(by_name[name].step_time_s, by_name[name].peak_hbm_bytes) for name in pair]
-        both = [alone[0][of] * alone[1][of] / base[of] for of in (0, 1)]
-        return max(abs(math.log(both[of] / meant[of])) for of in (0, 1) if asked[of])
+        at_once = [alone[0][of] * alone[1][of] / base[of] for of in (0, 1)]
+        return max(abs(math.log(at_once[of] / meant[of])) for of in (0, 1) if asked[of])
 
     pairs = itertools.combinations([name for name in by_name if name in programs], 2)
     nearest = sorted(pairs, key=apart)[:_PAIRS] if any(asked) else []

@@ -863,7 +863,17 @@ def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPa
 def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """With what a billion tokens cost; where nothing fits what is missing least."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
-    small = (*small, "--vary", "mlp=whole", "--vary", "activations=hbm", "--vary", "optimiser=gpu")
+    small = (
+        *small,
+        "--ulysses-degree",
+        "2",
+        "--vary",
+        "mlp=whole",
+        "--vary",
+        "activations=hbm",
+        "--vary",
+        "optimiser=gpu",
+    )
     printed = run(capsys, *small, "--price", "2.5", "--most", "1")
     assert "ulysses (U 2)" in printed
     assert "a billion tokens" in printed

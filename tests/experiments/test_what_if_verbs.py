@@ -249,7 +249,7 @@ def test_the_doctor_lays_a_trace_beside_the_simulated_run(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ((), "nothing was measured: give --step-time, --tokens-per-s, --memory or --trace"),
+        ((), "nothing was measured: give --step-time, --tokens-per-s, --memory, --mfu or --trace"),
         (("--trace", "none.json"), "'none.json' cannot be read (No such file or directory); set it with --trace"),
         (("--step-time", "fast"), "--step-time fast: expected a time above 0 such as 41s or 350ms"),
         (("--step-time", "0"), "--step-time 0: expected a time"),
@@ -337,6 +337,7 @@ def cut(run_search: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.sweep
 def test_plan_decides_every_tensor_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "64K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--ulysses-degree", "2")
     for kept in ("mlp=whole", "optimiser=gpu"):
         small = (*small, "--vary", kept)
     found = json.loads(run(capsys, *small, "--memory-budget", "70GiB", "--tensors", "x,out", "--most", "1", "--json"))
