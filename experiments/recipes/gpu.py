@@ -54,7 +54,7 @@ class GpuPlan(NamedTuple):
     """Lengths of training steps on one rank."""
     layers: tuple[int, ...] = (2, 4)
     """Of training steps: the fewer in the part step, the more in the part step-deep."""
-    stacks: str = "fsdp,unsloth,upipe,5m"
+    stacks: str = "fsdp,unsloth,untied-ulysses,5m"
     """Of training steps: FSDP and full checkpointing; inputs of layers on the host and the loss in chunks; the MLP in
     tiles, too; the optimiser on the host, too."""
     shared: str = "ring,ulysses"
