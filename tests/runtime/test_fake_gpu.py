@@ -38,7 +38,8 @@ def is_issued(checked: Checked, attention: AttentionKernel) -> None:
 
 def small(name: str, ranks: int, kernel: str = "aten-cudnn", **fields: Any) -> Checked | None:
     dtype = "fp32" if kernel == "aten-efficient" else "bf16"
-    options = {"seq": 64, "batch": 2, "scope": "layer", "layers": 1, "dtype": dtype}
+    layers = 2 if name in OFFLOADED else 1  # the last one stays
+    options = {"seq": 64, "batch": 2, "scope": "layer", "layers": layers, "dtype": dtype}
     return checked_or_refused(name, Workload(model=make_model(8, 4), **(options | fields)), ranks)
 
 

@@ -192,7 +192,7 @@ class DividingAsCuda(TorchDispatchMode):
 
 @pytest.mark.sweep
 def test_weights_have_the_bits_that_a_gpu_makes() -> None:
-    workload = Workload(model=make_model(6, 2), seq=64, dtype="bf16", scope="step", layers=1)
+    workload = Workload(model=make_model(6, 2), seq=64, scope="step", layers=1)
     states = [state.name for unit in units(workload) for state in (*unit.states, unit.working, *unit.weights)]
     here = [global_state(name, 0, workload) for name in states]
     with DividingAsCuda():
