@@ -296,7 +296,7 @@ class _HeadsFirst(TopLeft, _Kernel):
     """
 
     windows = False
-    repeats_keys = True
+    repeats_keys = True  # sim.schedule.derive.workspace.REPEATING names them, since that takes memory
 
     def _operands(self, saved: tuple[Tensor, ...], band: Band) -> tuple[bool, list[Tensor]]:
         """Return is_causal, and q, k, v, … with heads first and with the keys of every query head."""
