@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import NamedTuple
 
@@ -183,7 +183,7 @@ class RepeatedKernel:
         cpu_s = (time.thread_time() - cpu_begin_s) / count
         return [Lap(wall_s, cpu_s) for wall_s in self._seconds(events)]
 
-    def without_pause(self, count: int) -> Iterator[list[float]]:
+    def without_pause(self, count: int) -> Generator[list[float], None, None]:
         """Yield the seconds of so many runs, and so many more; the next are issued before these are waited for."""
         ahead = self._issued(count)
         try:
