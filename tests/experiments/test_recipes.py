@@ -192,6 +192,25 @@ def test_a_recipe_that_is_killed_goes_on(tmp_path: Path) -> None:
     assert (out / "step.txt").exists()
 
 
+@pytest.mark.gloo
+def test_plugins_of_the_machine_do_not_meet_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that pytest finds by itself, and that warns, which counts as an error here."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\ndef pytest_configure(): warnings.warn('old', DeprecationWarning)"
+    )
+    found = tmp_path / "warns-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[pytest11]\nwarns = warns\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/runtime/test_on_gpu.py"]
+    alone = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "DeprecationWarning" in alone.stdout + alone.stderr, "it is found"
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **named: popen([*command[:-1], tests[-1]], **named))
+    recipe.gpu_tests(open_console())
+
+
 def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """For a GPU that is there for minutes: the profile of one run is what a later one takes."""
     done: list[Any] = []
