@@ -12,7 +12,7 @@ import msgspec
 from sim.errors import InputError
 from sim.mesh import AXES
 from sim.schedule.ir.program import Schedule
-from sim.workload import Workload
+from sim.workload import ModelSpec, Workload
 from tests.schedule.mutation_operators import Operator, any_of, put
 
 Groups = tuple[tuple[int, ...], ...]
@@ -52,19 +52,19 @@ def _other_workloads(draw: Random, old: Workload) -> Iterator[dict[str, Any]]:
     first, *rest = documents
     yield {"documents": (1, first - 1, *rest)}
     model = old.model
-    for field in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta", "norm_epsilon"):
-        number = getattr(model, field)
-        yield from ({"model": changed} for changed in _models(model, field, (2 * number, number / 2)))
-    yield from ({"model": changed} for changed in _models(model, "tied_embeddings", (True, msgspec.UNSET)))
+    others: list[tuple[str, Any]] = [("tied_embeddings", True), ("tied_embeddings", msgspec.UNSET)]
+    others += [(name, by * getattr(model, name)) for name in ("rope_theta", "norm_epsilon") for by in (0.5, 2.0)]
+    for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size"):
+        others += [(name, 2 * getattr(model, name)), (name, getattr(model, name) // 2)]
+    yield from ({"model": changed} for name, value in others if (changed := _other_model(model, name, value)))
 
 
-def _models(model: Any, field: str, values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        whole = int(value) if isinstance(getattr(model, field), int) and value is not True else value
-        try:
-            yield msgspec.structs.replace(model, **{field: whole})
-        except InputError:
-            continue
+def _other_model(model: ModelSpec, name: str, value: Any) -> ModelSpec | None:
+    """Return a model with another value, None where there is no such model."""
+    try:
+        return msgspec.structs.replace(model, **{name: value})
+    except InputError:
+        return None
 
 
 def mesh_changed(draw: Random, schedule: Schedule) -> Schedule | None:
