@@ -361,19 +361,18 @@ def sharing_a_pair(parts: tuple[DocumentBlock, ...]) -> tuple[DocumentBlock, Doc
     reaching: list[DocumentBlock] = []
     for part in sorted(parts, key=lambda part: part.rows):
         reaching = [one for one in reaching if one.rows.stop > part.rows.start]
+        start, stop = part.columns.start, part.columns.stop
         for one in reaching:
-            if _have_a_pair(one, part):
+            if one.columns.start < stop and start < one.columns.stop and _bands_meet(one, part):
                 return one, part
         reaching.append(part)
     return None
 
 
-def _have_a_pair(a: DocumentBlock, b: DocumentBlock) -> bool:
-    """Return whether both keep a pair: at a row and a column that both have, and within both bands."""
+def _bands_meet(a: DocumentBlock, b: DocumentBlock) -> bool:
+    """Return whether two parts keep the same pair of rows and columns that both have."""
     first, last = max(a.rows.start, b.rows.start), min(a.rows.stop, b.rows.stop) - 1
     low, high = max(a.columns.start, b.columns.start), min(a.columns.stop, b.columns.stop) - 1
-    if first > last or low > high:
-        return False
     bands = [moved_band(part.band, -part.rows.start, -part.columns.start) for part in (a, b)]
     left, right = _least(bands[0].left, bands[1].left), _least(bands[0].right, bands[1].right)
     least = low - last if left is None else max(low - last, -left)  # of column - row
