@@ -764,3 +764,13 @@ def test_a_mesh_that_the_programs_are_not_of(mesh: Mesh) -> None:
     written = schedule.to_json().replace(msgspec.json.encode(schedule.header), msgspec.json.encode(header))
     with pytest.raises(InputError):
         check(Schedule.from_json(written))
+
+
+@pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])
+def test_an_input_of_positions_that_there_are_not(heads: Span) -> None:
+    """A proof of classes of ranks writes far positions for what differs among them: none may come from outside."""
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    programs = schedule.programs
+    first, *rest = programs[1].inputs
+    programs[1] = programs[1].replace(inputs=(msgspec.structs.replace(first, heads=heads), *rest))
+    refuses(Schedule(schedule.header, programs.__getitem__), "positions begin at 0 and rise")

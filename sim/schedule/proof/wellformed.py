@@ -19,6 +19,7 @@ from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import tensor_of, with_options
+from sim.schedule.proof.contents import FAR
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -402,6 +403,9 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
     if problem := _view_problem(port.view, program):
         return problem
+    for span in (port.batch, port.heads, *port.tokens, *((port.features,) if port.features else ())):
+        if not (0 <= span.start <= span.stop < FAR // 2 and span.step >= 1):
+            return f"says that it holds {span}: positions begin at 0 and rise"
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
     tensor, tokens = tensor_of(port.tensor), num_tokens(port.tokens)
     width = port.features.size if port.features else tensor.features(model)
