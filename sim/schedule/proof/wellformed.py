@@ -19,7 +19,7 @@ from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import tensor_of, with_options
-from sim.schedule.proof.contents import FAR
+from sim.schedule.proof.contents import FAR, spell
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -215,7 +215,8 @@ def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
             if span.step != 1 or not 0 <= span.start < span.stop <= size:
                 return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
     if shared := sharing_a_pair(op.documents or ()):
-        return f"has parts {shared[0]} and {shared[1]} with a pair in common: it would count twice"
+        spelled = " and ".join(f"rows {spell(part.rows)} x columns {spell(part.columns)}" for part in shared)
+        return f"attends to {spelled}, which have a pair in common: it would count twice"
     if op.documents and (op.kernel != "flash" or op.band != FULL):
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
