@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.measured import Measured
     from sim.setup.memory_price import memory_prices
-    from sim.setup.names import cluster, mesh, model, names, profile, workload
+    from sim.setup.names import OwnSchedule, cluster, mesh, model, names, profile, workload
     from sim.setup.neighbours import neighbours
     from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from sim.setup.winners import winners
 
 __all__ = [
-    "Answer", "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "Prediction", "Setup", "Table",
-    "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore", "fabric",
-    "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names",
-    "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps",
-    "winners", "workload",
+    "Answer", "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "OwnSchedule", "Prediction",
+    "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore",
+    "fabric", "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model",
+    "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify",
+    "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -58,7 +58,7 @@ _HOMES = {
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.measured": ("Measured",),
     "sim.setup.memory_price": ("memory_prices",),
-    "sim.setup.names": ("cluster", "mesh", "model", "names", "profile", "workload"),
+    "sim.setup.names": ("OwnSchedule", "cluster", "mesh", "model", "names", "profile", "workload"),
     "sim.setup.neighbours": ("neighbours",),
     "sim.setup.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),

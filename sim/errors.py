@@ -2,7 +2,9 @@
 
     LongstepError
     ├── InputError        (also ValueError)    a value that the user gave cannot be used
+    │   ├── JournalError                       a journal that a sweep cannot go on with
     │   ├── LengthError                        a sequence length that a layout does not divide
+    │   ├── TooLargeError                      what takes longer, or more memory, than is spent without asking
     │   └── ScheduleError                      a schedule breaks a rule that ``check`` proves
     └── RankError         (also RuntimeError)  ranks of an executed schedule died, hung, failed or erred
 
@@ -56,6 +58,14 @@ class LengthError(InputError):
         return type(self), (self.seq, self.multiple)  # worker processes send it to their parent
 
 
+class JournalError(InputError):
+    """A sweep cannot go on with a journal: it is damaged, or of another sweep or version. It is left as it is."""
+
+
+class TooLargeError(InputError):
+    """What takes longer, or more memory, than is spent without asking: ``yes`` goes on (``sim.setup.effort``)."""
+
+
 class ScheduleError(InputError):
     """A schedule breaks a rule that ``check`` proves; ``grid`` shows where the ranks stood."""
 
@@ -74,8 +84,13 @@ def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> 
 
 
 def none_of(what: str, value: object, allowed: Iterable[object]) -> str:
-    """Return that a name is none of ``allowed``, and which of them is near."""
-    names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    """Return that a name is none of ``allowed``, and which of them is near: those that it is a part of come first.
+
+    >>> none_of("cluster", "h200", ["hgx-h200", "h800"])
+    "unknown cluster 'h200' (did you mean 'hgx-h200'?): allowed are hgx-h200, h800"
+    """
+    names, typed = [str(name) for name in allowed], str(value).lower()
+    near = [name for name in names if typed in name.lower()] if len(typed) > 2 else []
+    near = near[:3] or difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}"

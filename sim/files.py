@@ -102,7 +102,7 @@ def decoded_by(decode: Callable[[bytes], object]) -> Callable[[BinaryIO], bool]:
     def is_ours(file: BinaryIO) -> bool:
         try:
             decode(file.read())
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             return False
         return True
 

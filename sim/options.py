@@ -120,7 +120,8 @@ class SumOptions(LayerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions(LayerOptions):
-    """Options of schedules that overlap communication with kernels."""
+    """Options of schedules whose ranks send each other messages: hops of rings, or what plans say."""
 
     overlap: bool = True
-    """Whether kernels overlap with communication that they do not need; else the host waits for each."""
+    """Whether kernels overlap with messages that they do not need; else the host waits for each. All-to-alls have an
+    option of their own: ``TradeOptions.all_to_alls``."""

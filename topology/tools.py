@@ -137,7 +137,10 @@ def read_rdma(text: str) -> list[RdmaDevice]:
 
 def _of_csv(text: str) -> Iterator[dict[str, str]]:
     """Yield the figures of each GPU with their units, which the head may have."""
-    head, *rows = csv.reader(io.StringIO(text), skipinitialspace=True) if text.strip() else [[]]
+    try:
+        head, *rows = csv.reader(io.StringIO(text), skipinitialspace=True) if text.strip() else [[]]
+    except csv.Error as error:
+        raise _unlike("gpus", "nvidia-smi --query-gpu --format=csv", f"it is no CSV ({error})") from error
     columns = [re.fullmatch(r"([\w.]+)(?: \[(\w+)\])?", name.strip()) for name in head]
     for row in rows:
         pairs = [(column, value.strip()) for column, value in zip(columns, row, strict=False) if column]

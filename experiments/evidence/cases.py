@@ -23,7 +23,7 @@ from sim.presets import converted, load_toml
 from sim.profile import Issue, Profile, load_profile
 from sim.schedule.ir.ops import KINDS, HostSync
 from sim.schedule.ir.program import Schedule
-from sim.schedule.methods.catalog import SCHEDULES, Entry
+from sim.schedule.methods.catalog import Entry
 from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
 from sim.setup import names
 from sim.setup.names import DATASHEET, SCOPES
@@ -34,7 +34,7 @@ FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")
 """What cases may differ in to be compared with each other, beside overrides of the schedule."""
 _KEYS = {"pass": "passes"} | {
-    field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile"}
+    field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile", "yes"}
 }
 _ALWAYS = ("model", "cluster", "scope")
 """What a case file says even where it is the default."""
@@ -261,21 +261,25 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
     file = _with_profile(file, name)
     cases = [_case(file, group, case) for group in file.group for case in group.cases]
     for case in cases:
-        try:
-            _require_shipped(case.setup)
-            found = case.played.resolved()
-            schedule = found.built()
-            if case.measure:
-                _check_measure(case.measure, found.checked().schedule if found.one_device else schedule)
-        except InputError as error:
-            raise InputError(
-                f"case file {name!r}, group {case.group!r}, measured_s {case.measured_s:g}: {error}"
-            ) from error
+        _require_playable(case, f"case file {name!r}")
     return file, cases
 
 
+def _require_playable(case: Case, where: str) -> None:
+    """Raise InputError that names a case whose schedule cannot be built, or has not what was timed."""
+    try:
+        found = case.played.resolved()
+        schedule = found.built()
+        if case.measure:
+            _check_measure(case.measure, found.checked().schedule if found.one_device else schedule)
+    except InputError as error:
+        raise InputError(f"{where}, group {case.group!r}, measured_s {case.measured_s:g}: {error}") from error
+
+
 def fit_cases(file: CaseFile) -> list[Case]:
-    """Return the cases that give a file's two host figures; none where it fits none."""
+    """Return the cases that give a file's two host figures; none where it fits none. Raises InputError that names what
+    is wrong.
+    """
     if file.host_fit is None:
         return []
     group = Group(name="host_fit", cases=file.host_fit.cases, set=file.host_fit.set)
@@ -284,6 +288,8 @@ def fit_cases(file: CaseFile) -> list[Case]:
         raise InputError(
             f"case file {file.title!r}, host_fit: {len(found)} cases give two figures of a profile: give 2"
         )
+    for case in found:
+        _require_playable(case, f"case file {file.title!r}")
     return found
 
 
@@ -348,9 +354,7 @@ def selected(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], wh
     for key in fields:
         if key not in _KEYS:
             raise unknown("key", key, _KEYS, where)
-    setup = setup_of(_with_scope(fields, where), file.profile)
-    _require_shipped(setup)
-    return setup
+    return setup_of(_with_scope(fields, where), file.profile)
 
 
 def _with_scope(fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -358,12 +362,6 @@ def _with_scope(fields: dict[str, Any], where: str) -> dict[str, Any]:
     if "scope" not in fields:
         raise InputError(f"{where}: {fields} has no scope: set scope to {', '.join(SCOPES[:-1])} or {SCOPES[-1]}")
     return fields
-
-
-def _require_shipped(setup: Setup) -> None:
-    """Raise InputError where a schedule is not one that ships: a file of data runs no Python file."""
-    if setup.played not in list(SCHEDULES):
-        raise unknown("schedule", setup.played, SCHEDULES, "schedule (case files take no Python file)")
 
 
 def _alike(file: CaseFile, fields: dict[str, Any]) -> list[Alike]:

@@ -14,6 +14,7 @@ from experiments.evidence.record import Judged, Record, judged, provenance, stea
 from sim.errors import InputError
 from sim.files import Kind, Output, marked
 from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, save_profile
+from sim.schedule.methods.catalog import NAMED
 from sim.setup.setup import Setup
 
 _OF_CASES = ("schedule", "seq")
@@ -25,13 +26,19 @@ Fields = dict[str, Any]
 def executed_cases(record: Record) -> list[Case]:
     """Return the cells of a record as cases, for this version to predict: those with a quiet repeat, by these alone.
 
-    How far off the others are says more of what else the machine did than of the prediction.
+    How far off the others are says more of what else the machine did than of the prediction. Cells of schedules of the
+    user's own are left out: a record has their names, and is no place to run code from.
     """
     return [
         Case("executed", setup_of(_fields(record, one.cell), record.profile), one.when_quiet.median_s)
         for one in judged(record)
-        if one.when_quiet
+        if one.when_quiet and one.cell.schedule in NAMED
     ]
+
+
+def own_schedules(record: Record) -> list[str]:
+    """Return the names of the schedules of a record that do not ship."""
+    return sorted({cell.schedule for cell, _ in record.comparisons} - {*NAMED})
 
 
 def common_fields(base: Setup) -> Fields:
@@ -130,7 +137,8 @@ def _fields(record: Record, cell: Cell) -> Fields:
     """Return what a case file says of one cell, without its time."""
     layers = {} if cell.scope == "attention" else {"layers": cell.layers}
     named = {"gpus": cell.gpus, "scope": cell.scope, **layers, "schedule": cell.schedule, "seq": cell.seq}
-    return record.select | named | ({"stack": cell.stack} if cell.stack else {})
+    own = {"set": [*record.select.get("set", []), *cell.options]} if cell.options else {}
+    return record.select | named | ({"stack": cell.stack} if cell.stack else {}) | own
 
 
 def _quality(record: Record, cells: list[Judged]) -> str:

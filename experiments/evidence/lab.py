@@ -12,7 +12,7 @@ from experiments.evidence.comparison import Measured, measured
 from experiments.evidence.kept import Kept, kept_in
 from sim.breakdown import breakdown, critical_rank, overlapped_s
 from sim.errors import InputError
-from sim.files import Kind, decoded_by
+from sim.files import Kind, Output, decoded_by
 from sim.presets import from_json, read_bytes
 from sim.profile import Profile
 from sim.setup.names import PLACEMENTS
@@ -142,6 +142,11 @@ class LabRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 LAB_FILE = Kind("a record of a lab", decoded_by(msgspec.json.Decoder(LabRecord).decode))
+
+
+def save_lab(record: LabRecord, output: Output) -> None:
+    """Write a record; a reader sees the old file or the whole new one."""
+    output.write(msgspec.json.encode(record, enc_hook=str))  # the name of a schedule of the user's own
 
 
 def read_lab(path: str) -> LabRecord:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from experiments.evidence.cases import CaseFile, MemoryGroup, selected
 from experiments.evidence.units import length, percent, size
-from experiments.evidence.workers import workers
+from experiments.evidence.workers import called
 from sim.engine.room import Room
 from sim.errors import InputError, unknown
 from sim.memory import TERMS
@@ -99,6 +99,10 @@ def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> Memory
     setup = selected(file, fields if tokens is None else fields | {"seq": tokens}, group.set, where)
     if setup.scope != "step":
         raise InputError(f"{where}: scope is {setup.scope!r}: memory is that of a training step; set scope to step")
+    try:
+        setup.resolved().built()
+    except InputError as error:
+        raise InputError(f"{where}: {case}: {error}") from error
     measured_longest = None if tokens is None else names.tokens("longest", setup.seq)
     sizes = {what: round(gib * _GIB) for what, gib in (measured or {}).items()}
     return MemoryCase(group, setup, str(about or names.schedule_name(setup.played)), ran, sizes, measured_longest)
@@ -108,13 +112,11 @@ def _terms(what: str) -> list[str]:
     return list(TERMS) if what == "peak" else [term.strip() for term in what.split("+")]
 
 
-def predicted_memory(file: CaseFile) -> list[MemoryFound]:
-    """Return what is predicted of each of them, on all cores where there are several."""
-    cases = memory_cases(file)
+def predicted_memory(cases: Sequence[MemoryCase]) -> list[MemoryFound]:
+    """Return what is predicted of each case, on all cores where there are several."""
     if len(cases) < 2:
         return list(map(_predicted, cases))
-    with workers() as pool:
-        return list(pool.map(_predicted, cases))
+    return list(called(_predicted, cases, lambda case: f"memory of {case.about}, S {case.setup.seq}"))
 
 
 def _predicted(case: MemoryCase) -> MemoryFound:

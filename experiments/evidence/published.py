@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.memory_cases import MemoryFound
 from experiments.evidence.units import percent
-from experiments.evidence.workers import workers
+from experiments.evidence.workers import called
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
 from sim.engine.regime import Regime, regime
@@ -127,9 +127,8 @@ def predicted_twice(
 ) -> Iterator[tuple[CasePrediction, CasePrediction | None]]:
     """Yield what ``predicted`` does and, where there are other figures of the host, what is predicted with these."""
     learned = shipped().without(title)
-    with workers() as pool:
-        for found, fitted in pool.map(partial(_predicted, host=host), cases):
-            yield found.within(learned), fitted
+    for found, fitted in called(partial(_predicted, host=host), cases, lambda case: f"case {case.name}, {case.extent}"):
+        yield found.within(learned), fitted
 
 
 def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, CasePrediction | None]:

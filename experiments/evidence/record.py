@@ -79,7 +79,7 @@ def _title(found: Configuration) -> str:
 
 def save_record(record: Record, output: Output) -> None:
     """Write a record; a reader sees the old file or the whole new one."""
-    output.write(msgspec.json.encode(record))
+    output.write(msgspec.json.encode(record, enc_hook=str))  # the name of a schedule of the user's own
 
 
 RECORD_FILE = Kind("a record", decoded_by(msgspec.json.Decoder(Record).decode))

@@ -19,13 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.record import Record
 from sim.errors import InputError
-from sim.presets import from_json, read_bytes
+from sim.presets import decoded, from_json, read_bytes
 
 _OBJECTS = {
     "trace": {"traceEvents"},
@@ -90,13 +88,14 @@ def read_result(path: str) -> Result:
 
 def _json(path: str, data: bytes) -> Any:
     """Return an object or a list; of a file with one object a line their list."""
+    what, advice = f"{path!r} is neither Parquet, CSV of a sweep nor JSON", "name another"
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        try:
-            return [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            raise InputError(f"{path!r} is neither Parquet, CSV of a sweep nor JSON ({error}); name another") from None
+        return decoded(data, what, advice)
+    except InputError:
+        lines = [line for line in data.splitlines() if line.strip()]
+        if len(lines) < 2:
+            raise
+        return [decoded(line, f"{what}: line {number}", advice) for number, line in enumerate(lines, 1)]
 
 
 def _kind(found: Any) -> str:
@@ -116,7 +115,10 @@ def _csv(name: str, data: bytes) -> Result:
     """Return the rows of a table of a sweep, numbers as such."""
     lines = data.decode(errors="replace").splitlines(keepends=True)
     head = [line for line in lines if line.startswith("# ")]
-    rows = csv.DictReader(io.StringIO("".join(lines[len(head) :])))
+    try:
+        rows = list(csv.DictReader(io.StringIO("".join(lines[len(head) :]))))
+    except csv.Error as error:
+        raise InputError(f"{name!r} cannot be read as CSV ({error}); name another") from None
     said = head[0].removeprefix("# ").partition(": ")[2].strip()
     return Result(name, "rows", [{key: _number(text) for key, text in row.items()} for row in rows], _command(said))
 

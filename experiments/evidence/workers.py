@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from sim.errors import InputError
+from sim.setup.workers import end_with_parent
+
+Of = TypeVar("Of")
+R = TypeVar("R")
 
 
-def workers() -> ProcessPoolExecutor:
-    """Return as many processes as there are cores; they end when this one does, however that ends."""
-    return ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+def workers(count: int | None = None) -> ProcessPoolExecutor:
+    """Return so many processes, by default one for each core; they end when this one does, however that ends."""
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), end_with_parent)
 
 
-def _end_with_parent() -> None:
-    """Let this worker end when its parent does, which a signal may end before it can say so."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def called(function: Callable[[Of], R], items: Sequence[Of], name: Callable[[Of], str]) -> Iterator[R]:
+    """Yield what a function returns of each item, in their order, by ``workers``.
 
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    Where a process is killed, one alone goes on with what is left, so that it is known which item ends it; raises
+    InputError with its ``name``.
+    """
+    if not items:
+        return
+    done = 0
+    for processes in (None, 1):
+        with workers(processes) as pool:
+            try:
+                for found in pool.map(function, items[done:]):
+                    done += 1
+                    yield found
+            except BrokenProcessPool:
+                continue
+        return
+    raise InputError(
+        f"{name(items[done])}: the process that predicts it was killed twice, as for lack of memory; take it out, or "
+        f"make it smaller"
+    )

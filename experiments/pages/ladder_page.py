@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.evidence.peaks import PEAK, beside
 from experiments.evidence.units import length, size
 from experiments.pages.plots import HUES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
 from sim.memory import TERMS
+from topology.specs import ClusterSpec
 
 _WIDTH, _ROW, _LEFT = 1000, 24, 210
 """Pixels: of the plot, of a bar with its distance to the next, and of the names beside them."""
 
 
-def page(title: str, rows: Sequence[dict[str, Any]], capacity_bytes: int) -> str:
-    """Return the page of what ``longstep.ladder`` returned, for GPUs that have so many bytes of memory."""
+def page(title: str, rows: Sequence[dict[str, Any]], spec: ClusterSpec) -> str:
+    """Return the page of what ``longstep.ladder`` returned, on this cluster."""
     looks = [Entry(SWATCH, f"hue-{number % len(HUES)}", term) for number, term in enumerate(TERMS)]
     return render(
         "ladder.html.j2",
         title=title,
         seq=length(rows[0]["seq"]),
         key=legend([[look] for look in looks], _WIDTH),
-        plot=bars(rows, capacity_bytes),
-        heads=("techniques", "longest context", "step", "peak", "left", "host", *TERMS),
+        plot=bars(rows, spec.hbm.capacity_bytes - spec.reserved.nbytes),
+        beside=beside(spec),
+        heads=("techniques", "longest context", "step", PEAK, "left", "host", *TERMS),
         rows=rows,
         terms=TERMS,
         length=length,
@@ -31,10 +34,10 @@ def page(title: str, rows: Sequence[dict[str, Any]], capacity_bytes: int) -> str
     )
 
 
-def bars(rows: Sequence[dict[str, Any]], capacity_bytes: int) -> Plot:
-    """Return a bar for each row, of the terms of its peak, and a line where the memory of a GPU ends."""
+def bars(rows: Sequence[dict[str, Any]], room_bytes: int) -> Plot:
+    """Return a bar for each row, of the terms of its peak, and a line where a GPU has no more room for it."""
     frame = Frame(_LEFT, 10, _WIDTH - 20, 10 + _ROW * len(rows))
-    most = 1.05 * max(capacity_bytes, *(row["peak_hbm_bytes"] for row in rows))
+    most = 1.05 * max(room_bytes, *(row["peak_hbm_bytes"] for row in rows))
     across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
     middles = [frame.top + _ROW * (number + 0.5) for number in range(len(rows))]
     marks = []
@@ -46,15 +49,15 @@ def bars(rows: Sequence[dict[str, Any]], capacity_bytes: int) -> Plot:
                 tip = f"{row['techniques']}\n{term} {size(nbytes)} of {size(row['peak_hbm_bytes'])}"
                 marks.append(_bar(left, right, middle, f"hue-{hue % len(HUES)}", number, tip))
                 held += nbytes
-    ends = across.at(capacity_bytes)
+    ends = across.at(room_bytes)
     return Plot(
-        about="Peak memory of a GPU by term, a bar for each set of techniques",
+        about="Peak allocated of a GPU by term, a bar for each set of techniques",
         width=_WIDTH,
         height=frame.bottom + 44,
         frame=frame,
         x_ticks=[Tick(across.at(nbytes), size(nbytes)) for nbytes in _round_sizes(most)],
         y_ticks=[Tick(middle, row["techniques"]) for row, middle in zip(rows, middles, strict=True)],
-        x_label="peak memory of a GPU; the line is where it ends",
+        x_label=f"{PEAK} of a GPU; the line is where its room ends",
         trends=[Trend("equal", [(ends, frame.top), (ends, frame.bottom)])],
         marks=marks,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from experiments.evidence.peaks import BESIDE, PEAK
 from experiments.evidence.results import Result
 from experiments.evidence.units import length, size
 from experiments.pages.chapters import Chapter, is_number
@@ -40,8 +41,8 @@ def plan_chapter(result: Result) -> Chapter:
             for row in best
         }
         charts.append(
-            lines(series, title="the best configurations", x=("peak HBM", BYTES), y=("step", SECONDS), joined=False,
-                  about="Seconds of a step over the peak of memory, of each of the best configurations")
+            lines(series, title="the best configurations", x=(PEAK, BYTES), y=("step", SECONDS), joined=False,
+                  about=f"Seconds of a step of each of the best configurations. {BESIDE}")
         )  # fmt: skip
     else:
         says.append(f"nothing fits; the smallest shortage: {result.data['shortage']}")
@@ -65,8 +66,10 @@ def _answered(found: Mapping[str, Any]) -> list[str]:
     of_length = found["tried"] and "seq" in found["tried"][0]
     value = found["value"]
     shown = "nothing that was tried" if value is None else length(value) if of_length else str(value)
-    said = f"{'longest context' if of_length else 'fewest GPUs'}: {shown}"
-    return [said if found["sure"] else f"{said}; the search was cut short, so that there may be a better answer"]
+    if found["sure"]:
+        return [f"{'longest context' if of_length else 'fewest GPUs'}: {shown}"]
+    least = "" if value is None else "at least " if of_length else "at most "
+    return [f"{'longest context' if of_length else 'fewest GPUs'}: {least}{shown}; the search was cut short"]
 
 
 def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -124,12 +127,12 @@ def ladder_chapter(result: Result) -> Chapter:
     names = [row["techniques"] for row in rows]
     capacity = rows[0]["peak_hbm_bytes"] + rows[0]["free_bytes"]
     shown = [{**{k: v for k, v in row.items() if k not in TERMS}, **_sizes(row)} for row in rows]
-    about = "Peak memory of a GPU by term, a bar for each set of techniques; free and peak add up to the line"
+    about = f"A bar for each set of techniques, by term; free and peak add up to the line. {BESIDE}"
     return Chapter(
         title=f"Ladder: {result.name}",
         says=[f"techniques at {length(rows[0]['seq'])}: memory by term, and the longest context"],
         charts=[
-            bars(names, terms, title="peak memory of a GPU", about=about, unit=BYTES, limit=(size(capacity), capacity)),
+            bars(names, terms, title=f"{PEAK} of a GPU", about=about, unit=BYTES, limit=(size(capacity), capacity)),
             bars(names, {"step": [row["step_time_s"] for row in rows]}, title="step", unit=SECONDS,
                  about="Seconds of a step with each set of techniques"),
         ],

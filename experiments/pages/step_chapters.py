@@ -9,6 +9,7 @@ import msgspec
 
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.lab_verdict import lab_lines
+from experiments.evidence.peaks import PEAK
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
@@ -139,7 +140,7 @@ def simulate_chapter(result: Result) -> Chapter:
     interval = f", 90 % interval {seconds(within[0])} to {seconds(within[1])}" if within else ""
     charts = [_stack("where the step of the critical rank goes", {name: [s] for name, s in parts.items()}, SECONDS)]
     if any(held.values()):
-        charts.append(_stack("peak memory of a GPU", {name: [nbytes] for name, nbytes in held.items()}, BYTES))
+        charts.append(_stack(f"{PEAK} of a GPU", {name: [nbytes] for name, nbytes in held.items()}, BYTES))
     if saves := found.get("saves"):
         first = sorted(saves, key=lambda figure: -saves[figure])
         charts.append(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.evidence.peaks import BESIDE, PEAK
 from experiments.evidence.units import seconds
 from experiments.pages.charts import BYTES, NUMBER, SECONDS, Chart, Point, Unit, bars, lines
 from experiments.pages.tables import cell, head
@@ -18,7 +19,7 @@ from sim.workload import parse_length
 _FIGURES: tuple[tuple[str, str, Unit], ...] = (
     ("step_time_s", "step time", SECONDS),
     ("tokens_per_s_per_gpu", "tokens/s/GPU", NUMBER),
-    ("peak_hbm_bytes", "peak HBM", BYTES),
+    ("peak_hbm_bytes", PEAK, BYTES),
 )
 _MOST_LINES, _MOST_BARS = 24, 60
 """Of a chart: more of them cannot be told apart; the table has all."""
@@ -63,12 +64,13 @@ def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
     names = [_name(row, varied) or "step" for row in some]
     for title, columns, unit in (
         ("where the step of the critical rank goes", {str(part): f"{part}_s" for part in PARTS}, SECONDS),
-        ("peak memory of a GPU", {str(term): f"{term.replace(' ', '_')}_bytes" for term in TERMS}, BYTES),
+        (f"{PEAK} of a GPU", {str(term): f"{term.replace(' ', '_')}_bytes" for term in TERMS}, BYTES),
     ):
         parts = {name: [row.get(key) or 0 for row in some] for name, key in columns.items()}
         if any(any(values) for values in parts.values()):
             cut = f", of the first {_MOST_BARS} rows" if len(played) > _MOST_BARS else ""
-            charts.append(bars(names, parts, title=title + cut, about=f"A bar for each row: {title}{cut}", unit=unit))
+            about = f"A bar for each row: {title}{cut}" + (f". {BESIDE}" if unit is BYTES else "")
+            charts.append(bars(names, parts, title=title + cut, about=about, unit=unit))
     if not across and not charts:
         steps = {"step": [row["step_time_s"] for row in some]}
         charts.append(bars(names, steps, title="step time", about="Seconds of each row's step", unit=SECONDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ def _run(arguments: Sequence[str]) -> None:
     recipes = parser.add_subparsers(dest="recipe", required=True)
     recipes.add_parser("demo", help="calibrate this machine, execute and simulate two schedules, predict 8 x H100")
     recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
+    recipes.add_parser("sizes", help="what predictions of many sizes take, held against what is told before")
     faults = recipes.add_parser("doctor", help="execute clean runs and faults here, and see what the doctor says")
     faults.add_argument("--out", metavar="FOLDER", help="where results go, by default experiments/results/DATE-doctor")
     faults.add_argument("--profile", metavar="NAME", help="of an earlier calibration; by default this machine is now")
@@ -44,14 +46,20 @@ def _run(arguments: Sequence[str]) -> None:
     on_gpu.add_argument(
         "--attention", metavar="NAME", default="", help="kernel to verify and calibrate with, by default the fastest"
     )
+    on_gpu.add_argument("--seconds", type=float, metavar="N", default=math.inf, help="begin nothing after so long")
     given = parser.parse_args(arguments)
     console = open_console()
     if given.recipe == "gpu":
-        gpu(console, *given.parts, out=given.out, profile=given.profile, attention=given.attention)
+        named = {name: getattr(given, name) for name in ("out", "profile", "attention", "seconds")}
+        gpu(console, *given.parts, **named)
     elif given.recipe == "doctor":
         from experiments.recipes.doctor import doctor
 
         doctor(console, **{key: value for key, value in vars(given).items() if key != "recipe"})
+    elif given.recipe == "sizes":
+        from experiments.recipes.sizes import sizes
+
+        sizes(console)
     elif given.recipe == "demo":
         from experiments.recipes.demo import demo
 

@@ -46,7 +46,7 @@ def find(jobs: int | None) -> Finding:  # noqa: ARG001 - six steps, played in tu
     )
     ordered = sorted(rows, key=lambda row: row["schedule"] == "upipe")
     picture = lines(
-        [Line(name, of) for name, of in points.items()], about="Tokens a second against peak memory of a GPU",
-        x_label="peak memory of a GPU, GiB", y_label="tokens/s/GPU", x_name=lambda gib: f"{gib:.3g}",
+        [Line(name, of) for name, of in points.items()], about="Tokens a second against the peak allocated of a GPU",
+        x_label="peak allocated of a GPU, GiB", y_label="tokens/s/GPU", x_name=lambda gib: f"{gib:.3g}",
     )  # fmt: skip
     return Finding(conclusion, picture, ordered)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
-from sim.presets import preset_names
+from sim.presets import preset_names, read_bytes
 from sim.setup.names import at_least_one, tokens
 from sim.setup.planners import PLANNERS
 
@@ -66,6 +65,8 @@ class Balance(Writes):
     """NAME, FILE.json, or datasheet; by default the one that the cluster names."""
     set: Texts = ()
     """KEY=VALUE of cluster or model, as often as wanted."""
+    yes: bool = False
+    """Go on however long it takes: what takes over 20 s or 4 GB is else refused, with what it would take."""
     page: OptionalText = None
     """Write an HTML page with the seconds of every rank to this file."""
     kernels_only: bool = False
@@ -83,7 +84,7 @@ def balance(command: Balance, console: Console) -> None:
     at_least_one("seeds", command.seeds)
     setup = longstep.Setup(
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
-        set=command.set, scope="attention",
+        set=command.set, scope="attention", yes=command.yes,
     )  # fmt: skip
     if command.execute and (command.kernels_only or command.seeds > 1):
         raise InputError("`execute` plays what was simulated of one batch: leave out `kernels_only` and `seeds`")
@@ -194,10 +195,9 @@ def _order(path: str | None) -> tuple[int, ...] | None:
     if path is None:
         return None
     try:
-        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
-        return tuple(map(int, words))
-    except OSError as error:
-        raise InputError(f"`layout` {path} cannot be read: {error.strerror}") from None
+        return tuple(map(int, read_bytes("layout", path, "`layout`").decode().replace(",", " ").split()))
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"`layout` {path}: {error}: expected positions from 0, each once") from None
 

@@ -11,7 +11,7 @@ import tyro
 
 from experiments.evidence.cells import Cell
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection, listed
+from experiments.verbs.selection import Selection, listed, typed_schedules
 from sim.errors import InputError
 from sim.mesh import MOST_RANKS
 from sim.schedule.methods.catalog import SCHEDULES
@@ -94,7 +94,7 @@ def _ranks(sweep: CellSelection) -> list[int]:
 def _schedules(sweep: CellSelection) -> list[str]:
     if not sweep.schedule:
         return [name for name, entry in SCHEDULES.items() if entry.degrees]
-    return listed(sweep.schedule, "`schedule`", ",".join(SCHEDULES))
+    return typed_schedules(sweep.schedule, ",".join(SCHEDULES))
 
 
 def playable(cells: Sequence[Cell], sweep: CellSelection) -> tuple[list[Cell], dict[Cell, str]]:

@@ -25,7 +25,7 @@ import tyro
 from rich.logging import RichHandler
 
 from experiments.evidence.machine import NEEDS_TORCH
-from experiments.verbs.terminal import Printer, printable
+from experiments.verbs.terminal import Printer, Ticker, printable
 from sim.errors import InputError, LongstepError, RankError, none_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def command(arguments: list[str] | None, workers: Workers | None = None) -> None
         console.print(f"longstep {_version()}")
         return
     verb, options = parse(arguments)
-    _VERBS[verb].run(options, console, *([workers] if verb in _OVER_WORKERS else []))
+    with Ticker(verb):
+        _VERBS[verb].run(options, console, *([workers] if verb in _OVER_WORKERS else []))
 
 
 def guarded(action: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import StepSelection, listed, typed_schedules
 from experiments.verbs.terminal import print_json
 from sim.errors import InputError
 
@@ -58,10 +58,11 @@ def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, l
     """Return the two that are compared, and their names."""
     for field, text in (("schedule", setup.schedule), ("stack", setup.stack)):
         if isinstance(text, str) and "," in text:
-            names = listed(text, f"`{field}`", "ring,ulysses" if field == "schedule" else "fsdp,alst")
+            names = typed_schedules(text) if field == "schedule" else listed(text, "`stack`", "fsdp,alst")
             if len(names) == 2:
                 changes: list[dict[str, Any]] = [{field: name} for name in names]
-                return dict(zip("ab", names, strict=True)), (setup.replace(**changes[0]), setup.replace(**changes[1]))
+                two = setup.replace(**changes[0]), setup.replace(**changes[1])
+                return dict(zip("ab", map(str, names), strict=True)), two
     raise InputError("crossover compares two: name two with `schedule` ring,ulysses or with `stack` fsdp,alst")
 
 

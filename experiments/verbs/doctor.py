@@ -144,13 +144,14 @@ def lines(found: Diagnosis) -> list[str]:
         ]
     others = [cause.name for cause in found.causes if cause not in shown]
     said += [f"not so: {', '.join(others)}"] if others else []
+    said += [f"not seen in what was measured: {', '.join(found.untold)}"] if found.untold else []
     return said + [f"not simulated: {line}" for line in found.skipped]
 
 
 def _verdict(found: Diagnosis) -> str:
     """Return the first line."""
     expected = f"predicted {seconds(found.simulated_s)}, within {seconds(found.low_s)} to {seconds(found.high_s)}"
-    expected += f", {size(found.peak_hbm_bytes)} a GPU"
+    expected += f", {size(found.peak_hbm_bytes)} allocated a GPU"
     if found.measured_s is None:
         return f"{found.verdict}: {expected}"
     times = f"measured {seconds(found.measured_s)}; {expected}"

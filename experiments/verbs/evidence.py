@@ -12,12 +12,12 @@ from rich.table import Table
 
 from experiments.evidence.cases import Case, HostFigures, fit_cases
 from experiments.evidence.coverage import REGIME_HEADS, StepSet, encoded, learned_from, regime_rows
-from experiments.evidence.executed_cases import executed_cases
+from experiments.evidence.executed_cases import executed_cases, own_schedules
 from experiments.evidence.headlines import headlines, steps_on
 from experiments.evidence.host_fit import host_figures
 from experiments.evidence.kept import Kept
 from experiments.evidence.lab import LabRecord
-from experiments.evidence.memory_cases import memory_tables, predicted_memory
+from experiments.evidence.memory_cases import memory_cases, memory_tables, predicted_memory
 from experiments.evidence.provenance import command_line
 from experiments.evidence.published import (
     HEADS,
@@ -51,10 +51,11 @@ def show_cases(names: Sequence[str], console: Console, *, quiet: bool = False) -
     ``quiet``.
     """
     shown = []
-    for file, cases in read_all(names):
-        host = host_figures(fit_cases(file))
+    read = [(file, cases, fit_cases(file), memory_cases(file)) for file, cases in read_all(names)]
+    for file, cases, fitting, of_memory in read:
+        host = host_figures(fitting)
         found, with_fit = _tracked(cases, file.title, console, host)
-        shown.append(Evidence(file, found, host, with_fit, predicted_memory(file)))
+        shown.append(Evidence(file, found, host, with_fit, predicted_memory(of_memory)))
         if quiet:
             continue
         for line in [*provenance(file), *(f"  {line}" for line in fitted_from(shown[-1]))]:
@@ -102,6 +103,8 @@ def write_chapter(
 
 def _anew(record: Record, console: Console) -> list[CasePrediction]:
     """Return what this version predicts of a record's cells; nothing, and why, where it cannot."""
+    for name in own_schedules(record):
+        console.print(f"not predicted anew, so in no interval: {name}: no schedule that ships", markup=False)
     try:
         return _tracked(executed_cases(record), steps_on(record), console)[0]
     except InputError as error:

@@ -27,6 +27,7 @@ from experiments.evidence.lab import (
     lab_cells,
     read_lab,
     require_networks,
+    save_lab,
 )
 from experiments.evidence.lab_sweep import LabSweep, measured_lab
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
@@ -36,7 +37,7 @@ from experiments.pages.lab_page import figure, page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import listed
+from experiments.verbs.selection import listed, typed_schedules
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
@@ -105,7 +106,7 @@ def lab(command: Lab, console: Console) -> None:
         return
     networks, schedules = (
         listed(command.network, "`network`", "flat,thin"),
-        listed(command.schedule, "`schedule`", "ring"),
+        typed_schedules(command.schedule),
     )
     rates = [_rate(text) for text in listed(command.rates, "`rates`", RATES)]
     require_networks(networks)
@@ -238,7 +239,7 @@ def _measured(
         nonlocal record
         record = record.with_repeat(cell, prediction, repeat)
         if out:
-            out.write(msgspec.json.encode(record))
+            save_lab(record, out)
 
     def leave_out(why: str) -> None:
         nonlocal record

@@ -89,7 +89,7 @@ def _table(name: str, result: dict[str, Any]) -> Table:
     table = Table("figure", "value", title=name, title_justify="left")
     table.add_row("step time, median", seconds(result["step_time_s"]))
     table.add_row("  of", ", ".join(seconds(value) for value in times))
-    table.add_row("peak HBM, buffers only", size(result["peak_bytes"]))
+    table.add_row("peak of buffers", size(result["peak_bytes"]))
     table.add_row(f"critical rank {rank}", parts_line(result["breakdown"]))
     table.add_row("attention kernel", result["attention"])
     table.add_row("schedule", result["schedule_hash"])

@@ -10,7 +10,9 @@ import tyro
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from longstep import Setup
 from sim.errors import InputError
+from sim.setup.axes import field_of
 from sim.setup.documents import BY_BLOCKS, planned_by
+from sim.setup.names import OwnSchedule
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -19,6 +21,21 @@ def listed(text: str, option: str, example: str) -> list[str]:
     if not all(values):
         raise InputError(f"{option} {text}: expected values separated by commas, such as {example}")
     return list(dict.fromkeys(values))
+
+
+def typed_schedule(text: str) -> str:
+    """Return a schedule that was typed: a name, or FILE.py:FUNCTION, which only the command line may name."""
+    return OwnSchedule(text) if ":" in text else text
+
+
+def typed_schedules(text: str, example: str = "ring,ulysses") -> list[str]:
+    """Return schedules that were typed with commas, each once."""
+    return [typed_schedule(name) for name in listed(text, "`schedule`", example)]
+
+
+def typed_values(key: str, values: str) -> str | list[str]:
+    """Return the values of a key that is varied, as the library takes them: of schedules some may be the user's own."""
+    return [typed_schedule(name.strip()) for name in values.split(",")] if field_of(key) == "schedule" else values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +103,17 @@ class Selection:
     engine: str = "auto"
     """What plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give the same
     times, to the last bit."""
+    yes: bool = False
+    """Go on however long it takes, and however much memory: what takes over 20 s or 4 GB is else refused, with what it
+    would take."""
     set: Texts = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
     cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""
 
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
-        found = Setup(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        found = Setup(**fields | {"schedule": self.schedule and typed_schedule(self.schedule)})
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
 

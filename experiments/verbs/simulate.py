@@ -10,9 +10,10 @@ import tyro
 from rich.console import Console
 
 import longstep
+from experiments.evidence.peaks import beside, spec_of
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection
+from experiments.verbs.selection import StepSelection, typed_schedule
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
@@ -71,7 +72,7 @@ def simulate(command: Simulate, console: Console) -> None:
         return
     named = [name.strip() for name in (command.selection.schedule or "").split(",")]
     if len(named) > 1:
-        _several([setup.replace(schedule=name) for name in named], command, console)
+        _several([setup.replace(schedule=typed_schedule(name)) for name in named], command, console)
         return
     predicted = setup.predicted()
     if trace:
@@ -120,7 +121,7 @@ def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> N
         print_json(found.rows, console)
         return
     title = setup.resolved().title
-    for shown in neighbours_shown(title, found):
+    for shown in neighbours_shown(title, found, beside(spec_of(setup))):
         console.print(shown)
 
 
@@ -128,11 +129,22 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
     """Predict the same step by several schedules, and print a line of each."""
     if command.trace:
         raise InputError("`trace` is of one schedule: leave it out, or name one `schedule`")
-    found = [setup.predicted() for setup in setups]
+    found: list[longstep.Prediction] = []
+    refused: dict[str, InputError] = {}
+    for setup in setups:
+        try:
+            found.append(setup.predicted())
+        except InputError as error:
+            refused[str(setup.schedule)] = error
+    if not found:
+        raise next(iter(refused.values()))
+    reasons = {name: str(error) for name, error in refused.items()}
     if command.json:
-        print_json(longstep.table(found).rows, console)
+        rows = [{**row, "error": ""} for row in longstep.table(found).rows]
+        none = dict.fromkeys(rows[0])
+        print_json([*rows, *({**none, "schedule": name, "error": why} for name, why in reasons.items())], console)
         return
-    console.print(schedules_table(found))
+    console.print(schedules_table(found, reasons))
     for line in ties(found):
         console.print(line, markup=False)
     if found[0].techniques:

@@ -15,7 +15,7 @@ from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, sa
 from experiments.studies import claims
 from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
-from experiments.verbs.terminal import print_json
+from experiments.verbs.terminal import Ticker, print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, none_of
 from sim.files import Output, require_outputs
@@ -67,7 +67,7 @@ def study(command: Study, console: Console) -> None:
     out, picture = command.output(command.markdown, CHAPTER_FILE), _beside(command, wanted.name)
     require_outputs([html, svg, out, picture])
     before = _page_with(command) if out else ""
-    with Console(stderr=True).status(f"playing the sweep of {wanted.name}"):
+    with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {wanted.name}"):
         found = wanted.found(command.jobs, command.seeds)
     if out and picture:
         told = section(wanted.name, wanted.question, found.picture.plot.about, found.conclusion)
@@ -128,7 +128,7 @@ def _write_all(command: Study, console: Console) -> None:
     told, figures = [], {}
     for name in names:
         wanted = studies.study(name)
-        with Console(stderr=True).status(f"playing the sweep of {name}"):
+        with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {name}"):
             found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
         told.append(section(name, wanted.question, found.picture.plot.about, found.conclusion))

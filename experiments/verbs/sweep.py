@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 import longstep
+from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import StepSelection, listed, typed_values
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -79,17 +80,19 @@ def sweep(command: Sweep, console: Console) -> None:
         journal.unlink(missing_ok=True)
     if command.json:
         print_json(found.rows, console)
-        return
-    console.print(_table(found))
-    for line in _summary(found):
-        console.print(line, markup=False)
+    else:
+        changed = any(key.startswith("cluster") for key in found[0])
+        console.print(_table(found, BESIDE if changed else beside(spec_of(setup))))
+        for line in _summary(found):
+            console.print(line, markup=False)
+    found.require_any()
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str | list[str]]:
     key, equals, values = text.partition("=")
     if not (equals and key.strip() and values.strip()):
         raise InputError(f"`vary` {text}: expected KEY=VALUES such as seq=64K,128K or cluster.nvlink.bytes_per_s=*1,*2")
-    return key.strip(), values
+    return key.strip(), typed_values(key, values)
 
 
 def _kind(path: str | None) -> Kind:
@@ -141,10 +144,11 @@ def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
     return text.getvalue().encode()
 
 
-def _table(found: longstep.Table) -> Shown:
+def _table(found: longstep.Table, memory: str) -> Shown:
     """Return the main columns of the first rows."""
     keys = [key for key in found[0] if key not in COLUMNS]
-    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", "peak HBM", "fits", "bound by", title_justify="left")
+    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", PEAK, "fits", "bound by", title_justify="left")
+    table.caption, table.caption_justify = memory, "left"
     for row in found.rows[:_SHOWN]:
         varied = [length(row[key]) if key == "seq" and isinstance(row[key], int) else str(row[key]) for key in keys]
         if row["error"]:

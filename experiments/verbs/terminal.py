@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, Self
 
 import msgspec
 from rich.console import Console
@@ -13,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.evidence.comparison import Comparison, Measured
+from experiments.evidence.peaks import PEAK, beside
 from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction
 from longstep import Table as Figures
@@ -20,12 +27,15 @@ from sim.breakdown import PartName
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
+from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import scope_title
-from topology.reserved import Basis
+from topology.reserved import PARTS, Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
 
+_EFFORT = logging.getLogger("longstep.effort")
+"""On which ``sim.setup.effort`` says what is large."""
 _COLOURS = ("green", "yellow", "magenta", "cyan", "red", "blue")
 _CELLS = 96
 """Parts of a step that are told apart in a line."""
@@ -43,6 +53,11 @@ class Printer(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print, where nothing ticks."""
+        with Ticker.hushed():
+            super().print(*objects, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Return what is printed of a text: of titles, of cells, and of all else."""
@@ -73,7 +88,7 @@ def report_table(predicted: Prediction) -> Table:
             table.add_row("HFU, with what is computed again", f"{100 * found.hfu:.3g} %")
         hours = f"{found.hours_per_billion_tokens:.4g} hours, {found.gpu_hours_per_billion_tokens:.4g} GPU-hours"
         table.add_row("a billion tokens", hours)
-    table.add_row("peak HBM, buffers only", size(report.peak_hbm_bytes))
+    table.add_row(PEAK, size(report.peak_hbm_bytes))
     if report.room:
         for name, shown in _room_rows(report.room):
             table.add_row(name, shown)
@@ -92,18 +107,26 @@ def report_table(predicted: Prediction) -> Table:
     return table
 
 
-def schedules_table(predictions: Sequence[Prediction]) -> Table:
-    """Return the main figures of several schedules, the fastest first."""
+def with_degrees(prediction: Prediction) -> str:
+    """Return a schedule by its name, and by its degrees where it has two."""
+    mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
+    two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
+    return f"{prediction.schedule} (U {mesh.ulysses} x R {mesh.ring})" if two else prediction.schedule
+
+
+def schedules_table(predictions: Sequence[Prediction], refused: Mapping[str, str]) -> Table:
+    """Return the main figures of several schedules, the fastest first, and why others cannot be played."""
     first = predictions[0]
     ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
     scope = scope_title(work.scope, work.layers)
     title = f"{scope} of {work.model.name}, S {length(work.seq)}, {ranks} x {first.cluster.spec.gpu.name}"
-    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", "peak HBM", "fits", "bound by")
-    table = Table(*heads, title=title, title_justify="left")
+    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", PEAK, "fits", "bound by")
+    caption = beside(first.cluster.spec)
+    table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
     for one in sorted(predictions, key=lambda one: one.step_time_s):
         found, within = one.report, one.interval
         table.add_row(
-            one.schedule,
+            with_degrees(one),
             seconds(found.step_time_s),
             f"{seconds(within.low_s)} to {seconds(within.high_s)}" if within else "not known",
             f"{found.tokens_per_s_per_gpu:.4g}",
@@ -112,6 +135,8 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
             fits(found),
             found.bound_by,
         )
+    for name, reason in refused.items():
+        table.add_row(name, *[""] * (len(heads) - 2), reason)
     return table
 
 
@@ -122,8 +147,8 @@ def ties(predictions: Sequence[Prediction]) -> Iterator[str]:
         ratio = other.over(first)
         if ratio and ratio.tied:
             within = f"90 % interval {ratio.low:.3g} to {ratio.high:.3g}"
-            told = f"{other.schedule} takes {ratio.expected:.3g} times as long, {within}"
-            yield f"tied with {first.schedule}, as far as ratios of measured steps were off: {told}"
+            told = f"{with_degrees(other)} takes {ratio.expected:.3g} times as long, {within}"
+            yield f"tied with {with_degrees(first)}, as far as ratios of measured steps were off: {told}"
 
 
 def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:
@@ -137,10 +162,10 @@ def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:
     yield Text.assemble("  ", *((letters[on], colours.get(on, "")) for on in strip(spans, _CELLS)))
 
 
-def neighbours_shown(title: str, found: Figures) -> Iterator[Table | str]:
-    """Yield what is one change away from a step, and what that says of it."""
-    heads = ("change", "step", "for a token", "peak HBM", "fits", "extrapolated")
-    table = Table(*heads, title=title, title_justify="left")
+def neighbours_shown(title: str, found: Figures, memory: str) -> Iterator[Table | str]:
+    """Yield what is one change away from a step, and what that says of it; ``memory`` is what lies beside peaks."""
+    heads = ("change", "step", "for a token", PEAK, "fits", "extrapolated")
+    table = Table(*heads, title=title, title_justify="left", caption=memory, caption_justify="left")
     played = [row for row in found.rows if not row["error"]]
     for row in played:
         room = {True: "yes", False: "no", None: "not known"}[row["fits"]]
@@ -223,9 +248,11 @@ def _left(limit: Limit) -> str:
 
 def _taken(limit: Limit) -> Iterator[str]:
     """Yield what is taken of a memory."""
-    yield f"buffers {size(limit.held_bytes)}"
+    yield f"{PEAK if limit.memory == 'GPU' else 'buffers'} {size(limit.held_bytes)}"
     if limit.reserved_bytes:
-        yield f"taken beside them {size(limit.reserved_bytes)}, more or less {size(limit.within_bytes)}"
+        parts = ", ".join(part.name for part in PARTS)
+        yield f"beside it {size(limit.reserved_bytes)} ({parts}), more or less {size(limit.within_bytes)}"
+    yield f"{'left' if limit.free_bytes >= 0 else 'missing'} {size(abs(limit.free_bytes))}"
 
 
 _BASES: dict[Basis, str] = {"measured": "measured by others", "derived": "derived", "assumed": "assumed"}
@@ -248,7 +275,10 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
     from rich.progress import Progress  # which one prediction does without
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+    with (
+        Ticker.hushed(),
+        Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task(doing, total=None)
 
         def show(done: int, count: int, left_s: float | None = None) -> None:
@@ -256,6 +286,73 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
             bar.update(task, completed=done, total=count, description=told, refresh=True)
 
         yield show
+
+
+class Ticker(logging.Handler):
+    """Shows on a terminal for how long a command has been at work, once that is two seconds, with what the library said
+    last of the size of it.
+    """
+
+    _SOON_S = 2.0
+    """What is done sooner shows nothing."""
+    _at_work: ClassVar[Ticker | None] = None
+
+    def __init__(self, doing: str) -> None:
+        super().__init__(logging.INFO)
+        self._doing, self._began = doing, time.monotonic()
+        self._ended, self._writing = threading.Event(), threading.RLock()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take what the library says."""
+        self._doing = record.getMessage()
+
+    def __enter__(self) -> Self:
+        """Begin, where stderr is a terminal."""
+        if sys.stderr.isatty():
+            Ticker._at_work = self
+            _EFFORT.addHandler(self)
+            _EFFORT.setLevel(logging.INFO)
+            _EFFORT.propagate = False
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End, and leave nothing on the terminal."""
+        if Ticker._at_work is self:
+            Ticker._at_work = None
+            _EFFORT.removeHandler(self)
+            self._ended.set()
+            self._thread.join()
+
+    @staticmethod
+    def hushed() -> AbstractContextManager[object]:
+        """Return what shows nothing of the time while something else is shown."""
+        return Ticker._at_work.wiped() if Ticker._at_work else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def wiped(self) -> Iterator[None]:
+        """Wipe what is shown, and show nothing inside."""
+        with self._writing:
+            self._wipe()
+            yield
+
+    def _tick(self) -> None:
+        wait_s = self._SOON_S
+        while not self._ended.wait(wait_s):
+            wait_s = 0.5
+            if self._writing.acquire(blocking=False):  # else something else is shown
+                width = shutil.get_terminal_size().columns - 1
+                told = f"{time.monotonic() - self._began:.0f} s: {printable(self._doing)}"
+                sys.stderr.write(f"\r{told[:width]}\x1b[K")
+                sys.stderr.flush()
+                self._writing.release()
+        self._wipe()
+
+    def _wipe(self) -> None:
+        if time.monotonic() - self._began >= self._SOON_S:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def print_json(found: Any, console: Console) -> None:

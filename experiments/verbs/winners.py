@@ -13,7 +13,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalInt, OptionalText
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
 from experiments.verbs.terminal import print_json, progress
 from sim.errors import InputError
 from sim.setup.axes import field_of
@@ -71,17 +71,18 @@ def _map(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> Table:
 
 
 def _competitors(setup: longstep.Setup) -> tuple[str, list[str]]:
-    for field, text in (("stack", setup.stack), ("schedule", setup.schedule)):
-        if isinstance(text, str) and "," in text:
-            return field, listed(text, f"`{field}`", "fsdp,alst" if field == "stack" else "ring,ulysses")
+    if setup.stack is not None and "," in setup.stack:
+        return "stack", listed(setup.stack, "`stack`", "fsdp,alst")
+    if isinstance(setup.schedule, str) and "," in setup.schedule:
+        return "schedule", typed_schedules(setup.schedule)
     raise InputError("winners compares several: name two or more with `schedule` ring,ulysses or `stack` fsdp,alst")
 
 
-def _axis(option: str, text: str | None) -> tuple[str, str]:
+def _axis(option: str, text: str | None) -> tuple[str, str | list[str]]:
     key, equals, values = (text or "").partition("=")
     if not equals:
         raise InputError(f"`{option}` {text or ''}: expected KEY=VALUES such as seq=64K..1M*2")
-    return key.strip(), values.strip()
+    return key.strip(), typed_values(key, values.strip())
 
 
 def _shown(key: str, value: Any) -> str:

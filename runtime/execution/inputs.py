@@ -66,7 +66,7 @@ def global_weight(name: str, layer: int, workload: Workload, device: torch.devic
     shape = tensor.shape(workload.model)
     drawn = _normal(f"{name} of {layer}", shape, workload, device)
     if len(shape) == 2:
-        drawn.div_(shape[0] ** 0.5)
+        drawn.mul_(shape[0] ** -0.5)
     else:
         drawn.mul_(0.1).add_(0 if tensor in BIASES else 1)
     return drawn.to(TORCH_DTYPE[workload.dtype])
@@ -74,7 +74,7 @@ def global_weight(name: str, layer: int, workload: Workload, device: torch.devic
 
 def global_state(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
-    about 1e-3. The ``device`` that makes it changes no bit.
+    about 1e-3. The ``device`` that makes it changes no bit: nothing is divided, since CUDA multiplies by a reciprocal.
     """
     tensor = tensor_of(name, workload.model)
     if tensor.kind == "moment":

@@ -67,6 +67,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mfu: float | None
     """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
     peak_hbm_bytes: int
+    """Allocated by the rank that needs most: buffers, and what kernels hold meanwhile. Context, communicators and what
+    else no buffer can have are beside it (``topology.reserved``); of training steps ``room`` adds them up."""
     peak_host_bytes: int
     """Of the rank that needs most of its host's memory."""
     fits: bool | None

@@ -107,7 +107,7 @@ def _built(found: Configuration) -> tuple[Schedule, Program]:
     """Return the schedule, and the program of the last rank of its first replica: to which contiguous parts give most
     under a causal mask.
     """
-    schedule = found.built()
+    schedule = found.built(ranks=1)
     return schedule, schedule.program(schedule.header.mesh.first_replica[-1])
 
 

@@ -11,6 +11,7 @@ from sim.mesh import Mesh
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build
 from sim.schedule.methods.planned import PlannedOptions
+from sim.setup.effort import require_few
 from sim.setup.names import kept, lengths_of, texts
 from sim.setup.planners import MOST_TASKS, PLANNERS, Asked, asked_of, playing
 from sim.setup.setup import Setup
@@ -30,6 +31,7 @@ def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
     found: list[Build] = []
     for name in BY_BLOCKS:
         try:
+            require_few([name], len(packed.documents), ranks, yes=setup.yes)
             made = PLANNERS[name](packed, asked)
             tasks = sum(map(len, made.plan.tasks))
             if tasks > MOST_TASKS:
@@ -50,6 +52,7 @@ def planned_by(setup: Setup) -> Setup:
     if setup.documents is None:
         raise InputError(f"`schedule` {name} plans documents: set `documents`")
     mesh = setup.replace(schedule="ring").resolved().mesh
+    require_few([name], len(lengths_of(setup.documents)), mesh.ring, yes=setup.yes)
     return setup.replace(schedule=playing(PLANNERS[name](*_asked(setup, mesh.ring))._replace(planner=name)))
 
 

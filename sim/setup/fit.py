@@ -92,9 +92,10 @@ def ladder(
     """Return what some techniques of ``TECHNIQUES`` save and cost in a training step: a row for none of them, one with
     one more of them switched on each, in their order, and one for all but each.
 
-    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak of
-    memory in bytes, also by term, whether that fits, and the seconds that the step takes, or would. What the setup says
-    of schedule and stack does not matter, and of its options what no technique sets.
+    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
+    allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
+    seconds that the step takes, or would. What the setup says of schedule and stack does not matter, and of its options
+    what no technique sets.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]
@@ -143,7 +144,7 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     base = setup.replace(scope="step", stack=None, pad=True)
     cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
     for row in rows:
-        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])
+        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])  # no name is both
     found = []
     for done, (row, tokens) in enumerate(cells, 1):
         found.append({"row": row, "seq": tokens, **_cell(_row(base, row).replace(seq=tokens))})

@@ -36,6 +36,20 @@ PLACEMENTS: dict[str, tuple[Axis, ...]] = {"ulysses-inner": AXES, "ring-inner": 
 DATASHEET = "datasheet"
 """The profile that is none: kernels and links at the rates of datasheets."""
 
+
+class OwnSchedule(str):
+    """A schedule of the user's own, ``FILE.py:FUNCTION``: the only text that names code, which is run when it is built.
+
+    The command line makes one of what was typed, and a Python caller makes one by this name. Whatever is read from a
+    file is a plain text, which names what ships and nothing else.
+
+    >>> OwnSchedule("my_module.py:build")
+    'my_module.py:build'
+    """
+
+    __slots__ = ()
+
+
 Overrides = Mapping[str, object] | Sequence[str]
 """Figures to replace: ``{"nvlink.bytes_per_s": "*2"}``, or ``["nvlink.bytes_per_s=*2"]``."""
 
@@ -100,6 +114,19 @@ def cluster(
     """
     spec = override(cluster_spec(name), pairs(set), "`set` cluster.")
     return Cluster(spec if nodes is None else msgspec.structs.replace(spec, nodes=at_least_one("nodes", nodes)))
+
+
+def changed_cluster(spec: ClusterSpec, changes: Sequence[tuple[str, str]], where: str) -> ClusterSpec:
+    """Return what a prediction's cluster is made of with some figures replaced; raises InputError as ``override`` does,
+    and for its profile, which was chosen before.
+    """
+    for path, value in changes:
+        if path == "profile":
+            raise InputError(
+                f"{where}{path}={value}: a profile is no figure of a cluster; choose it with `profile` {value}, or "
+                f"name it in the cluster's file"
+            )
+    return override(spec, changes, where)
 
 
 def profile(name: str | Path | Profile) -> Profile:
@@ -200,12 +227,20 @@ def mesh(*, ring: int = 1, ulysses: int = 1, dp: int = 1, placement: str = "ulys
 
 
 def entry(schedule: str | Build | Entry) -> Entry:
-    """Return a schedule of the catalog, or one of the user's: a builder, or ``FILE.py:FUNCTION``, which is run."""
+    """Return a schedule of the catalog, or one of the user's: a builder, or an ``OwnSchedule``, whose file is run."""
     if isinstance(schedule, Entry):
         return schedule
     if not isinstance(schedule, str):
         return _given(schedule)
-    return NAMED[schedule] if schedule in NAMED else _given(_function(schedule))
+    if schedule in NAMED:
+        return NAMED[schedule]
+    if not isinstance(schedule, OwnSchedule):
+        raise unknown(
+            "schedule", schedule, NAMED,
+            "`schedule`; one of your own is my_module.py:build on the command line, and in Python its builder, or "
+            "longstep.OwnSchedule: no file names one",
+        )  # fmt: skip
+    return _given(_function(schedule))
 
 
 def options(
@@ -228,7 +263,7 @@ def options(
 def schedule_name(schedule: str | Build | Entry) -> str:
     """Return what a schedule is called: as the user named it, or as its builder is."""
     if isinstance(schedule, str):
-        return schedule
+        return str(schedule)
     build = schedule.build if isinstance(schedule, Entry) else schedule
     return str(getattr(build, "__qualname__", type(build).__name__))
 
@@ -239,11 +274,9 @@ def _given(build: Build) -> Entry:
     return Entry(build, "given by the user", ("ring", "ulysses"), "")
 
 
-def _function(name: str) -> Build:
+def _function(name: OwnSchedule) -> Build:
     """Return the function that ``FILE.py:FUNCTION`` names; raises InputError if there is none."""
-    path, colon, function = name.partition(":")
-    if not colon:
-        raise unknown("schedule", name, [*NAMED, "my_module.py:build"], "`schedule`")
+    path, _, function = name.partition(":")
     if not path.endswith(".py"):
         raise InputError(f"`schedule` {name}: expected a file that ends in .py before the colon")
     try:
@@ -284,8 +317,8 @@ def texts(changes: Overrides) -> tuple[str, ...]:
 
 
 def text_of(value: object) -> str:
-    """Return a value as it is typed."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as it is typed; a text stays what it is, an ``OwnSchedule`` too."""
+    return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _pair(text: object) -> tuple[str, str]:

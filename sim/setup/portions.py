@@ -24,7 +24,8 @@ FIGURES = (
     "fits", "free_bytes", "bound_by",
 )  # fmt: skip
 COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
-"""Of every row behind what is varied: seconds of the critical rank by part, bytes of the GPU's peak by term."""
+"""Of every row behind what is varied: seconds of the critical rank by part, bytes of the GPU's peak by term;
+``free_bytes`` is what is left beside that peak and what no buffer can have (``topology.reserved``)."""
 
 
 class Portion(NamedTuple):
@@ -65,7 +66,7 @@ def play(portion: Portion) -> list[Row]:
 
 
 def _row(portion: Portion, row: Mapping[str, str]) -> Row:
-    found: Row = {**row, **dict.fromkeys(COLUMNS), "error": ""}
+    found: Row = {**{key: str(value) for key, value in row.items()}, **dict.fromkeys(COLUMNS), "error": ""}
     try:
         return found | _figures(_predicted(portion.setup, row), portion)
     except LongstepError as refused:

@@ -30,6 +30,7 @@ from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
+from sim.setup.effort import Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
 from sim.setup.stacks import techniques_on
@@ -140,7 +141,7 @@ class Prediction:
 
     @property
     def peak_hbm_bytes(self) -> int:
-        """Peak memory of the rank that needs most, in bytes."""
+        """Peak allocated of the rank that needs most, in bytes: see ``Report``; what is beside it is in ``room``."""
         return self.figures.peak_hbm_bytes
 
     @property
@@ -235,12 +236,19 @@ def built(entry: Entry, workload: Workload, mesh: Mesh, options: Any, hints: Hin
 
 
 def build(
-    schedule: str | Build | Entry, workload: Workload, mesh: Mesh | int, *, hints: Hints = Hints(), **options: object
+    schedule: str | Build | Entry,
+    workload: Workload,
+    mesh: Mesh | int,
+    *,
+    hints: Hints = Hints(),
+    yes: bool = False,
+    **options: object,
 ) -> Checked:
     """Return a schedule, built and proved; for a number of ranks its degrees are the usual ones.
 
     ``options`` are those of the schedule, ``hints`` what a builder may ask about the machine. Raises InputError where
-    it cannot be built, ScheduleError where it breaks a rule that ``check`` proves.
+    it cannot be built, ScheduleError where it breaks a rule that ``check`` proves, and TooLargeError where that takes
+    over 20 s or 4 GB, unless told ``yes``.
 
     >>> build("ring", names.workload("tiny", "1K"), 4, layout="zigzag").schedule.num_ranks
     4
@@ -250,7 +258,9 @@ def build(
     entry = names.entry(schedule)
     if not isinstance(mesh, Mesh):
         mesh = entry.mesh(at_least_one("mesh", mesh), workload.model)
-    own = names.options(entry, names.schedule_name(schedule), names.pairs(options), "the option ")
+    name = names.schedule_name(schedule)
+    own = names.options(entry, name, names.pairs(options), "the option ")
+    require_small(Asked(name, entry, workload, mesh, own, hints), yes=yes)
     program = built(entry, workload, mesh, own, hints)
     with blaming_the_builder():
         return check(program)

@@ -20,7 +20,6 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
-from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
@@ -28,6 +27,7 @@ from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
+from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
 from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
@@ -52,8 +52,8 @@ class Setup:
     """
 
     schedule: str | Build | Entry | None = None
-    """Name, ``my_module.py:build``, or a builder ``build(workload, mesh) -> Schedule``; by default that of the
-    ``stack``, or ring."""
+    """Name, a builder ``build(workload, mesh) -> Schedule``, or ``OwnSchedule("my_module.py:build")``; by default that
+    of the ``stack``, or ring."""
     _: KW_ONLY
     model: str | Path | ModelSpec = "tiny"
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
@@ -114,6 +114,9 @@ class Setup:
     stack: str | None = None
     """Techniques of a training step that are used together, by the name of who published them; what is ``set`` of the
     schedule comes first."""
+    yes: bool = False
+    """Go on however long it takes, and however much memory: else what takes over 20 s or 4 GB is refused, with what it
+    would take (``sim.setup.effort``)."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
     "zigzag", "profile.rates": "sustained"}``, or a list of texts KEY=VALUE."""
@@ -159,7 +162,7 @@ class Setup:
         overrides = _overrides(self.set)
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
-        spec = override(spec, overrides["cluster"], "`set` cluster.")
+        spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
@@ -180,6 +183,7 @@ class Setup:
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
+            yes=self.yes,
         )
         return _padded(found) if self.pad else found
 
@@ -307,6 +311,7 @@ class Configuration:
     jitter: Jitter = STEADY
     engine: Engine = "auto"
     one_device: bool = False
+    yes: bool = False
 
     def has_schedule_of(self, other: Configuration) -> bool:
         """Return whether its schedule is that of another one, whatever they are played on; never where the builder asks
@@ -318,13 +323,22 @@ class Configuration:
 
         return what(self) == what(other) and not self.entry.takes_hints
 
-    def built(self) -> Schedule:
-        """Return the schedule; raises InputError also where a builder of the user's fails."""
+    @property
+    def asked(self) -> Asked:
+        """What is to be built."""
+        return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints)
+
+    def built(self, ranks: int | None = None, share: float = BUILT) -> Schedule:
+        """Return the schedule, of which so many ranks' programs are wanted, by default all; raises InputError also
+        where a builder of the user's fails, and TooLargeError where that takes longer than is spent without asking;
+        ``share`` as of ``Estimate``.
+        """
+        require_small(self.asked, ranks, share, yes=self.yes)
         return built(self.entry, self.workload, self.mesh, self.options, self.hints)
 
     def checked(self) -> Checked:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
-        schedule = self.built()
+        schedule = self.built(share=1.0)
         with blaming_the_builder():
             checked = check(schedule)
         return check(on_one_device(checked)) if self.one_device else checked
@@ -406,7 +420,7 @@ def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
 def _padded(found: Configuration) -> Configuration:
     """Return a configuration with as many tokens of padding as the schedule needs."""
     try:
-        found.built()
+        found.built(ranks=1, share=1.0)
     except LengthError as error:
         padding = error.above - found.workload.seq
         workload = msgspec.structs.replace(found.workload, seq=error.above, padding=padding)

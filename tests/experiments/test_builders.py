@@ -9,6 +9,7 @@ import pytest
 
 from sim.engine.simulate import simulate
 from sim.errors import InputError
+from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
 from topology.cluster import Cluster
 
@@ -58,7 +59,9 @@ def cheapest(workload, mesh, hints):
 
 def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Setup:
     (tmp_path / "own.py").write_text(OWN)
-    selection = Setup(schedule=f"{tmp_path}/own.py:{function}", cluster="hgx-h100", gpus=4, set=set_, scope="attention")
+    selection = Setup(
+        schedule=OwnSchedule(f"{tmp_path}/own.py:{function}"), cluster="hgx-h100", gpus=4, set=set_, scope="attention"
+    )
     return dataclasses.replace(selection, **fields)  # type: ignore[arg-type]
 
 

@@ -119,7 +119,10 @@ def test_steps_stay_near_those_of_the_record(
 def test_every_option_comes_back(tmp_path: Path, options: dict[str, object]) -> None:
     sweep = CellSelection(cluster="hgx-h100", profile="mine.json", **options)  # type: ignore[arg-type]
     layers = sweep.layers if "layers" in options else 1
-    cells = [Cell(4, "layer", layers, "1K", "ring", 0.1), Cell(4, "layer", layers, "4K", "zigzag", 0.1)]
+    cells = [
+        Cell(4, "layer", layers, "1K", "ring", 0.1),
+        Cell(4, "layer", layers, "4K", "zigzag", 0.1, options=("schedule.messages=packed",)),
+    ]
     record = on_h100(sweep, cells)
     save_record(record, RECORD_FILE.at(tmp_path / "record.json"))
     save_cases(read_record(str(tmp_path / "record.json")), CASES_FILE.at(tmp_path / "cases.toml"))

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.pages.ladder_page import bars, page
 from sim.memory import TERMS
+from topology.cluster import load_cluster
 
 GIB = 2**30
 
@@ -37,9 +38,10 @@ def test_a_bar_is_as_long_as_its_term() -> None:
 
 
 def test_the_page_says_what_does_not_fit() -> None:
-    text = page("techniques of <a model>", ROWS, 80 * GIB)
+    text = page("techniques of <a model>", ROWS, load_cluster("hgx-h100"))
     assert "techniques of &lt;a model&gt;" in text
     assert "+ &lt;FSDP&gt;" in text
+    assert "peak allocated + 2.93 GiB beside it (driver, context, NCCL, allocator) + what is left = 80 GiB" in text
     assert re.findall(r'class="missed">([^<]*)', text) == ["-80 GiB"]
     assert ">none</td>" in text
     assert ">512K</td>" in text

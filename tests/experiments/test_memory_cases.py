@@ -64,7 +64,7 @@ def read(tmp_path: Path, more: str = "") -> CaseFile:
 
 @pytest.mark.gloo
 def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
-    found = predicted_memory(read(tmp_path))
+    found = predicted_memory(memory_cases(read(tmp_path)))
     rows = mark_rows(found)
     assert [row[-1] for row in rows] == [
         "right", "right", "wrong", "at the limit", "2 of 4 right, 1 at the limit, 1 wrong",
@@ -94,7 +94,7 @@ def test_longest_contexts_are_judged(tmp_path: Path) -> None:
             'schedule = "ring", longest = "64K", set = ["cluster.hbm.capacity_bytes=3000000000"]',
         )
     )
-    found = predicted_memory(read(tmp_path, more))[-3:]
+    found = predicted_memory(memory_cases(read(tmp_path, more)))[-3:]
     assert [one.longest for one in found] == [found[0].longest, 16 * 1024, 0]
     assert found[0].predicted_bytes == {"peak": sum(found[0].room.terms.values())}
     lengths = (found[0].longest or 0, (found[0].longest or 0) + 128 * 1024 // PER_OCTAVE)
@@ -128,7 +128,7 @@ def test_a_file_may_have_memory_alone(tmp_path: Path) -> None:
         ('{ schedule = "ring", longest = "64k tokens" }', "expected a positive whole number of tokens"),
         ('{ schedule = "ring", seq = "1K", longest = "64K" }', "leave out seq"),
         ('{ schedule = "ring", measured_gib = { optimiser = 0.0 } }', "expected sizes above 0"),
-        ('{ schedule = "mine.py:build", ran = true }', "case files take no Python file"),
+        ('{ schedule = "mine.py:build", ran = true }', "unknown schedule 'mine.py:build'.* no file names one"),
         ('{ schedule = "ring", ran = true, measured_s = 1.0 }', "measured_s"),
         ('{ schedule = "ring", ran = true, scope = "layer" }', "set scope to step"),
     ],
@@ -152,7 +152,7 @@ def test_validate_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 def test_upipes_marks() -> None:
     """None is wrong; Ulysses at 4M is at the limit. Peaks and states are within a tenth."""
-    found = predicted_memory(load_toml("case file", "upipe_h100", CaseFile, FOLDER, "`cases`"))
+    found = predicted_memory(memory_cases(load_toml("case file", "upipe_h100", CaseFile, FOLDER, "`cases`")))
     marks = {(one.case.about, one.case.setup.seq): one.judgement for one in found if one.case.ran is not None}
     assert len(marks) == 13
     assert [mark for mark, judgement in marks.items() if judgement != "right"] == [("usp", "4M")]
@@ -165,14 +165,14 @@ def test_upipes_marks() -> None:
 
 def test_files_without_memory_show_no_table() -> None:
     file = load_toml("case file", "usp_a100", CaseFile, FOLDER, "`cases`")
-    assert memory_tables(predicted_memory(file)) == []
+    assert memory_tables(predicted_memory(memory_cases(file))) == []
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mst_a100", "bpt_a100", "fpdt_a100"])
 def test_longest_contexts_that_were_published(name: str) -> None:
-    found = predicted_memory(load_toml("case file", name, CaseFile, FOLDER, "`cases`"))
+    found = predicted_memory(memory_cases(load_toml("case file", name, CaseFile, FOLDER, "`cases`")))
     judged = [row for row in [*longest_rows(found), *mark_rows(found)] if row[-1] in {"right", "wrong"}]
     assert len(judged) == len(found)
     assert {row[-1] for row in judged} == {"right"}

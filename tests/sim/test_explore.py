@@ -112,7 +112,7 @@ def test_a_journal_goes_on_where_it_stood(tmp_path: Path) -> None:
         )
         assert again.rows == whole.rows
         assert len(played) == len(lines) - 1 - max(0, kept.count(b"\n") - 1)
-        numbers = [number for line in path.read_bytes().splitlines()[1:] for number in json.loads(line)["numbers"]]
+        numbers = [number for line in path.read_bytes().splitlines()[1:] for number in json.loads(line[8:])["numbers"]]
         assert sorted(numbers) == list(range(6))
     with pytest.raises(InputError, match="6 rows of another sweep that was not finished"):
         longstep.explore(H100, {"seq": "32K"}, journal=path)

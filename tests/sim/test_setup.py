@@ -75,11 +75,11 @@ with open({str(ran)!r}, "a") as file:
 from sim.schedule.methods.ring import build
 """
     )
-    longstep.predict(f"{mine}:build", **SMALL)
+    longstep.predict(longstep.OwnSchedule(f"{mine}:build"), **SMALL)
     assert ran.read_text() == "once "
     workload = longstep.workload("tiny", "1K")
     with pytest.raises(InputError, match=r"schedule '.*mine.py:build' has no option layouts: it takes .*layout"):
-        longstep.build(f"{mine}:build", workload, 2, layouts="zigzag")
+        longstep.build(longstep.OwnSchedule(f"{mine}:build"), workload, 2, layouts="zigzag")
     assert ran.read_text() == "once once "
 
 

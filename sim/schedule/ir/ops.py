@@ -247,8 +247,8 @@ class Zero(_Kernel, frozen=True, kw_only=True):
 
 
 class Hold(_Kernel, frozen=True, kw_only=True):
-    """Nothing runs, but code holds these buffers here, though no op may use them any more: a function in Python does
-    until it returns.
+    """Nothing runs, but kernels behind it wait for what writes these buffers, as with wait() of a collective's work in
+    torch; and code holds them here, though no op may use them any more: a function in Python does until it returns.
     """
 
     meta = Meta("k", "hold", "other", "hold")

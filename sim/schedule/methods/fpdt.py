@@ -162,7 +162,11 @@ class _Tools:
     def __init__(self, builder: ProgramBuilder, ulysses: Communicator, own: int, options: FpdtOptions) -> None:
         self.b, self.options, self._over, self._own = builder, options, ulysses.name, own
         self._published = options.pipeline == "published"
-        trades = TradeOptions(overlap=not self._published, layout_copies="always" if self._published else "needed")
+        trades = (
+            TradeOptions(all_to_alls="host-sync", layout_copies="always")
+            if self._published
+            else TradeOptions(all_to_alls="async")
+        )
         self.trade = HeadTrade(builder, ulysses, trades)
         self._replicas = replicas_of(builder.workload.model, self.trade.size)
 

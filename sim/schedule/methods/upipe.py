@@ -4,8 +4,8 @@ A stage projects U query heads, sends one to each of U ranks, attends, and sends
 Heads are taken so that a rank's query head belongs to the key/value head that it holds: keys are projected and sent
 once, then serve all query heads of their group. Backward projects and sends q, k and v again, as published code does,
 sums dK and dV over the stages of a group, and adds up the gradient of what all were projected from. Inside each stage
-may be a ring. Stages follow each other, as in published code, which overlaps nothing (``overlap`` overlaps only copies
-with all-to-alls).
+may be a ring, whose hops overlap with attention. Stages follow each other, as in published code, whose all-to-alls
+block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from sim.workload import Workload, gradient_dtype
 class UPipeOptions(UspOptions):
     """Options of USP, whose stages these are, and of the stages."""
 
-    overlap: bool = False
     recompute: bool = True
     """Whether the backward pass sends q, k and v again, or keeps them."""
 

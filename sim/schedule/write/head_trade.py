@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sim.options import OverlapOptions
-from sim.schedule.ir.ops import AllToAll, Copy, Fold, HostSync
+from sim.options import LayerOptions
+from sim.schedule.ir.ops import AllToAll, Copy, Fold, Hold, HostSync
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import HEADS, TOKENS, Category, Split, View
 from sim.schedule.write.builder import ProgramBuilder
@@ -22,9 +22,13 @@ NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
-class TradeOptions(OverlapOptions):
+class TradeOptions(LayerOptions):
     """Options of trades."""
 
+    all_to_alls: Literal["blocking", "host-sync", "async"] = "blocking"
+    """Who waits for an all-to-all: every kernel behind it, as for any collective of torch's without async_op, which
+    yunchang (0.6.4 comm/all_to_all.py) and DeepSpeed (sequence/layer.py) call; the host, too, as with yunchang's
+    use_sync; or only what needs what it brings."""
     packed: bool = False
     """Whether q, k and v go in one all-to-all instead of three; of UPipe k and v, which its stages share."""
     layout_copies: Literal["needed", "always"] = "needed"
@@ -91,10 +95,11 @@ class HeadTrade:
     def _trade(self, parts: list[_Part]) -> list[View]:
         """Append the all-to-alls, one for all parts if packed, else one for each; return what they receive.
 
-        Unpacking comes last, so that it does not hold up the next one.
+        Each is unpacked behind it where it blocks; else all behind the last one, so that no copy holds up the next.
         """
         groups = [parts] if self._options.packed else [[part] for part in parts]
-        for group, arrived in [(group, self._all_to_all(group)) for group in groups]:
+        traded = ((group, self._all_to_all(group)) for group in groups)
+        for group, arrived in list(traded) if self._options.all_to_alls == "async" else traded:
             if arrived != group[0].recvs:
                 for part, place in zip(group, self._places(arrived, group), strict=True):
                     unpack = Fold if part.fold else Copy
@@ -117,7 +122,9 @@ class HeadTrade:
         direct = alone and not first.fold and b.parts_are_contiguous(first.recvs)
         recvs = first.recvs if direct else self._staging(f"{name} arrived", parts)
         b.add(AllToAll(label=f"all-to-all {name}", communicator=self._over.name, sends=sends, recvs=recvs))
-        if not self._options.overlap:
+        if self._options.all_to_alls == "blocking":
+            b.add(Hold(label=f"wait for {name}", held=(recvs.view,)))
+        elif self._options.all_to_alls == "host-sync":
             b.add(HostSync(label=f"wait for {name}", streams=(self._over.name,)))
         return recvs
 
