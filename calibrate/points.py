@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from sim.engine.channels import peer_of
 from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.kernel_table import series_size
 from sim.engine.tiles import use_of
@@ -45,7 +46,8 @@ class Predictor:
             return self._cost.kernel_seconds(0, use_of(point))[0]
         link, figures = point.variant, link_figures(self._cluster)
         now, spread = figures(link), spread_of(point, self._measured.spec.gpus_per_node)
-        found = self._transfers.seconds(point.kernel, link, spread, point.nbytes, figures)
+        peer = peer_of(self._cluster.spec, spread.nodes, spread.ranks) if point.kernel == "exchange" else None
+        found = self._transfers.seconds(point.kernel, link, spread, point.nbytes, figures, peer)
         if found:
             return found[1]
         if point.kernel not in _ONE_STEP:
@@ -59,4 +61,4 @@ class Predictor:
 
     @cached_property
     def _transfers(self) -> TransferTable:
-        return TransferTable(self._profile, link_figures(self._measured), self._measured.spec.gpus_per_node)
+        return TransferTable(self._profile, link_figures(self._measured), self._measured.spec)

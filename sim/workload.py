@@ -7,6 +7,9 @@ L layers · V vocabulary · P = U * R context-parallel degree (Ulysses x ring)
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,12 +19,16 @@ from sim.errors import InputError, unknown
 from sim.hugging_face import model_fields
 from sim.options import SumOptions
 from sim.patterns import Pattern
-from sim.presets import Name, converted, load_toml, read_bytes
+from sim.presets import Name, converted, load_toml, preset_names, read_bytes
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int64"]
 """What a buffer holds. Integers, as token ids and labels, are cut and moved, and never summed."""
 Scope = Literal["attention", "layer", "step"]
 Pass = Literal["forward", "backward", "both"]
+BiasName = Literal["qkv", "out", "mlp"]
+QkNormName = Literal["head", "all"]
+NormsName = Literal["after", "around"]
+MlpKind = Literal["geglu", "gelu"]
 MaskName = Literal["causal", "full"]
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8}
@@ -42,7 +49,16 @@ def accumulation_dtype(dtype: Dtype) -> Dtype:
     return dtype if dtype == "fp64" else "fp32"
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayerKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What layers of one kind have instead of what the model says of all."""
+
+    window: Count | msgspec.UnsetType = msgspec.UNSET
+    """A query sees itself and the W - 1 tokens before it."""
+    rope_theta: Rate | msgspec.UnsetType = msgspec.UNSET
+    rotary_dims: Annotated[int, Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """A decoder-only transformer."""
 
     name: Name
@@ -60,18 +76,65 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What RMSNorm adds to the mean square."""
     tied_embeddings: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether the embedding is the LM head, too (arXiv:1608.05859). Unset where it is not, for the reason of notes."""
+    biases: tuple[BiasName, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Which linear layers have a bias; unset for none, as are all that follow."""
+    qk_norm: QkNormName | msgspec.UnsetType = msgspec.UNSET
+    """Whether q and k are normed behind their projections: each head by itself with one weight for all (Qwen3,
+    arXiv:2505.09388 §2), or all heads as one (OLMo 2, arXiv:2501.00656 §3.3)."""
+    norms: NormsName | msgspec.UnsetType = msgspec.UNSET
+    """Where norms are: unset for those before attention and MLP; after them, before the residual (OLMo 2,
+    arXiv:2501.00656 §3.2); or around, both (Gemma 2, arXiv:2408.00118 §2)."""
+    mlp: MlpKind | msgspec.UnsetType = msgspec.UNSET
+    """What an MLP computes: unset for SwiGLU; the same with GELU (arXiv:2002.05202); or GELU of one product. GELU is
+    its approximation by tanh."""
+    rotary_dims: Annotated[int, Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+    """How many features of each head are rotated, the first ones; unset for all."""
+    kinds: Annotated[tuple[LayerKind, ...], Meta(min_length=1, max_length=MOST_LAYERS)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    """The kinds of the first layers, which repeat: windows layer by layer (arXiv:2408.00118 §2), layers without rotary
+    embedding (arXiv:2501.18795 §3)."""
+    parallel_residual: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether attention and MLP both read one norm of a layer's input (GPT-J; arXiv:2204.02311 §2)."""
+    attention_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What scores are multiplied by; unset for one over the root of head dim."""
+    attention_softcap: Rate | msgspec.UnsetType = msgspec.UNSET
+    """The largest score, towards which scores are bent by tanh (Gemma 2, arXiv:2408.00118 §2)."""
+    logit_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What logits are multiplied by."""
+    logit_softcap: Rate | msgspec.UnsetType = msgspec.UNSET
+    """As that of scores, of logits behind their scale."""
+    embedding_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What embeddings are multiplied by (arXiv:1706.03762 §3.4)."""
+    residual_scale: Rate | msgspec.UnsetType = msgspec.UNSET
+    """What attention and MLP are multiplied by before they are added to the residual (Granite)."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then
     it is not in the JSON of schedules, whose hashes are those of before there were notes."""
 
     def __post_init__(self) -> None:
-        """Raise InputError where query heads do not divide among the key/value heads."""
+        """Raise InputError where query heads do not divide among the key/value heads, or lines of the block do not go
+        together.
+        """
         if self.num_heads % self.num_kv_heads:
             allowed = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise InputError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: allowed are "
                 f"{', '.join(map(str, allowed))}; set it with `set` model.num_kv_heads=N"
+            )
+        if self.rotary_dims and (self.rotary_dims % 2 or self.rotary_dims > self.head_dim):
+            raise InputError(
+                f"rotary_dims {self.rotary_dims}: expected an even number of at most head_dim {self.head_dim}; set it "
+                f"in the model's file"
+            )
+        if self.parallel_residual and (self.norms or self.residual_scale):
+            raise InputError("parallel_residual with norms behind or residual_scale: allowed is one norm before both")
+        if self.norms and self.residual_scale:
+            raise InputError(f"residual_scale with norms {self.norms}: allowed is one of both")
+        if self.parallel_residual and {"out", "mlp"} <= {*(self.biases or ())}:
+            raise InputError(
+                "parallel_residual with biases of out and mlp, whose gradients are one: allowed is one of both"
             )
 
 
@@ -198,6 +261,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"`block_mask` and `pad`, or set `mask` causal"
             )
 
+    def of_layer(self, layer: int) -> Workload:
+        """Return the workload of a model all of whose layers are of the kind of one: itself where all are alike."""
+        kinds = self.model.kinds
+        return _of_kind(self, layer % len(kinds)) if kinds else self
+
+    def kinds(self, layers: int | None = None) -> tuple[tuple[Workload, int], ...]:
+        """Return the workload of each kind of layers, and how many of them there are of so many, by default its own."""
+        period = len(self.model.kinds or (None,))
+        count = self.layers if layers is None else layers
+        return tuple([(self.of_layer(one), len(range(one, count, period))) for one in range(period)])
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers have a window."""
+        return self.window is not None or any(one.window for one, _ in self.kinds())
+
     @property
     def document_lengths(self) -> tuple[int, ...]:
         """Tokens of each document; those of the sequence where it is one."""
@@ -224,6 +303,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.passes != "forward"
 
 
+@lru_cache(maxsize=256)
+def _of_kind(workload: Workload, number: int) -> Workload:
+    model, seq = workload.model, workload.seq
+    assert model.kinds
+    given = msgspec.structs.asdict(model.kinds[number])
+    own = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+    window = min(own.pop("window", seq), workload.window or seq)
+    alike = msgspec.structs.replace(model, kinds=msgspec.UNSET, **own)
+    return msgspec.structs.replace(workload, model=alike, window=window if window < seq else None)
+
+
 def gradient_dtype(workload: Workload, options: SumOptions) -> Dtype:
     """Return the data type in which partial gradients are summed and sent."""
     return accumulation_dtype(workload.dtype) if options.gradients == "fp32" else workload.dtype
@@ -238,9 +328,47 @@ def parse_length(text: str, where: str) -> int:
     return int(length)
 
 
-def load_model(name: str) -> ModelSpec:
-    """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it."""
+def load_model(name: str, ignored: Sequence[str] = ()) -> ModelSpec:
+    """Return the model of a preset, of a TOML file, or of a ``config.json`` as Hugging Face writes it, of which some
+    keys are ``ignored``.
+    """
     if name.endswith(".json"):
-        fields = model_fields(name, read_bytes("model", name, "`model`"))
+        fields = model_fields(name, read_bytes("model", name, "`model`"), ignored)
         return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
-    return load_toml("model", name, ModelSpec, "sim/models", "`model`")
+    if ignored:
+        raise InputError(f"`set` model.ignore={'+'.join(ignored)}: {name!r} is no config.json")
+    return load_toml("model", _preset(name), ModelSpec, _MODELS, "`model`")
+
+
+_MODELS = "sim/models"
+_IDLE = {"base", "chat", "hf", "instruct", "it", "meta"}
+"""Words of names that say how a model was trained on, which changes nothing here."""
+
+
+def spoken(name: str) -> str:
+    """Return what is left of a model's name without what people write one way or another.
+
+    >>> spoken("meta-llama/Meta-Llama-3.1-8B-Instruct"), spoken("llama3.1-8b")
+    ('llama3.18b', 'llama3.18b')
+    """
+    words = re.split("[-_ ]+", name.rpartition("/")[2].lower())
+    return "".join(word for word in words if word not in _IDLE)
+
+
+@lru_cache(maxsize=1)
+def _presets() -> dict[str, str]:
+    return {spoken(preset): preset for preset in preset_names(_MODELS)}
+
+
+def _preset(name: str) -> str:
+    """Return the preset that a name means, or a path as it is; raises InputError for a name as on a hub that is none
+    of both.
+    """
+    if name.endswith(".toml"):
+        return name
+    if spoken(name) in _presets():
+        return _presets()[spoken(name)]
+    of_hub = re.fullmatch(r"\w[\w.-]{0,99}/[\w.-]{1,100}", name) and not Path(name).exists()
+    if of_hub or "/" not in name:
+        raise unknown("model", name.rpartition("/")[2].lower(), [*preset_names(_MODELS), "FILE.toml"], "`model`")
+    return name

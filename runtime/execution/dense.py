@@ -7,6 +7,7 @@ where that can be; the names say so. What they hold beside their operands meanwh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple, assert_never
 
@@ -17,17 +18,25 @@ from sim.schedule.derive.workspace import LOSS_ROWS
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import (
     NO_LABEL,
+    BiasedGemm,
     CrossEntropy,
     Embed,
     EmbedBackward,
+    GeGlu,
+    GeGluBackward,
+    Gelu,
+    GeluBackward,
     Gemm,
     GemmForm,
+    MlpKernel,
     RmsNorm,
     RmsNormBackward,
     Rope,
+    Scale,
     SwiGlu,
     SwiGluBackward,
     TokenKernel,
+    TokenSum,
 )
 
 Tensor = torch.Tensor
@@ -38,9 +47,11 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     given = [storage.read(view) for view in op.reads]
     if isinstance(op, RmsNorm | RmsNormBackward):
         x, weight, *rest = given
+        if weight.shape[0] != x.shape[-1]:  # all heads as one
+            x, rest = x.flatten(2), [*rest[:1], *(dout.flatten(2) for dout in rest[1:])]
         found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
         for view, result in zip(op.writes, (found.out, found.second), strict=True):
-            storage.put(view, result)
+            storage.put(view, result.view(view.shape))
         return found.name
     if isinstance(op, EmbedBackward):
         dout, ids = given
@@ -48,22 +59,43 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         return "aten embedding dense backward"
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
-        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate)
+        bias = given[2] if isinstance(op, BiasedGemm) else None
+        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate, bias=bias)
+    if isinstance(op, TokenSum):
+        torch.sum(given[0], dim=(0, 1), out=results[0].view(given[0].shape[2:]))
+        return "aten sum"
     if isinstance(op, Rope):
-        return rope(results[0], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
-    if isinstance(op, SwiGlu):
-        return swiglu(given[0], given[1], results[0])
-    if isinstance(op, SwiGluBackward):
-        return swiglu_backward(given[0], given[1], given[2], results[0], results[1])
+        return rope(results[0][..., : op.rotated or None], op.tokens, op.theta, storage.rotations, inverse=op.inverse)
+    if isinstance(op, MlpKernel):
+        return _run_mlp_kernel(op, given, results)
+    if isinstance(op, Scale):
+        torch.mul(given[0], op.factor, out=results[0])
+        return "aten mul"
     if isinstance(op, CrossEntropy):
-        return cross_entropy(results[0], given[1], results[1], op.count)
+        return cross_entropy(results[0], given[1], results[1], op.count, op.scale or 1.0, op.softcap or None)
     if isinstance(op, Embed):
         torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
         return "aten index_select"
     assert_never(op)
 
 
-def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> str:
+def _run_mlp_kernel(op: MlpKernel, given: list[Tensor], results: list[Tensor]) -> str:
+    """Run what stands between the products of an MLP."""
+    if isinstance(op, SwiGlu):
+        return gated(given[0], given[1], results[0], _GELU if isinstance(op, GeGlu) else _SILU)
+    if isinstance(op, SwiGluBackward):
+        gate, up, dout = given
+        return gated_backward(gate, up, dout, results[0], results[1], _GELU if isinstance(op, GeGluBackward) else _SILU)
+    if isinstance(op, Gelu):
+        _GELU.forward(given[0], results[0])
+        return "aten gelu"
+    if isinstance(op, GeluBackward):
+        _GELU.backward(given[1], given[0], results[0])
+        return "aten gelu_backward"
+    assert_never(op)
+
+
+def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool, bias: Tensor | None = None) -> str:
     """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix. Where some
     tokens of each sequence do not lie in one piece, there is a product for each sequence, and no copy.
     """
@@ -75,11 +107,13 @@ def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool)
             adds = accumulate or number > 0  # all sequences make one sum
         else:
             right, into, adds = b if form == "nn" else b.T, other, accumulate
-        if adds:
+        if bias is not None:
+            torch.addmm(bias, left, right, out=into)
+        elif adds:
             into.addmm_(left, right)
         else:
             torch.mm(left, right, out=into)
-    name = "aten addmm_" if accumulate else "aten mm"
+    name = "aten addmm" if bias is not None else "aten addmm_" if accumulate else "aten mm"
     return name if len(products) == 1 else f"{name}, {len(products)} sequences apart"
 
 
@@ -109,7 +143,7 @@ class Normed(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Normed:
-    """Return the norm of x (B, S, E) by weight (E,), and what x was multiplied by."""
+    """Return the norm of x (B, S, E), or (B, S, H, D), by weight (E,), or (D,), and what x was multiplied by."""
     if not x.is_cpu:
         out, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, epsilon)  # noqa: SLF001 - what nn.RMSNorm runs
         return Normed(out, rstd.squeeze(-1), "aten fused rms norm")
@@ -129,7 +163,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> 
         dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, True])
         return Normed(dx, dweight, "aten fused rms norm backward")
     normed = x * scale
-    dweight = (dout * normed).sum(dim=(0, 1))
+    dweight = (dout * normed).sum(dim=tuple(range(x.dim() - 1)))
     grad = dout.to(normed.dtype, copy=True).mul_(weight)
     inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
     dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)
@@ -164,7 +198,9 @@ def _tables(
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> str:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, loss: Tensor, count: int, scale: float = 1.0, softcap: float | None = None
+) -> str:
     """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
     at a time.
     """
@@ -174,23 +210,50 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor, count: int) -> s
         label, out = label.squeeze(-1), out.squeeze(-1)  # noqa: PLW2901 - matrices of one column
         has = label != NO_LABEL
         index = label.clamp(min=0).unsqueeze(-1)
-        found = torch.log_softmax(row, dim=-1, dtype=loss.dtype)
+        row = row if scale == 1 else row.mul_(scale)  # noqa: PLW2901 - the same rows
+        bent = row if softcap is None else row.div_(softcap).tanh_() * softcap
+        found = torch.log_softmax(bent, dim=-1, dtype=loss.dtype)
         torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
         gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
+        if softcap is not None:
+            gradient.mul_(row.square_().neg_().add_(1))
+        gradient = gradient if scale == 1 else gradient.mul_(scale)
         row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
-        del found, gradient, has, index  # or they outlive the next ones' making
+        del bent, found, gradient, has, index  # or they outlive the next ones' making
     return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
 
 
-def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> str:
-    """Fill out = silu(gate) * up."""
-    torch.ops.aten.silu.out(gate, out=out).mul_(up)
-    return "aten silu, mul"
+class _Activation(NamedTuple):
+    """A function of each element of a gate."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor], Tensor]
+    """Of x, into out; returns that."""
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of dout and x, into dx."""
 
 
-def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> str:
+_SILU = _Activation(
+    "silu",
+    lambda x, out: torch.ops.aten.silu.out(x, out=out),
+    lambda dout, x, dx: torch.ops.aten.silu_backward.grad_input(dout, x, grad_input=dx),
+)
+_GELU = _Activation(
+    "gelu",
+    lambda x, out: torch.ops.aten.gelu.out(x, approximate="tanh", out=out),
+    lambda dout, x, dx: torch.ops.aten.gelu_backward.grad_input(dout, x, approximate="tanh", grad_input=dx),
+)
+
+
+def gated(gate: Tensor, up: Tensor, out: Tensor, by: _Activation) -> str:
+    """Fill out = silu(gate) * up, or with another activation."""
+    by.forward(gate, out).mul_(up)
+    return f"aten {by.name}, mul"
+
+
+def gated_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor, by: _Activation) -> str:
     """Fill dgate and dup."""
-    torch.ops.aten.silu.out(gate, out=dup).mul_(dout)
+    by.forward(gate, dup).mul_(dout)
     torch.mul(dout, up, out=dgate)
-    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-    return "aten silu, 2 mul, silu_backward"
+    by.backward(dgate, gate, dgate)
+    return f"aten {by.name}, 2 mul, {by.name}_backward"

@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +21,7 @@ from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
+from sim.schedule.model.block import BIASES
 from sim.schedule.model.scope import tensor_of, units, updated
 from sim.workload import Workload
 
@@ -59,18 +59,24 @@ def global_labels(span: Span, workload: Workload) -> torch.Tensor:
 
 
 def global_weight(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
-    """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
-    shape = tensor_of(name).shape(workload.model)
+    """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); (E,), of norms around one, of biases around
+    zero.
+    """
+    tensor = tensor_of(name, workload.model)
+    shape = tensor.shape(workload.model)
     drawn = _normal(f"{name} of {layer}", shape, workload, device)
-    scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
-    return scaled.to(TORCH_DTYPE[workload.dtype])
+    if len(shape) == 2:
+        drawn.mul_(shape[0] ** -0.5)
+    else:
+        drawn.mul_(0.1).add_(0 if tensor in BIASES else 1)
+    return drawn.to(TORCH_DTYPE[workload.dtype])
 
 
 def global_state(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
-    about 1e-3. The ``device`` that makes it changes no bit.
+    about 1e-3. The ``device`` that makes it changes no bit: nothing is divided, since CUDA multiplies by a reciprocal.
     """
-    tensor = tensor_of(name)
+    tensor = tensor_of(name, workload.model)
     if tensor.kind == "moment":
         drawn = _normal(f"{name} of {layer}", tensor.shape(workload.model), workload, device)
         return drawn.mul_(1e-3) if name.startswith("first") else drawn.abs_().add_(1).mul_(1e-3).square_()
@@ -120,10 +126,11 @@ def fill_inputs(
     is called after every port.
     """
     model, whole = workload.model, Span(0, workload.seq)
+    scale, cap = model.attention_scale or None, model.attention_softcap or None
     weights: dict[tuple[object, ...], View] = {}
     for port in ports:
         advance()
-        if tensor_of(port.tensor).of_weight:
+        if tensor_of(port.tensor, workload.model).of_weight:
             first = weights.setdefault((port.name, port.tokens, port.features), port.view)
             if first == port.view:
                 storage.write(first).copy_(
@@ -155,7 +162,7 @@ def fill_inputs(
         parts = []
         for span in port.tokens:
             q = global_tokens("q", span, model.num_heads, drawn).double()[own, :, list(heads)]
-            part = attention(q, k, v, None, mask_of(workload), range(*span))
+            part = attention(q, k, v, None, mask_of(workload.of_layer(0)), range(*span), scale=scale, cap=cap)
             parts.append(part.out if port.tensor == "out" else part.lse)
         storage.write(port.view).copy_(torch.cat(parts, dim=1 if port.tensor == "out" else 2))
 
@@ -163,32 +170,31 @@ def fill_inputs(
 def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
     whole, model, linear = Span(0, workload.real_seq), workload.model, workload.attention == "linear"
+    kinds = [(one.model, mask_of(one)) for one in map(workload.of_layer, range(workload.layers))]
     weights = [
         {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
         for unit in units(workload)
     ]
     if workload.scope == "layer":
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
-        return layers(weights, x, dx if workload.backward else None, model, mask_of(workload), linear=linear)
+        return layers(weights, x, dx if workload.backward else None, kinds, linear=linear)
     if workload.scope == "step":
         losses, gradients = step(
             weights,
             global_ids(whole, workload),
             global_labels(whole, workload),
-            model,
-            mask_of(workload),
+            kinds,
             linear=linear,
         )
         return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
-    exact = linear_attention if linear else _softmax_attention
-    found = exact(q, k, v, dout, mask_of(workload))
+    if linear:
+        found = linear_attention(q, k, v, dout, kinds[0][1])
+    else:
+        scale, cap = model.attention_scale or None, model.attention_softcap or None
+        found = attention(q, k, v, dout, kinds[0][1], scale=scale, cap=cap)._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}
-
-
-def _softmax_attention(*given: Any) -> dict[str, torch.Tensor]:
-    return attention(*given)._asdict()
 
 
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:

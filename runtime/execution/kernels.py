@@ -14,7 +14,7 @@ from runtime.execution.linear import linear_backward, linear_forward, state_prod
 from runtime.execution.packed import packed_backward, packed_forward
 from runtime.execution.state import run_state_kernel
 from runtime.execution.tensors import Storage
-from runtime.execution.unfused import chunked_backward, chunked_forward, standard_backward, standard_forward
+from runtime.execution.unfused import Capped, chunked_backward, chunked_forward, standard_backward, standard_forward
 from sim.schedule.derive.tiles import ends, tiles
 from sim.schedule.ir import ops
 from sim.schedule.ir.views import Split
@@ -136,7 +136,8 @@ def _index(order: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str:
     """Run attention of one block."""
     q, k, v = (storage.read(view) for view in op.reads)
-    name = attention.name
+    attention = Capped(op.softcap) if op.softcap else attention
+    q, name = q * _factor(op) if op.scale else q, attention.name
     results: tuple[torch.Tensor, ...]
     if parts := ops.parts_of(op):
         results = packed_forward(attention, (q, k, v), parts)
@@ -158,6 +159,8 @@ def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: Attent
     q, k, v, lse, dout = (storage.read(view) for view in (op.q, op.k, op.v, op.lse, op.dout))
     given = op.delta or op.out
     assert given is not None  # see wellformed
+    attention = Capped(op.softcap) if op.softcap else attention
+    q = q * _factor(op) if op.scale else q
     delta, name = storage.read(given), attention.name
     if op.kernel == "flash":
         out = delta
@@ -179,9 +182,17 @@ def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: Attent
             grads, name = standard_backward(q, k, v, delta, dout, storage.read(op.probs)), "eager attention"
         else:
             assert_never(op.kernel)
+    if op.scale:
+        grads[0].mul_(_factor(op))
     for view, grad in zip(op.writes, grads, strict=True):
         storage.put(view, grad)
     return name
+
+
+def _factor(op: ops.Attend | ops.AttendBackward) -> float:
+    """Return what queries are multiplied by, so that kernels that scale by the root of D scale as an op says."""
+    assert op.scale
+    return float(op.scale * op.q.shape[3] ** 0.5)
 
 
 def parts(split: Split, storage: Storage) -> torch.Tensor:

@@ -24,6 +24,10 @@ _NOTHING = 1e-12
 """What rounding in fp64 leaves of a tensor that is zero."""
 
 
+Kind = tuple[ModelSpec, Mask]
+"""What a layer is: the model's figures and the mask."""
+
+
 class Reference(NamedTuple):
     """Global tensors in fp64. out, dq: (B, S, H, D); dk, dv: (B, S, H_kv, D); lse: (B, H, S)."""
 
@@ -35,7 +39,15 @@ class Reference(NamedTuple):
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, mask: Mask, positions: range | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    mask: Mask,
+    positions: range | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Reference:
     """Return attention of q (B, S_q, H, D) to k, v (B, S_k, H_kv, D) and, if dout is given, its gradients.
 
@@ -45,13 +57,15 @@ def attention(
     group = q.shape[2] // k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    scale = q.shape[-1] ** -0.5
+    scale = scale or q.shape[-1] ** -0.5
     for begin in range(0, q.shape[1], _QUERIES):
         some = slice(begin, begin + _QUERIES)
         keep = _kept(mask, (positions or range(q.shape[1]))[some], k.shape[1])
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[2])):
             g = h // group
-            scores = (q[b, some, h] @ k[b, :, g].T * scale).masked_fill_(~keep, -torch.inf)
+            bent = _bent(q[b, some, h] @ k[b, :, g].T * scale, cap)
+            slope = scale if cap is None else scale * (1 - (bent / cap) ** 2)
+            scores = bent.masked_fill(~keep, -torch.inf)
             lse[b, h, some] = torch.logsumexp(scores, dim=-1)
             weights = scores.sub_(lse[b, h, some, None]).exp_().masked_fill_(~keep, 0.0)
             out[b, some, h] = weights @ v[b, :, g]
@@ -59,7 +73,7 @@ def attention(
                 do = dout[b, some, h]
                 dv[b, :, g] += weights.T @ do
                 delta = (do * out[b, some, h]).sum(dim=-1, keepdim=True)
-                ds = weights.mul_(do @ v[b, :, g].T - delta).mul_(scale)
+                ds = weights.mul_(do @ v[b, :, g].T - delta).mul_(slope)
                 dq[b, some, h] = ds @ k[b, :, g]
                 dk[b, :, g] += ds.T @ q[b, some, h]
     return Reference(out, lse, dq, dk, dv)
@@ -76,17 +90,19 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) 
     return {"out": out.detach(), "dq": _gradient(q), "dk": _gradient(k), "dv": _gradient(v)}
 
 
-def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool) -> Tensor:
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, linear: bool, scale: float | None = None, cap: float | None = None
+) -> Tensor:
     """Return (B, H, S, D) of q (B, H, S, D) and k, v (B, H_kv, S, D), with softmax or without."""
     group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, dim=1).mT * q.shape[-1] ** -0.5
+    scores = _bent(q @ k.repeat_interleave(group, dim=1).mT * (scale or q.shape[-1] ** -0.5), cap)
     keep = _kept(mask, range(q.shape[2]), q.shape[2])
     weights = scores.masked_fill(~keep, 0.0) if linear else scores.masked_fill(~keep, -torch.inf).softmax(dim=-1)
     return weights @ v.repeat_interleave(group, dim=1)
 
 
 def layers(
-    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, model: ModelSpec, mask: Mask, *, linear: bool
+    weights: list[dict[str, Tensor]], x: Tensor, dx: Tensor | None, kinds: list[Kind], *, linear: bool
 ) -> dict[tuple[str, int], Tensor]:
     """Return what leaves a stack of Llama's layers and, if its gradient dx (B, S, E) is given, all gradients.
 
@@ -95,8 +111,8 @@ def layers(
     """
     first = x.requires_grad_()
     _learn(weights)
-    for of_layer in weights:
-        x = _layer(of_layer, x, model, mask, linear=linear)
+    for of_layer, kind in zip(weights, kinds, strict=True):
+        x = _layer(of_layer, x, *kind, linear=linear)
     found = {("x", len(weights)): x.detach()}
     if dx is not None:
         x.backward(dx)
@@ -107,7 +123,7 @@ def layers(
 
 
 def step(
-    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, model: ModelSpec, mask: Mask, *, linear: bool
+    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, kinds: list[Kind], *, linear: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
@@ -115,15 +131,21 @@ def step(
     """
     _learn(weights)
     first, *inner = weights
+    model, _ = kinds[0]
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
-    x = torch.nn.functional.embedding(ids, first["w_embed"])
-    for of_layer in inner:
-        x = _layer(of_layer, x, model, mask, linear=linear)
+    x = torch.nn.functional.embedding(ids, first["w_embed"]) * (model.embedding_scale or 1)
+    for of_layer, kind in zip(inner, kinds, strict=True):
+        x = _layer(of_layer, x, *kind, linear=linear)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
+    logits = _bent(logits * (model.logit_scale or 1), model.logit_softcap or None)
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
     flat = [torch.cat([_gradient(weight).flatten() for weight in unit.values()]) for unit in weights]
     return loss.detach(), flat
+
+
+def _bent(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def adamw(states: list[list[Tensor]], gradients: list[Tensor]) -> list[list[Tensor]]:
@@ -159,30 +181,60 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
     heads, kv_heads = model.num_heads, model.num_kv_heads
 
     def norm(tokens: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(tokens, (model.embed_dim,), weight, model.norm_epsilon)
+        return torch.nn.functional.rms_norm(tokens, weight.shape, weight, model.norm_epsilon)
+
+    def linear_of(tokens: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.linear(tokens, w[name].T, w.get(f"b{name.removeprefix('w')}"))
 
     def split(tokens: Tensor, count: int) -> Tensor:
         return tokens.unflatten(-1, (count, model.head_dim)).transpose(1, 2)
 
-    h = norm(x, w["norm1"])
-    q, k = (_turned(split(h @ w[name], count), model, mask) for name, count in (("wq", heads), ("wk", kv_heads)))
-    v = split(h @ w["wv"], kv_heads)
-    out = _weighted(q, k, v, mask, linear=linear)
-    x = x + out.transpose(1, 2).flatten(2) @ w["wo"]
-    h = norm(x, w["norm2"])
-    return x + (torch.nn.functional.silu(h @ w["w_gate"]) * (h @ w["w_up"])) @ w["w_down"]
+    def query_or_key(tokens: Tensor, which: str, count: int) -> Tensor:
+        made = linear_of(tokens, f"w{which}")
+        if model.qk_norm == "all":
+            made = norm(made, w[f"norm_all_{which}"])
+        by_head = split(made, count)
+        if model.qk_norm == "head":
+            by_head = norm(by_head, w[f"norm_{which}"])
+        return _turned(by_head, model, mask)
+
+    def activated(tokens: Tensor) -> Tensor:
+        if model.mlp == "gelu":
+            return torch.nn.functional.gelu(linear_of(tokens, "w_up"), approximate="tanh")
+        gate, up = linear_of(tokens, "w_gate"), linear_of(tokens, "w_up")
+        return up * (
+            torch.nn.functional.gelu(gate, approximate="tanh") if model.mlp else torch.nn.functional.silu(gate)
+        )
+
+    def normed(tokens: Tensor, name: str) -> Tensor:
+        return norm(tokens, w[name]) if name in w else tokens
+
+    h = normed(x, "norm1")
+    q, k = query_or_key(h, "q", heads), query_or_key(h, "k", kv_heads)
+    v = split(linear_of(h, "wv"), kv_heads)
+    scale, cap = model.attention_scale or None, model.attention_softcap or None
+    out = _weighted(q, k, v, mask, linear=linear, scale=scale, cap=cap)
+    attended = linear_of(out.transpose(1, 2).flatten(2), "wo")
+    if model.parallel_residual:
+        return x + attended + linear_of(activated(h), "w_down")
+    factor = model.residual_scale or 1
+    x = x + factor * normed(attended, "post_norm1")
+    return x + factor * normed(linear_of(activated(normed(x, "norm2")), "w_down"), "post_norm2")
 
 
 def _turned(x: Tensor, model: ModelSpec, mask: Mask) -> Tensor:
     """Return (B, H, S, D) with rotary embedding, as complex numbers (arXiv:2104.09864 §3.2.2), halves paired."""
-    low, high = x.chunk(2, dim=-1)
-    frequencies = model.rope_theta ** (-torch.arange(0, model.head_dim, 2, dtype=x.dtype) / model.head_dim)
+    if model.rotary_dims == 0:
+        return x
+    rotated = model.rotary_dims or model.head_dim
+    low, high = x[..., :rotated].chunk(2, dim=-1)
+    frequencies = model.rope_theta ** (-torch.arange(0, rotated, 2, dtype=x.dtype) / rotated)
     positions = torch.arange(x.shape[2])
     if isinstance(mask, Documents):
         positions -= torch.tensor(mask.edges)[_document(positions, mask)]
     angles = torch.outer(positions.to(x.dtype), frequencies)
     turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    return torch.cat([turned.real, turned.imag, x[..., rotated:]], dim=-1)
 
 
 def _kept(mask: Mask, queries: range, num_keys: int) -> Tensor:

@@ -86,6 +86,43 @@ def chunked_backward(saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout:
     return Backward(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype))
 
 
+class Capped:
+    """Attention whose scores are bent by tanh (arXiv:2408.00118 §2), written out: torch has no fused kernel for it."""
+
+    name = "eager attention with a soft-cap"
+
+    def __init__(self, cap: float) -> None:
+        self._cap = cap
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Forward:
+        """See AttentionKernel."""
+        scores = self._scores(q, k, band)
+        lse = torch.logsumexp(scores, dim=-1)
+        probs = scores.sub_(_finite(lse)[..., None]).exp_().to(q.dtype)
+        return Forward(_rows(_grouped(probs, k.shape[2]) @ v.transpose(1, 2), q.shape[2]), lse)
+
+    def backward(self, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dout: Tensor, band: Band) -> Backward:
+        """See AttentionKernel: the slope of tanh is that of what has been bent."""
+        q, k, v, out, lse = saved
+        scores = self._scores(q, k, band)
+        probs = (scores - _finite(lse)[..., None]).exp_().to(q.dtype)
+        slope = 1 - scores.masked_fill_(scores == -torch.inf, 0.0).div_(self._cap).square_()
+        delta = (out * dout).sum(dim=-1).transpose(1, 2)
+        kv_heads = k.shape[2]
+        grouped = _grouped(dout.transpose(1, 2), kv_heads)
+        dprobs = (grouped @ v.transpose(1, 2).mT).view(probs.shape)
+        dscores = _grouped((dprobs - delta[..., None]).mul_(probs).mul_(slope).mul_(q.shape[-1] ** -0.5), kv_heads)
+        dscores = dscores.to(q.dtype)
+        dq = _rows(dscores @ k.transpose(1, 2), q.shape[2])
+        dk = dscores.mT @ _grouped(q.transpose(1, 2), kv_heads)
+        dv = _grouped(probs, kv_heads).mT @ grouped
+        return Backward(dq, dk.transpose(1, 2), dv.transpose(1, 2))
+
+    def _scores(self, q: Tensor, k: Tensor, band: Band) -> Tensor:
+        scores = _scores(q, k, Band())
+        return scores.div_(self._cap).tanh_().mul_(self._cap).add_(_scores(torch.zeros_like(q), k, band))
+
+
 def _at(band: Band, row: int, column: int) -> Band:
     """Return a band as a chunk sees it that begins at a row and a column."""
     left = None if band.left is None else band.left - row + column

@@ -50,19 +50,19 @@ def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
 
 def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
     """Return what a port holds of a global tensor, without padding."""
-    if tensor_of(port.tensor).of_weight:
+    if tensor_of(port.tensor, workload.model).of_weight:
         return shard_of(whole, port)
     whole = whole[port.batch.start : port.batch.stop]
     tokens = torch.cat([torch.arange(*span) for span in port.tokens])
     tokens, heads = tokens[tokens < workload.real_seq], torch.arange(*port.heads)
-    if tensor_of(port.tensor).heads(workload.model) is None:
+    if tensor_of(port.tensor, workload.model).heads(workload.model) is None:
         return whole[:, tokens]
     return whole[:, heads][:, :, tokens] if port.tensor == "lse" else whole[:, tokens][:, :, heads]
 
 
 def _real(held: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
     """Return what a port holds, without padding."""
-    if tensor_of(port.tensor).of_weight or not workload.padding:
+    if tensor_of(port.tensor, workload.model).of_weight or not workload.padding:
         return held
     keep = torch.cat([torch.arange(*span) for span in port.tokens]) < workload.real_seq
     return held[:, :, keep] if port.tensor == "lse" else held[:, keep]

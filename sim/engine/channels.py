@@ -11,12 +11,13 @@ MiB, 8 and 16 channels (oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/cb_8_g01
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
 from sim.schedule.ir.ops import AllReduce, AllToAll, CollectiveName
 from topology.cluster import Cluster
-from topology.specs import LinkSpec
+from topology.specs import ClusterSpec, LinkSpec
 
 _BYTES_A_CHANNEL = 512 * 64
 """Of a collective with fewer bytes for each channel fewer channels run: 64 for each of the 512 threads of a block."""
@@ -30,7 +31,6 @@ class _Communicator(NamedTuple):
     link: LinkSpec | None
     """The slowest that its ranks need to reach each other."""
     chunk: int
-    nodes: int
 
 
 def cores_of_threads(cluster: Cluster, ranks: tuple[int, ...]) -> float:
@@ -63,42 +63,85 @@ def held_by_collective(cluster: Cluster, name: CollectiveName, ranks: tuple[int,
     if len(ranks) == 1:
         return 0.0
     moved = nbytes if name == AllReduce.name else nbytes * len(ranks)
-    return float(min(_communicator(cluster, ranks).channels, max(1, moved // _BYTES_A_CHANNEL)))
+    found = _communicator(cluster.spec, nodes_of(cluster, ranks), len(ranks))
+    return float(min(found.channels, max(1, moved // _BYTES_A_CHANNEL)))
+
+
+class Peer(NamedTuple):
+    """The channels of messages to one peer, within some communicator."""
+
+    least: int
+    most: int
+    smallest: int
+    """Bytes below which a channel less runs, of ``least``."""
+    largest: int
+    """Bytes of a channel beyond which there are twice as many, up to ``most``."""
+
+    def channels(self, nbytes: float) -> int:
+        """Return the channels of a message of so many bytes."""
+        found = max(1, min(self.least, math.ceil(nbytes / self.smallest)))
+        while nbytes > found * self.largest and 2 * found <= self.most:
+            found *= 2
+        return found
+
+    def busiest(self, nbytes: float) -> float:
+        """Return the bytes of the busiest channel of a message of so many bytes, or of a smaller one."""
+        channels = self.channels(nbytes)
+        return max(nbytes / channels, self.largest if channels > self.least else 0)
+
+    def apart(self, other: Peer) -> float:
+        """Return how many octaves two lie apart."""
+        return abs(math.log2(self.least / other.least)) + abs(math.log2(self.most / other.most))
+
+    def has_fewer(self, other: Peer) -> bool:
+        """Return whether messages of some size have fewer channels than with another one."""
+        return self.least < other.least or self.most < other.most
+
+
+def peer_of(spec: ClusterSpec, nodes: int, ranks: int) -> Peer | None:
+    """Return what NCCL gives messages within a communicator of so many ranks on so many nodes: the fewer channels the
+    more ranks there are, and inside a node as many as over NICs if there are several nodes. None where links say no
+    ``peer_sms``.
+    """
+    channels, link, chunk = _communicator(spec, nodes, ranks)
+    if spec.gpu.kind == "cpu" or link is None or link.peer_sms is None or not channels:
+        return None
+    every = _power_of_2(channels)
+    least = most = min(_power_of_2(link.peer_sms), every)
+    while least * ranks > every and least > 1:
+        least //= 2
+    while most * ranks > 4 * every and most > 1:
+        most //= 2
+    return Peer(least, most, chunk // 8, chunk * 32) if nodes == 1 else Peer(least, most, chunk // 2, chunk)
 
 
 def held_by_messages(cluster: Cluster, group: tuple[int, ...], peers: int, nbytes: int) -> float:
     """Return the SMs that an Exchange holds within a communicator: with so many peers, its largest message of so many
     bytes.
     """
-    if cluster.spec.gpu.kind == "cpu":
+    spec, nodes = cluster.spec, nodes_of(cluster, group)
+    if spec.gpu.kind == "cpu":
         return 0.0
-    channels, link, chunk, nodes = _communicator(cluster, group)
-    if link is None or link.peer_sms is None or not channels:
-        return float(channels)
-    every = _power_of_2(channels)
-    least = most = min(_power_of_2(link.peer_sms), every)
-    while least * len(group) > every and least > 1:
-        least //= 2
-    while most * len(group) > 4 * every and most > 1:
-        most //= 2
-    smallest, largest = (chunk // 8, chunk * 32) if nodes == 1 else (chunk // 2, chunk)
-    of_peer = max(1, min(least, -(-nbytes // smallest)))
-    while nbytes > of_peer * largest and 2 * of_peer <= most:
-        of_peer *= 2
-    return float(min(of_peer * peers, every, cluster.spec.gpu.sms - 1))
+    every, peer = _communicator(spec, nodes, len(group)).channels, peer_of(spec, nodes, len(group))
+    if peer is None:
+        return float(every)
+    return float(min(peer.channels(nbytes) * peers, _power_of_2(every), spec.gpu.sms - 1))
 
 
-def _communicator(cluster: Cluster, ranks: tuple[int, ...]) -> _Communicator:
-    spec = cluster.spec
-    channels, nodes = spec.gpu.communication_sms, len({cluster.devices[rank].node for rank in ranks})
+def nodes_of(cluster: Cluster, ranks: tuple[int, ...]) -> int:
+    """Return on how many nodes some ranks are."""
+    return len({cluster.devices[rank].node for rank in ranks})
+
+
+def _communicator(spec: ClusterSpec, nodes: int, ranks: int) -> _Communicator:
+    channels = spec.gpu.communication_sms
     if nodes == 1:
-        joined = {cluster.devices[rank].number // spec.gpus_per_nvlink for rank in ranks}
-        nvlink = spec.nvlink if len(joined) == 1 else None
-        return _Communicator(channels, nvlink or spec.pcie, _CHUNK * 4 if nvlink else _CHUNK, nodes)
+        nvlink = None if spec.bridged_gpus and ranks > spec.bridged_gpus else spec.nvlink
+        return _Communicator(channels, nvlink or spec.pcie, _CHUNK * 4 if nvlink else _CHUNK)
     if spec.nic and spec.nic.peer_sms is not None:
-        nics = -(-len(ranks) * (spec.nic.per_node or spec.gpus_per_node) // (nodes * spec.gpus_per_node))
+        nics = -(-ranks * (spec.nic.per_node or spec.gpus_per_node) // (nodes * spec.gpus_per_node))
         channels = min(channels, spec.nic.peer_sms * nics)
-    return _Communicator(channels, spec.nic, _CHUNK, nodes)
+    return _Communicator(channels, spec.nic, _CHUNK)
 
 
 def _power_of_2(count: int) -> int:

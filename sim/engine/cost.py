@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from sim.engine.algorithms import slowest_link
-from sim.engine.channels import cores_of_threads, held_by_collective, held_by_messages
+from sim.engine.channels import Peer, cores_of_threads, held_by_collective, held_by_messages, peer_of
 from sim.engine.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
 from sim.engine.kernel_table import KernelTable
 from sim.engine.least import least_seconds, needs
@@ -71,6 +71,8 @@ class _Moving(NamedTuple):
     """Bytes per link of what a node does by itself: those of ``load``, of sums those of its own."""
     unlike: str = ""
     """The algorithm that was asked for, if it is another than measured collectives are taken to have run."""
+    peer: Peer | None = None
+    """The channels of a message, as NCCL gives them."""
 
 
 class _Like(NamedTuple):
@@ -97,16 +99,17 @@ class CostModel:
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
         self._alike = cluster.spec.fabric is None and not cluster.uneven
         """Whether messages between like places of any nodes take as long."""
-        self._like: dict[tuple[float, ...], _Like] = {}
-        """By places in nodes, bytes and spread of a message."""
+        self._like: dict[Hashable, _Like] = {}
+        """By places in nodes, bytes, spread and channels of a message."""
         self._passing: dict[Hashable, _Like] = {}
-        """By what it passes, bytes and spread of a message."""
+        """By what it passes, bytes, spread and channels of a message."""
         self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._host_copy_cache: dict[tuple[int, str, int], Activity] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
         self.held_by_messages = cache(partial(held_by_messages, cluster))
         self.held_by_collective = cache(partial(held_by_collective, cluster))
         self.threads = cache(partial(cores_of_threads, cluster))
+        self._peer = cache(partial(peer_of, cluster.spec))
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
         self._waits_s: dict[str, float] = {}
@@ -114,10 +117,10 @@ class CostModel:
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
         if profile is not None:
-            measured_on = measured_cluster(profile).gpu.name
-            if measured_on != cluster.spec.gpu.name:
+            measured_on = measured_cluster(profile).gpu
+            if measured_on.chip != cluster.spec.gpu.chip:
                 raise InputError(
-                    f"profile {profile.name!r} is of {measured_on!r}, but cluster {cluster.spec.name!r} has "
+                    f"profile {profile.name!r} is of {measured_on.name!r}, but cluster {cluster.spec.name!r} has "
                     f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
             self._kernels, self._transfers = _tables(profile)
@@ -152,6 +155,14 @@ class CostModel:
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
         return self._seconds(self._peak(rank, use), use)
+
+    def peak_share(self, use: KernelUse) -> float:
+        """Return which share of the solo time of a kernel its FLOPs take at the peak, on the slowest device, where what
+        it takes beside them counts least.
+        """
+        peak = self._peak(min(self._cluster.devices, key=lambda device: device.speed).number, use)
+        seconds, _ = self._seconds(peak, use)
+        return min(1.0, use.flops / peak / seconds) if seconds > 0 else 0.0
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:
@@ -262,15 +273,18 @@ class CostModel:
         if counted is None:  # kept with the group itself, so that no other one gets its id
             counted = self._counted[id(group)] = (group, Counter(self._cluster.devices[rank].node for rank in group))
         per_node, nodes = (counted[1][here.node], 1) if near else (len(group) / len(counted[1]), len(counted[1]))
+        peer = self._peer(len(counted[1]), len(group))
         passed, places = (*route.resources, here.hbm, there.hbm), self._cluster.spec.gpus_per_node
-        key = (here.number % places, there.number % places, near, nbytes, per_node, nodes)
+        alike = (near, nbytes, per_node, nodes, peer)
+        key = (here.number % places, there.number % places, *alike)
         like = self._like.get(key)
         if like is None:
-            by_kind = (self._kinds(passed), route[1:], near, nbytes, per_node, nodes) if self._alike else None
+            by_kind = (self._kinds(passed), route[1:], *alike) if self._alike else None
             like = self._passing.get(by_kind)
             if like is None:
+                self._note_channels(peer, len(counted[1]), len(group))
                 moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
-                activity = self._moving(moving)
+                activity = self._moving(moving._replace(peer=peer))
                 if not (self._alike and self.cuda and isinstance(activity[-1], Flow)):
                     return activity
                 of_places = [(passed.index(resource), amount) for resource, amount in activity[-1].demands]
@@ -278,6 +292,16 @@ class CostModel:
             self._like[key] = like
         demands = tuple(sorted([(passed[place], amount) for place, amount in like.demands]))
         return (*like.before, Flow(like.seconds, demands))
+
+    def _note_channels(self, peer: Peer | None, nodes: int, ranks: int) -> None:
+        """Note where messages within a communicator over nodes have fewer channels than between two ranks."""
+        pair = self._peer(2, 2)
+        if nodes > 1 and peer and pair and peer.has_fewer(pair):
+            self.notes.add(
+                f"exchange among {ranks} ranks: NCCL gives a message {peer.most} channel{'s' * (peer.most > 1)}, and "
+                f"{pair.most} among fewer ranks, where hops are faster; communicators of two have them (`set` "
+                "schedule.messages=packed-separate)"
+            )
 
     def _kinds(self, passed: tuple[int, ...]) -> Hashable:
         """Return what messages have in common that pass as many resources of the same kinds and rates."""
@@ -368,7 +392,7 @@ class CostModel:
             busiest = float(what.memory_bytes) if copies else busiest  # of which tiers of the host take a share each
             figures = self._figures_of(limits, self._further_s(what.ranks))
             if not what.unlike:
-                found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures)
+                found = self._transfers.seconds(what.kernel, link, what.spread, busiest, figures, what.peer)
             if found:
                 delay_s, total_s, note = found
                 flow_s = max(total_s, what.least_s) - delay_s
@@ -496,7 +520,7 @@ def _tables(profile: Profile) -> tuple[KernelTable, TransferTable | None]:
     kernels = KernelTable(profile, figures, spec.gpu.sms, spec.gpu.power_w)
     if not transfers:
         return kernels, None
-    return kernels, TransferTable(profile, link_figures(Cluster(spec)), spec.gpus_per_node)
+    return kernels, TransferTable(profile, link_figures(Cluster(spec)), spec)
 
 
 def link_figures(cluster: Cluster) -> Callable[[str], Figures]:

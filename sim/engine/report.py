@@ -176,7 +176,8 @@ def _model_flops(checked: Checked) -> float:
     workload = checked.schedule.header.workload
     whole = msgspec.structs.replace(workload, passes="both", seq=workload.real_seq, padding=0)
     alone = msgspec.structs.replace(whole, scope="attention", layers=1, passes="forward")
-    forward = workload.layers * attention_flops(alone) + gemm_flops(whole) / 3
+    attends = sum(attention_flops(one) * count for one, count in alone.kinds(workload.layers))
+    forward = attends + gemm_flops(whole) / 3
     return forward * (workload.forward + 2 * workload.backward)
 
 

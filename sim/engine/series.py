@@ -130,6 +130,15 @@ class Curve(_Measured):
         """Return the time on a machine with the figures ``now``."""
         return self.delay_s(now) + nbytes / (now.bytes_per_s * self.efficiency(nbytes))
 
+    @property
+    def sizes(self) -> list[float]:
+        """The bytes that were measured."""
+        return [math.exp(size) for size in self._sizes]
+
+    def bytes_per_s(self, nbytes: float) -> float:
+        """Return the measured rate of so many bytes, without the latency."""
+        return self._on.bytes_per_s * self.efficiency(nbytes)
+
     def efficiency(self, nbytes: float) -> float:
         """Return the share of the link's rate that so many bytes get, without the latency."""
         return math.exp(_linear(self._sizes, self._shares, math.log(max(nbytes, 1.0))))

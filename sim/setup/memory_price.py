@@ -86,7 +86,7 @@ def _branches(setup: Setup, options: Mapping[str, Sequence[str]], tensors: Seque
     if setup.one_device:
         raise InputError("`one_device` plays all ranks on one device: memory has a price where each has its own")
     if tensors is not None:
-        require_tensors(tensors)
+        require_tensors(tensors, setup.model_spec)
     found = setup.resolved()
     own, usual = (msgspec.to_builtins(some or {}) for some in (found.options, found.entry.options))
     decided = {*DECIDED} if tensors else set()

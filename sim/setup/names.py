@@ -75,13 +75,24 @@ def model(name: str | Path | ModelSpec, *, set: Overrides = ()) -> ModelSpec:  #
 
     >>> model("llama3-8b", set={"num_kv_heads": 4}).num_kv_heads
     4
+
+    ``ignore=KEY``, or ``KEY+KEY``, says of keys of a ``config.json`` that they do not matter.
     """
-    return override(_model(name), pairs(set), "`set` model.")
+    return model_with(name, pairs(set))
 
 
-def _model(name: str | Path | ModelSpec) -> ModelSpec:
+def model_with(name: str | Path | ModelSpec, changes: Sequence[tuple[str, str]]) -> ModelSpec:
+    """Return a model with some figures replaced: see ``model``."""
+    ignored = [key for path, keys in changes if path == "ignore" for key in keys.split("+")]
+    others = [change for change in changes if change[0] != "ignore"]
+    return override(_model(name, ignored), others, "`set` model.")
+
+
+def _model(name: str | Path | ModelSpec, ignored: Sequence[str] = ()) -> ModelSpec:
     found = plain(name)
-    return _expected("model", load_model(found) if isinstance(found, str) else found, ModelSpec)
+    if ignored and not isinstance(found, str):
+        raise InputError(f"`set` model.ignore={'+'.join(ignored)}: `model` is no config.json")
+    return _expected("model", load_model(found, ignored) if isinstance(found, str) else found, ModelSpec)
 
 
 def cluster_spec(name: str | Path | ClusterSpec | Cluster) -> ClusterSpec:

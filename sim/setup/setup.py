@@ -20,7 +20,6 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
-from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
@@ -191,7 +190,7 @@ class Setup:
     @property
     def model_spec(self) -> ModelSpec:
         """The model, with what is set of it."""
-        return override(names.model(self.model), _overrides(self.set)["model"], "`set` model.")
+        return names.model_with(self.model, _overrides(self.set)["model"])
 
     @property
     def played(self) -> str | Build | Entry:

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sim.errors import InputError, unknown
-from sim.schedule.model.block import LLAMA
+from sim.schedule.model.block import block_of, out, x
 from sim.schedule.model.checkpoint import nameable
 from sim.setup.setup import Setup
+from sim.workload import ModelSpec
 
 TENSORS = ("x", "gate+up+act", "q+k+v", "out", "h1+middle+h2")
 """What is decided together, where nothing else is asked for: 2 x 3^4 ways."""
 CHOICES = ("keep", "offload", "recompute")
 """In the order of what a GPU holds; keeping computes and copies least."""
-INPUT = LLAMA.x.name
+INPUT = x.name
 DECIDED = ("checkpoint", "activations", "offloaded")
 """Options of schedules that say the same of all tensors."""
 
 
-def require_tensors(groups: Sequence[str]) -> None:
-    """Raise InputError for what is no list of tensors, each once."""
+def require_tensors(groups: Sequence[str], model: ModelSpec) -> None:
+    """Raise InputError for what is no list of tensors of a model's layers, each once."""
     if not groups or isinstance(groups, str):
         raise InputError(f"`tensors` {groups!r}: expected a list of tensors, such as {list(TENSORS)}")
     listed = [name for group in groups for name in group.split("+")]
+    known = list(nameable(block_of(model)))
     for name in listed:
-        if name not in nameable(LLAMA):
-            raise unknown("tensor", name, list(nameable(LLAMA)), "`tensors`")
+        if name not in known:
+            raise unknown("tensor", name, known, "`tensors`")
         if listed.count(name) > 1:
             raise InputError(f"`tensors` {','.join(groups)}: {name} is there twice; list each once")
 
@@ -36,7 +38,7 @@ def grid_of(setup: Setup, groups: Sequence[str]) -> dict[str, Sequence[str]]:
     """
     found: dict[str, Sequence[str]] = {}
     for group in groups:
-        there = [name for name in group.split("+") if name in {INPUT, LLAMA.out.name} or _is_kept(setup, name)]
+        there = [name for name in group.split("+") if name in {INPUT, out.name} or _is_kept(setup, name)]
         if there:
             found["+".join(there)] = CHOICES[:2] if INPUT in there else CHOICES
     return found

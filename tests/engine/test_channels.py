@@ -7,11 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
 
 import longstep
 from calibrate.published.reading import rows
 from calibrate.published.ultraattn import transfers
-from sim.engine.channels import held_by_collective, held_by_messages
+from sim.engine.channels import held_by_collective, held_by_messages, peer_of
+from sim.engine.cost import CostModel
+from sim.profile import load_profile
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster
 
@@ -36,6 +40,62 @@ def test_each_channel_of_a_ring_has_the_same_measured_rate() -> None:
             found.append(float(row["busbw_GBs_median"]) / hop(cluster, gpus, nbytes))
     assert len(found) == 8
     assert all(18.5 < rate < 21 for rate in found), found
+
+
+def test_rings_over_nics_have_the_channels_that_their_rate_shows() -> None:
+    """nccl-tests on 400 Gb/s: two channels at 2 nodes, 39 to 46 GB/s whatever the ranks; one at 10 nodes, 15 to 27.
+    All-gathers send the same way around the 10 nodes at 42 to 48 GB/s, so it is not the fabric that is slow there.
+    """
+    spec, found = load_cluster("hgx-h100"), set()
+    for row in rows("nccl_h100_multinode_all_collectives"):
+        nodes, ranks, rate = int(row["nodes"]), int(row["gpus"]), float(row["busbw_GBs_median"])
+        if row["cluster"] == "example-cluster01" and nodes > 1 and int(row["bytes"]) > 2**25:
+            if row["collective"] == "sendrecv":
+                peer = peer_of(spec, nodes, ranks)
+                assert peer is not None
+                found.add((nodes, peer.most))
+                low, high = {1: (15, 27), 2: (39, 47)}[peer.channels(int(row["bytes"]))]
+                assert low < rate < high, row
+            elif (row["collective"], nodes, ranks) == ("all_gather", 10, 10):
+                assert rate > 45, row
+    assert found == {(2, 2), (10, 1)}
+
+
+def test_more_nodes_slow_hops_only_by_the_channels_that_they_take() -> None:
+    """A hop of 32 MiB over a NIC and inside a node, in rings of all GPUs of so many nodes. Two channels until there are
+    32 ranks, one beyond; a ring whose neighbours have communicators of their own keeps two, and so its rate.
+    """
+    spec, profile = load_cluster("hgx-h100"), load_profile("h100-sxm")
+    hops, notes = {}, {}
+    for nodes in (2, 4, 8, 16):
+        cluster = Cluster(msgspec.structs.replace(spec, nodes=nodes))
+        cost, ranks = CostModel(cluster, profile), tuple(range(8 * nodes))
+        for name, source, group in (("far", 7, ranks), ("near", 0, ranks), ("pair", 7, (7, 8))):
+            activity = cost.transfer(source, source + 1, 2**25, group)
+            hops[name, nodes] = sum(phase.seconds for phase in activity)  # type: ignore[union-attr]
+        notes[nodes] = {note for note in cost.notes if "channel" in note}
+    for name in ("far", "near"):
+        assert hops[name, 2] == hops[name, 4] < hops[name, 8] == hops[name, 16]
+    assert len({hops["pair", nodes] for nodes in (2, 4, 8, 16)}) == 1
+    assert not notes[2]
+    assert not notes[4]
+    assert "exchange among 64 ranks: NCCL gives a message 1 channel, and 2 among fewer ranks" in str(notes[8])
+
+
+def test_a_ring_that_was_not_measured_has_the_rate_of_its_channels() -> None:
+    """Of A800 only pairs were measured, at 143 GB/s by 8 channels; a ring of 8 has 2, and a quarter of that rate."""
+    spec, profile = load_cluster("a800"), load_profile("a800-ultraattn")
+    cost = CostModel(Cluster(spec), profile)
+    pair, ring = (cost.transfer(0, 1, 2**25, tuple(range(ranks)))[-1].seconds for ranks in (2, 8))  # type: ignore[union-attr]
+    assert ring / pair == pytest.approx(4, rel=0.1)
+
+
+@given(nbytes=integers(1, 2**34), more=integers(1, 2**34), ranks=integers(2, 600))
+def test_a_busiest_channel_never_has_fewer_bytes_of_a_larger_message(nbytes: int, more: int, ranks: int) -> None:
+    for nodes in {1, -(-ranks // 8)}:
+        peer = peer_of(load_cluster("hgx-h100"), nodes, ranks)
+        assert peer is not None
+        assert nbytes / peer.channels(nbytes) <= peer.busiest(nbytes) <= peer.busiest(nbytes + more)
 
 
 def test_a_pair_gets_faster_where_it_gets_more_channels() -> None:

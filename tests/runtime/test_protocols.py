@@ -20,7 +20,8 @@ from sim.schedule.ir.program import Claims, Communicator, Header, Program, Sched
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
-from sim.schedule.model.block import LLAMA, act, h1, h2, rstd1, rstd2
+from sim.schedule.model.block import act, block_of, h1, h2, rstd1, rstd2
+from sim.schedule.model.checkpoint import checkpoint
 from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import LayerWriter, gemm_flops
 from sim.schedule.model.params import Params, Replicated
@@ -31,9 +32,11 @@ from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload
+from sim.workload import DTYPE_BYTES, Workload, load_model
 from tests.helpers import make_model
 from tests.schedule.test_check_catches import refuses
+
+LLAMA = block_of(load_model("tiny"))
 
 RANKS = 2
 EVERYONE = Communicator(name="everyone", groups=(tuple(range(RANKS)),))
@@ -177,6 +180,7 @@ def schedule_of(name: str) -> Schedule:
             params=technique.params(b),
             saving=technique.saving(b, own.tokens),
             tiling=technique.tiling,
+            checkpoint=checkpoint(LLAMA, "none"),
         ).program()
 
     nbytes = sum(math.prod(weight.shape(workload.model)) for weight in LLAMA.weights) * DTYPE_BYTES["fp64"]

@@ -15,12 +15,14 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods import linear
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.model.block import LLAMA, act, gate, up, with_tiles
+from sim.schedule.model.block import Tile, act, block_of, gate, up
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.workload import Workload, load_model
 from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 from tests.schedule.test_step import make_step
+
+LLAMA = block_of(load_model("tiny"))
 
 
 def layers(**fields: Any) -> Workload:
@@ -75,12 +77,19 @@ def test_what_is_saved_is_what_the_backward_equations_read() -> None:
 
 def test_what_is_saved_of_a_block_whose_mlp_is_in_tiles() -> None:
     """Of the MLP what goes into it, and nothing that is as wide as the feed-forward dimension."""
-    block = with_tiles(8, saves=True)
+    block = block_of(load_model("tiny"), Tile(8, saves=True))
     made = {tensor for part in block.forward for one in part for tensor in (*one.operands, *one.results)} | {block.out}
     read = {tensor for part in block.backward for one in part for tensor in one.operands}
     assert set(block.saved) == {tensor for tensor in made & read if tensor.kind == "activation"}
     assert set(LLAMA.saved) - set(block.saved) == {gate, up, act}
     assert block.weights == LLAMA.weights
+
+
+BLOCKS: tuple[dict[str, Any], ...] = (
+    {"biases": ("qkv",), "qk_norm": "head", "mlp": "geglu", "embedding_scale": 2.0},
+    {"mlp": "gelu"},
+)
+"""Lines that together have all kernels that Llama's block has not."""
 
 
 def test_every_kernel_has_a_cost() -> None:
@@ -96,6 +105,9 @@ def test_every_kernel_has_a_cost() -> None:
             if scope == "step":
                 programs = [*programs, make_step("ring", 2, workload, mlp="tiled").schedule.program(0)]
                 programs += linear.build(workload, Mesh(ring=2)).programs
+                for lines in BLOCKS:
+                    other = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, **lines))
+                    programs += make_step("single", 1, other).schedule.programs
             for program in programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):

@@ -114,7 +114,7 @@ def test_bytes_by_hand() -> None:
         make_step("ring", 2, workload, micro_batches=count).schedule.header.claims.wire_bytes for count in (1, 2)
     )
     sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
-    of_layers = sum(math.prod(u.flat.shape(workload.model)) for u in units(workload) if u.name == LAYER.name)
+    of_layers = sum(math.prod(u.flat.shape(workload.model)) for u in units(workload) if u.name == LAYER)
     assert two - one == 8 * (sum(sizes) + of_layers) + 8 * sum(sizes)
     once = make_step("ring", 2, workload, micro_batches=2, sync="last").schedule.header.claims.wire_bytes
     assert two - once == 8 * sum(sizes)

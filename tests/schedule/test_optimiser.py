@@ -27,7 +27,7 @@ from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import HostAdamW, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.one_device import on_one_device
-from sim.schedule.model.scope import LAYER, tensor_of, units
+from sim.schedule.model.scope import kind_of, layers_of, units
 from sim.schedule.proof.check import Checked, check
 from sim.trace import Row
 from sim.workload import Workload
@@ -100,7 +100,7 @@ def test_three_steps(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str]) -> 
 def _begun(name: str, layer: int, workload: Workload) -> torch.Tensor:
     """Return a tensor before the first step, whose moments are zero."""
     found = global_state(name, layer, workload).to(TORCH_DTYPE[workload.dtype])
-    return torch.zeros_like(found) if tensor_of(name).kind == "moment" else found
+    return torch.zeros_like(found) if kind_of(name) == "moment" else found
 
 
 def _left(
@@ -110,7 +110,7 @@ def _left(
     found: dict[tuple[str, int], torch.Tensor] = {}
     for program, of_rank in zip(checked.schedule.programs, outputs, strict=True):
         for port, tensor in zip(program.outputs, of_rank, strict=True):
-            if tensor_of(port.tensor).kind == "updated":
+            if kind_of(port.tensor) == "updated":
                 key = (port.tensor.removeprefix("new "), port.layer)
                 (rows,) = port.tokens
                 found.setdefault(key, torch.full_like(held[key], math.nan))[rows.start : rows.stop] = tensor
@@ -131,7 +131,7 @@ def _by_torch(given: list[torch.Tensor], workload: Workload) -> list[list[torch.
             shapes = {weight.name: weight.shape(model) for weight in unit.weights}
             parts = flat.detach().clone().split([math.prod(shape) for shape in shapes.values()])
             weights.append({name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)})
-        _, gradients = reference.step(weights, *tokens, model, mask_of(workload), linear=False)
+        _, gradients = reference.step(weights, *tokens, [(model, mask_of(workload))] * workload.layers, linear=False)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(parameters, ADAM.max_norm)
@@ -299,7 +299,7 @@ def test_operands_that_are_others(changes: Callable[[HostAdamW], dict[str, Any]]
 def test_layers_that_change_places(kind: type[HostAdamW | HostCopy], label: str, field: str, message: str) -> None:
     """Of two layers each is updated by the other's gradient, or gets its weights; shards have the same shape."""
     schedule = make_step("ring", 2, step(), optimiser="host").schedule
-    (size,) = LAYER.flat.shape(schedule.header.workload.model)
+    (size,) = layers_of(schedule.header.workload)[0].flat.shape(schedule.header.workload.model)
     found = [op for op in schedule.program(0).ops if isinstance(op, kind) and op.label.startswith(label)]
     a, b = [op for op in found if getattr(op, field).shape == (size // 2,)]
 

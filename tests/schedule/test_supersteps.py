@@ -17,17 +17,19 @@ from sim.schedule.ir.ops import AllGather, Gemm
 from sim.schedule.ir.program import Call, Communicator, Fragment, Header, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.schedule.model.block import LLAMA
+from sim.schedule.model.block import block_of
 from sim.schedule.proof import check as proof
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.contents import coalesced
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.workload import Workload, load_model
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.test_fragments import layered
+
+LLAMA = block_of(load_model("tiny"))
 
 
 def flattened(schedule: Schedule) -> Schedule:

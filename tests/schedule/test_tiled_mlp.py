@@ -24,7 +24,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
-from sim.schedule.model.tiling import block_of
+from sim.schedule.model.tiling import block_in_tiles
 from sim.schedule.proof.check import check
 from sim.workload import Workload
 from tests.engine.test_engines import Cell, require_equal, requires_compiler
@@ -92,7 +92,7 @@ def test_tiles_by_their_papers() -> None:
     model = msgspec.structs.replace(make_model(), embed_dim=4096)
 
     def tile(mlp: Any, tokens: int, batch: int = 1) -> int:
-        after = block_of(mlp, step(model=model, batch=batch), tokens).forward.after
+        after = block_in_tiles(mlp, step(model=model, batch=batch), tokens).forward.after
         (loop,) = (one for one in after if one.kind is TiledMlp)
         return dict(loop.variant)["tile"]
 

@@ -56,7 +56,9 @@ def test_peak_and_memory_are_those_of_the_datasheet(sheet: Datasheet) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("preset", [sheet.preset for sheet in DATASHEETS if sheet.preset != "h800"])
+@pytest.mark.parametrize(
+    "preset", [sheet.preset for sheet in DATASHEETS if sheet.preset not in {"h800", "dgx-a100-40gb"}]
+)
 def test_a_layer_is_played_at_the_rates_of_the_datasheet(preset: str) -> None:
     cluster = f"8x{load_cluster(preset).gpu.name}"
     for schedule in ("ring", "ulysses"):
@@ -65,6 +67,16 @@ def test_a_layer_is_played_at_the_rates_of_the_datasheet(preset: str) -> None:
         assert found.checked.schedule.num_ranks == 8
         assert found.report.mfu is not None
         assert 0 < found.report.mfu < 1
+
+
+@pytest.mark.sweep
+def test_an_a100_of_40_gb_has_the_profile_of_its_chip() -> None:
+    small, large = (
+        longstep.predict("ring", model="llama3-8b", cluster=name, seq="16K", scope="layer", jitter=0.0)
+        for name in ("8xA100-40GB", "8xA100-80GB")
+    )
+    assert small.report.evidence.profile == large.report.evidence.profile == "a100-sxm"
+    assert small.step_time_s > large.step_time_s, "its memory is slower"
 
 
 @pytest.mark.parametrize(("typed", "preset"), [

@@ -117,6 +117,10 @@ class Attend(_Kernel, frozen=True, kw_only=True):
     -inf."""
     sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """Of a block-sparse mask; ``band`` is FULL then, too. So is a query without keys."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """What scores are multiplied by, one over the root of D where that is unset."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """Scores are this times tanh of scores by this, where it is set."""
 
 
 class AttendBackward(_Kernel, frozen=True, kw_only=True):
@@ -142,6 +146,10 @@ class AttendBackward(_Kernel, frozen=True, kw_only=True):
     documents: tuple[DocumentBlock, ...] | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
     sparse: tuple[RowBlock, ...] | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """As in Attend."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
     """As in Attend."""
 
 
@@ -291,6 +299,21 @@ class Gemm(_Kernel, frozen=True, kw_only=True):
     accumulate: bool = False
 
 
+class BiasedGemm(Gemm, frozen=True, kw_only=True):
+    """out = x w + bias, in the product's own kernel, as cuBLAS adds it where it writes its result: form nn alone."""
+
+    meta = Meta("w", "linear with bias", "matrix product")
+    bias: Annotated[View, In()]
+
+
+class TokenSum(_Kernel, frozen=True, kw_only=True):
+    """total (O) = the sum of dout (B, S, O) over the tokens of this rank: the gradient of a bias."""
+
+    meta = Meta("v", "sum over tokens", "other", "token_sum", 1)
+    dout: Annotated[View, In("bs*o")]
+    total: Annotated[View, Out("o")]
+
+
 class RmsNorm(_Kernel, frozen=True, kw_only=True):
     """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + epsilon) over the last dimension (arXiv:1910.07467).
 
@@ -298,9 +321,9 @@ class RmsNorm(_Kernel, frozen=True, kw_only=True):
     """
 
     meta = Meta("n", "norm", "norm, rope, SwiGLU", "rms_norm", 4)
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bs*e")]
     weight: Annotated[View, In("e")]
-    out: Annotated[View, Out("bse")]
+    out: Annotated[View, Out("bs*e")]
     rstd: Annotated[View, Out("bs", "wide")]
     epsilon: float
 
@@ -309,12 +332,34 @@ class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
     """dx and dweight (summed over batch and tokens of this rank) of RmsNorm."""
 
     meta = Meta("N", "norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bs*e")]
     weight: Annotated[View, In("e")]
     rstd: Annotated[View, In("bs", "wide")]
-    dout: Annotated[View, In("bse")]
-    dx: Annotated[View, Out("bse")]
+    dout: Annotated[View, In("bs*e")]
+    dx: Annotated[View, Out("bs*e")]
     dweight: Annotated[View, Out("e")]
+
+
+class HeadNorm(RmsNorm, frozen=True, kw_only=True):
+    """RmsNorm of each head (B, S, H, D) by itself, by one weight (D) for all; rstd is (B, S, H)."""
+
+    meta = Meta("m", "norm of heads", "norm, rope, SwiGLU", "rms_norm", 4)
+    x: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    out: Annotated[View, Out("bshd")]
+    rstd: Annotated[View, Out("bsh", "wide")]
+
+
+class HeadNormBackward(RmsNormBackward, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch, tokens and heads of this rank) of HeadNorm."""
+
+    meta = Meta("J", "norm of heads backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
+    x: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    rstd: Annotated[View, In("bsh", "wide")]
+    dout: Annotated[View, In("bshd")]
+    dx: Annotated[View, Out("bshd")]
+    dweight: Annotated[View, Out("d")]
 
 
 class Rope(_Kernel, frozen=True, kw_only=True):
@@ -328,6 +373,8 @@ class Rope(_Kernel, frozen=True, kw_only=True):
     tokens: Tokens
     theta: float
     inverse: bool = False
+    rotated: int | msgspec.UnsetType = msgspec.UNSET
+    """How many features of each head are rotated, the first ones; all where that is unset."""
 
 
 class SwiGlu(_Kernel, frozen=True, kw_only=True):
@@ -348,6 +395,44 @@ class SwiGluBackward(_Kernel, frozen=True, kw_only=True):
     dout: Annotated[View, In("bse")]
     dgate: Annotated[View, Out("bse")]
     dup: Annotated[View, Out("bse")]
+
+
+class GeGlu(SwiGlu, frozen=True, kw_only=True):
+    """out = gelu(gate) * up, by tanh (arXiv:2002.05202, arXiv:1606.08415 §2). It moves what SwiGlu does."""
+
+    meta = Meta("j", "geglu", "norm, rope, SwiGLU", "swiglu", 10)
+
+
+class GeGluBackward(SwiGluBackward, frozen=True, kw_only=True):
+    """dgate and dup of GeGlu."""
+
+    meta = Meta("Z", "geglu backward", "norm, rope, SwiGLU", "swiglu_backward", 20)
+
+
+class Gelu(_Kernel, frozen=True, kw_only=True):
+    """out = gelu(x), by tanh (arXiv:1606.08415 §2)."""
+
+    meta = Meta("u", "gelu", "norm, rope, SwiGLU", "gelu", 9)
+    x: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+
+
+class GeluBackward(_Kernel, frozen=True, kw_only=True):
+    """dx of Gelu."""
+
+    meta = Meta("Y", "gelu backward", "norm, rope, SwiGLU", "gelu_backward", 15)
+    x: Annotated[View, In("bse")]
+    dout: Annotated[View, In("bse")]
+    dx: Annotated[View, Out("bse")]
+
+
+class Scale(_Kernel, frozen=True, kw_only=True):
+    """out = x * factor."""
+
+    meta = Meta("x", "scale", "other", "scale", 1)
+    x: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+    factor: float
 
 
 class TiledMlp(_Kernel, frozen=True, kw_only=True):
@@ -414,6 +499,10 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     labels: Annotated[View, In("bs", "int64")]
     loss: Annotated[View, Out("bs", "wide")]
     count: int
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """What logits are multiplied by first, where it is set."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """Logits are then this times tanh of logits by this, where it is set."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):
@@ -583,14 +672,17 @@ AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
-TokenKernel: TypeAlias = Gemm | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel
+NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward
+MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | GeluBackward
+"""What stands between the products of an MLP."""
+TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel
 """What a model does to each token by itself."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
-    Delta | Merge | RmsNorm | RmsNormBackward | Rope | SwiGlu | SwiGluBackward | EndKernel | StateKernel
+    Delta | Merge | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel | StateKernel
     | Accumulate | Zero | Copy | Fold
 )  # fmt: skip
 """What memory bounds."""

@@ -12,8 +12,10 @@ from sim.workload import Dtype, ModelSpec, accumulation_dtype
 Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "activation", "gradient"]
 """moment: what an optimiser keeps of a weight; updated: what it makes of that and of the weight; square: the sum of the
 squares of a gradient."""
-Axis = Literal["embed", "ffn", "heads", "kv_heads", "vocab"]
-"""What an extent is called; each head counts head dim features."""
+OF_TOKENS: tuple[Kind, ...] = ("activation", "gradient")
+"""Kinds that are of tokens, and of no weight."""
+Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "num_kv_heads", "vocab"]
+"""What an extent is called; each head counts head dim features, but in a number of heads."""
 
 
 class Tensor(NamedTuple):
@@ -33,7 +35,7 @@ class Tensor(NamedTuple):
     @property
     def of_weight(self) -> bool:
         """Whether it is a weight, its gradient, or what an optimiser has of them."""
-        return self.kind not in {"activation", "gradient"}
+        return self.kind not in OF_TOKENS
 
     def later(self, layers: int) -> Tensor:
         """Return the same tensor so many layers later."""
@@ -67,6 +69,9 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
         "ffn": model.ffn_dim,
         "heads": model.num_heads * model.head_dim,
         "kv_heads": model.num_kv_heads * model.head_dim,
+        "head_dim": model.head_dim,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
         "vocab": model.vocab_size,
     }
     return tuple(features[axis] for axis in tensor.axes)

@@ -36,7 +36,7 @@ class BalancedOptions(SumOptions, OverlapOptions):
 def build(workload: Workload, mesh: Mesh, options: BalancedOptions = BalancedOptions()) -> Schedule:
     """Return load-balanced attention; raises InputError for masks that leave nothing to balance."""
     mesh.only("balanced-ring", "ring")
-    other = workload.window is not None or workload.documents or workload.block_mask or workload.pattern
+    other = workload.has_window or workload.documents or workload.block_mask or workload.pattern
     if workload.mask != "causal" or other:
         raise InputError(
             "schedule 'balanced-ring' balances a causal mask without a window, no other: allowed are `mask` causal "

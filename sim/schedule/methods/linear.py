@@ -46,7 +46,7 @@ class LinearOptions(OverlapOptions):
 def build(workload: Workload, mesh: Mesh, options: LinearOptions = LinearOptions()) -> Schedule:
     """Return linear attention along the axis ring; raises InputError for other masks than a causal one."""
     mesh.only("linear", "ring")
-    other = workload.window is not None or workload.documents or workload.block_mask or workload.pattern
+    other = workload.has_window or workload.documents or workload.block_mask or workload.pattern
     if workload.mask != "causal" or other:
         raise InputError(
             "schedule 'linear' has a causal mask, no other: leave out `mask`, `window`, `documents` and `block_mask`"

@@ -59,6 +59,10 @@ def build(
                 f"rank {rank} of the plan has no tokens, and layers need some on each: set `scope` attention, or make "
                 f"a plan for fewer ranks"
             )
+    if any(one.window not in {workload.window, None} for one, _ in workload.kinds()):
+        raise InputError(
+            f"{workload.model.name} has windows layer by layer, and a plan is of one mask: set `schedule` ring"
+        )
     flow = movement(plan, mask_of(workload), workload.seq)
     fetch, back = (Communicator(name=one, groups=mesh.groups("ring")) for one in ("fetch", "return"))
 

@@ -45,6 +45,11 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
     check_heads(model, size)
     check_backward(workload, options)
     needs_forward(workload, "UPipe, which keeps the output of each stage,")
+    if model.qk_norm and workload.scope != "attention":
+        raise InputError(
+            f"schedule 'upipe' projects some heads at a time, and {model.name} norms q and k behind that: set "
+            f"`schedule` ulysses or fpdt"
+        )
     if options.ring_backward == "kv-at-hand" and options.recompute:
         raise InputError(
             "UPipe sends k and v again, so its rings cannot start from those at hand: allowed are own-kv, queries with "

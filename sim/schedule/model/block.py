@@ -1,15 +1,33 @@
-"""The Llama block (arXiv:2302.13971 §2.2): its tensors, and what it computes, one line an equation.
+"""What one layer of a model computes: its tensors, and one line an equation.
 
-RMSNorm, projections, rotary embedding, attention, output projection, residual; RMSNorm, SwiGLU, residual. What is
-written, counted and proved of a layer follows from here.
+The Llama block (arXiv:2302.13971 §2.2): RMSNorm, projections, rotary embedding, attention, output projection, residual;
+RMSNorm, SwiGLU, residual. What a model has beside or instead is a line of ``block_of``. What is written, counted and
+proved of a layer follows from here.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
+from sim.errors import InputError
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.equations import Around, Block, add, back, linear, mlp_in_tiles, norm, rope, swiglu
+from sim.schedule.model.equations import (
+    Around,
+    Block,
+    Equation,
+    add,
+    back,
+    geglu,
+    gelu,
+    linear,
+    mlp_in_tiles,
+    norm,
+    rope,
+    scaled,
+    swiglu,
+)
+from sim.workload import ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -25,41 +43,124 @@ wk, wv = (Tensor(name, "weight", ("embed", "kv_heads")) for name in ("wk", "wv")
 w_gate, w_up = (Tensor(name, "weight", ("embed", "ffn")) for name in ("w_gate", "w_up"))
 w_down = Tensor("w_down", "weight", ("ffn", "embed"))
 
-normed = norm(x, norm1, h1, rstd1)
-to_q, to_k, to_v = linear(h1, wq, q_raw), linear(h1, wk, k_raw), linear(h1, wv, v)
-turned_q, turned_k = rope(q_raw, q), rope(k_raw, k)
-# attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
-from_heads = linear(out, wo, middle)
-residual = add(x, middle, "residual of attention")
-normed_again = norm(middle, norm2, h2, rstd2)
-to_gate, to_up = linear(h2, w_gate, gate), linear(h2, w_up, up)
-activated = swiglu(gate, up, act)
-down = linear(act, w_down, following)
-second_residual = add(middle, following, "residual of mlp")
+attended, mixed = (Tensor(name, "activation", ("embed",)) for name in ("attended", "mixed"))
+post_norm1, post_norm2 = (Tensor(name, "weight", ("embed",)) for name in ("post_norm1", "post_norm2"))
+rstd_post1, rstd_post2 = (
+    Tensor(name, "activation", (), numbers="accumulation") for name in ("rstd_post1", "rstd_post2")
+)
 
-LLAMA = Block(
-    *(x, q, k, v, out),
-    saved=(x, rstd1, h1, out, middle, rstd2, h2, gate, up, act),
-    forward=Around(
-        (normed, to_q, to_k, to_v, turned_q, turned_k),
-        (from_heads, residual, normed_again, to_gate, to_up, activated, down, second_residual),
-    ),
-    backward=Around(
-        back(down, activated, to_gate, to_up, normed_again, second_residual, from_heads),
-        back(turned_q, turned_k, to_q, to_k, to_v, normed, residual),
-    ),
+bq, bo = Tensor("bq", "weight", ("heads",)), Tensor("bo", "weight", ("embed",))
+bk, bv = (Tensor(name, "weight", ("kv_heads",)) for name in ("bk", "bv"))
+b_gate, b_up = (Tensor(name, "weight", ("ffn",)) for name in ("b_gate", "b_up"))
+b_down = Tensor("b_down", "weight", ("embed",))
+BIASES = (bq, bk, bv, bo, b_gate, b_up, b_down)
+
+q_normed, k_normed = Tensor("q_normed", "activation", ("heads",)), Tensor("k_normed", "activation", ("kv_heads",))
+norm_q, norm_k = (Tensor(name, "weight", ("head_dim",)) for name in ("norm_q", "norm_k"))
+rstd_q = Tensor("rstd_q", "activation", ("num_heads",), numbers="accumulation")
+rstd_k = Tensor("rstd_k", "activation", ("num_kv_heads",), numbers="accumulation")
+norm_all_q, norm_all_k = Tensor("norm_all_q", "weight", ("heads",)), Tensor("norm_all_k", "weight", ("kv_heads",))
+rstd_all_q, rstd_all_k = (
+    Tensor(name, "activation", (), numbers="accumulation") for name in ("rstd_all_q", "rstd_all_k")
 )
 
 
-@lru_cache(maxsize=64)
-def with_tiles(tile: int, *, saves: bool) -> Block:
-    """Return the block whose MLP is computed in tiles of so many tokens, each again in backward: it saves h2 only.
+class Tile(NamedTuple):
+    """An MLP in tiles of so many tokens, each computed again in backward: it saves what goes into it only."""
 
-    ``saves`` as of Equation. The norm before it is not tiled.
-    """
-    mlp = mlp_in_tiles(h2, w_gate, w_up, w_down, following, tile, saves=saves)
-    return LLAMA._replace(
-        saved=(x, rstd1, h1, out, middle, rstd2, h2),
-        forward=Around(LLAMA.forward.before, (from_heads, residual, normed_again, mlp, second_residual)),
-        backward=Around(back(mlp, normed_again, second_residual, from_heads), LLAMA.backward.after),
+    tokens: int
+    saves: bool
+    """As of Equation."""
+
+
+@lru_cache(maxsize=256)
+def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
+    """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled."""
+    biases, before, after = model.biases or (), model.norms != "after", bool(model.norms)
+    # norm, projections, rotary embedding
+    normed = (norm(x, norm1, h1, rstd1),) if before else ()
+    of_tokens = h1 if before else x
+    of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
+    turns = model.rotary_dims != 0
+    to_turn = ((q_normed, k_normed) if model.qk_norm else (q_raw, k_raw)) if turns else (q, k)
+    to_norm = (q_raw, k_raw) if model.qk_norm else to_turn
+    projected = tuple(
+        linear(of_tokens, weight, made, bias)
+        for weight, made, bias in zip((wq, wk, wv), (*to_norm, v), (of_q, of_k, of_v), strict=True)
     )
+    evened = _qk_norms(model.qk_norm, *to_turn) if model.qk_norm else ()
+    turned = tuple(map(rope, to_turn, (q, k))) if turns else ()
+    # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
+    of_out = bo if "out" in biases else None
+    if model.parallel_residual:
+        from_heads, mlp = linear(out, wo, middle, of_out, led=following), _mlp(model, h1, following, tile)
+        joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
+        return _block(
+            forward=Around((*normed, *projected, *evened, *turned), (from_heads, *mlp[0], joined, residual)),
+            backward=Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
+        )
+    # output projection, residual; norm, MLP, residual
+    factor = model.residual_scale
+    from_heads = linear(out, wo, attended if after or factor else middle, of_out)
+    behind = (norm(attended, post_norm1, middle, rstd_post1),) if after else ()
+    behind = (scaled(attended, middle, factor, "scale attention"),) if factor else behind
+    residual = add(x, middle, "residual of attention")
+    normed_again = (norm(middle, norm2, h2, rstd2),) if before else ()
+    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile)
+    last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
+    last = (scaled(mixed, following, factor, "scale mlp"),) if factor else last
+    second_residual = add(middle, following, "residual of mlp")
+    return _block(
+        forward=Around(
+            (*normed, *projected, *evened, *turned),
+            (from_heads, *behind, residual, *normed_again, *mlp[0], *last, second_residual),
+        ),
+        backward=Around(
+            (*last, *mlp[1], *normed_again, second_residual, *behind, from_heads),
+            (*turned, *evened, *projected, *normed, residual),
+        ),
+    )
+
+
+def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor) -> tuple[Equation, ...]:
+    """Return the norms of q and k behind their projections."""
+    if kind == "all":
+        return norm(q_raw, norm_all_q, of_q, rstd_all_q), norm(k_raw, norm_all_k, of_k, rstd_all_k)
+    return norm(q_raw, norm_q, of_q, rstd_q, of_heads=True), norm(k_raw, norm_k, of_k, rstd_k, of_heads=True)
+
+
+def _mlp(
+    model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None
+) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
+    """Return the equations of an MLP, forward and in the order in which gradients are led through."""
+    biased = "mlp" in (model.biases or ())
+    if tile and (biased or model.mlp):
+        raise InputError(
+            f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}"
+        )
+    if tile:
+        tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
+        return tiled, tiled
+    of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
+    down = linear(act, w_down, made, of_down)
+    widened: tuple[Equation, ...] = (linear(given, w_up, up, of_up),)
+    if model.mlp == "gelu":
+        activated = gelu(up, act)
+    else:
+        widened = (linear(given, w_gate, gate, of_gate), *widened)
+        activated = (geglu if model.mlp == "geglu" else swiglu)(gate, up, act)
+    return (*widened, activated, down), (down, activated, *widened)
+
+
+def _block(forward: Around, backward: Around) -> Block:
+    """Return a block of forward equations, of which ``backward`` has the order in which gradients are led through."""
+    before = len(back(*backward.before))
+    led = back(*backward.before, *backward.after)
+    return Block(*(x, q, k, v, out), _saved(forward, led), forward, Around(led[:before], led[before:]))
+
+
+def _saved(forward: Around, backward: tuple[Equation, ...]) -> tuple[Tensor, ...]:
+    """Return what backward equations need of what forward ones make, in that order, but for attention's inputs."""
+    results = [[tensor for one in part for tensor in reversed(one.results)] for part in forward]
+    needed = {tensor for one in backward for tensor in one.operands} - {q, k, v}
+    return tuple([tensor for tensor in dict.fromkeys((x, *results[0], out, *results[1])) if tensor in needed])

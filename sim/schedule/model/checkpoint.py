@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.block import LLAMA
 from sim.schedule.model.equations import Around, Block, Equation
 
 
@@ -95,16 +94,24 @@ def _needed(block: Block) -> tuple[set[Tensor], tuple[Tensor, ...]]:
 def nameable(block: Block) -> dict[str, Tensor]:
     """Return the tensors that lists may have, by name."""
     _, needed = _needed(block)
-    made = {one.results[0] for one in (*block.forward.before, *block.forward.after)}
+    made = _made(block)
     return {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
+
+
+def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
+    """Return what backward needs of what each kernel makes, by the first of it."""
+    inputs, needed = _needed(block)
+    wanted = {*needed, *inputs}
+    every = [one.results for one in (*block.forward.before, *block.forward.after) if not one.adds]
+    kept = [tuple([tensor for tensor in results if tensor in wanted]) for results in every]
+    return {results[0]: results for results in kept if results}
 
 
 def _listed(block: Block, option: str, spelled: Mapping[str, str | None], name: str) -> set[Tensor]:
     """Return the tensors of a list, each with what the same kernel makes beside it. Some lists have names; None stands
     for everything.
     """
-    names = nameable(block)
-    made = {one.results[0]: one.results for one in (*block.forward.before, *block.forward.after)}
+    names, made = nameable(block), _made(block)
     chosen = (spelled.get(name, name) or "+".join(names)).split("+")
     for one in chosen:
         if one not in names:
@@ -121,11 +128,7 @@ def _makers(equations: tuple[Equation, ...], missing: set[Tensor], kept: set[Ten
     """
     found: list[Equation] = []
     for equation in reversed(equations):
-        if not missing.isdisjoint(equation.operands if equation.saves else equation.results):
+        if not missing.isdisjoint((*equation.results, *(equation.operands if equation.saves else ()))):
             found.insert(0, equation)
             missing |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - kept
     return tuple(found)
-
-
-EVERYTHING = checkpoint(LLAMA, "none")
-"""Nothing runs again."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import x
-from sim.schedule.model.equations import Equation, back, cross_entropy, embed, linear, norm
+from sim.schedule.model.equations import Equation, back, cross_entropy, embed, linear, norm, scaled
 from sim.workload import ModelSpec
 
 ids, labels = (Tensor(name, "activation", numbers="int64") for name in ("ids", "labels"))
@@ -21,7 +22,15 @@ normed = norm(x, norm_last, h, rstd)
 to_logits, to_tied_logits = linear(h, w_head, logits), linear(h, w_embed, logits, transposed=True)
 scored = cross_entropy(logits, labels, loss)
 
-EMBEDDING, EMBEDDING_BACKWARD = (embedded,), back(embedded)
+embedding_raw = Tensor("embedding_raw", "activation", ("embed",))
+
+
+@lru_cache(maxsize=256)
+def embedding_of(model: ModelSpec) -> tuple[Equation, ...]:
+    """Return what makes the input of the first layer."""
+    if not model.embedding_scale:
+        return (embedded,)
+    return embed(ids, w_embed, embedding_raw), scaled(embedding_raw, x, model.embedding_scale, "scale embedding")
 
 
 class Head(NamedTuple):

@@ -7,19 +7,28 @@ from typing import Any, NamedTuple
 
 from sim.schedule.ir.ops import (
     Accumulate,
+    BiasedGemm,
     CrossEntropy,
     Embed,
     EmbedBackward,
+    GeGlu,
+    GeGluBackward,
+    Gelu,
+    GeluBackward,
     Gemm,
+    HeadNorm,
+    HeadNormBackward,
     RmsNorm,
     RmsNormBackward,
     Rope,
+    Scale,
     SwiGlu,
     SwiGluBackward,
     TiledKernel,
     TiledMlp,
     TiledMlpBackward,
     TokenKernel,
+    TokenSum,
 )
 from sim.schedule.ir.tensors import Tensor, d
 from sim.workload import ModelSpec
@@ -49,7 +58,7 @@ class Equation(NamedTuple):
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
         if self.kind in {TiledMlp, TiledMlpBackward}:
             return 2 * sum(given) + 4 * sum(made)
-        return 2 * (given or made)[0] if self.kind is Gemm else 0
+        return 2 * (given or made)[0] if is_product(self) else 0
 
 
 class Around(NamedTuple):
@@ -100,21 +109,42 @@ def back(*equations: Equation) -> tuple[Equation, ...]:
     return tuple(found)
 
 
-def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor) -> Equation:
-    """Return out = x * rstd * weight."""
+def is_product(equation: Equation) -> bool:
+    """Return whether it is a linear layer, or a product that leads back through one."""
+    return equation.kind in {Gemm, BiasedGemm}
+
+
+def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False) -> Equation:
+    """Return out = x * rstd * weight, of all features of a token or of each head."""
+    kind, back_kind = (HeadNorm, HeadNormBackward) if of_heads else (RmsNorm, RmsNormBackward)
     gradients = (d(x), d(weight))
-    backward = Equation(RmsNormBackward, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
-    return Equation(RmsNorm, weight.name, (x, weight), (out, rstd), backward=(backward,))
+    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
+    return Equation(kind, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool = False) -> Equation:
-    """Return out = x weight, or x weight^T."""
-    on, back_on, sides = ("nt", "nn", (d(out), x)) if transposed else ("nn", "nt", (x, d(out)))
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    led: Tensor | None = None,
+    transposed: bool = False,
+) -> Equation:
+    """Return out = x weight, or x weight^T; or x weight + bias. Its gradient is that of ``led`` where that is a sum to
+    which out is added alone.
+    """
+    gradient = d(led or out)
+    on, back_on, sides = ("nt", "nn", (gradient, x)) if transposed else ("nn", "nt", (x, gradient))
     backward = (
-        Equation(Gemm, f"back through {weight.name}", (d(out), weight), (d(x),), (("form", back_on),)),
+        Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),)),
         Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
     )
-    return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
+    if bias is None:
+        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
+    summed = Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),))
+    kept = (x, weight, bias)
+    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=(*backward, summed))
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:
@@ -129,12 +159,31 @@ def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
     return Equation(SwiGlu, "swiglu", (gate, up), (out,), backward=(backward,))
 
 
+def geglu(gate: Tensor, up: Tensor, out: Tensor) -> Equation:
+    """Return out = gelu(gate) * up."""
+    backward = Equation(GeGluBackward, "back through geglu", (gate, up, d(out)), (d(gate), d(up)))
+    return Equation(GeGlu, "geglu", (gate, up), (out,), backward=(backward,))
+
+
+def gelu(x: Tensor, out: Tensor) -> Equation:
+    """Return out = x where x is large, and nothing where it is small (arXiv:1606.08415)."""
+    backward = Equation(GeluBackward, "back through gelu", (x, d(out)), (d(x),))
+    return Equation(Gelu, "gelu", (x,), (out,), backward=(backward,))
+
+
 def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, tile: int, *, saves: bool) -> Equation:
     """Return out = (silu(x gate) * (x up)) down for weights gate, up and down, so many tokens at a time."""
     weights, size = (gate, up, down), (("tile", tile),)
     gradients = (d(x), *map(d, weights))
     backward = Equation(TiledMlpBackward, "back through mlp in tiles", (x, *weights, d(out)), gradients, size)
     return Equation(TiledMlp, "mlp in tiles", (x, *weights), (out,), size, backward=(backward,), saves=saves)
+
+
+def scaled(x: Tensor, out: Tensor, factor: float, label: str) -> Equation:
+    """Return out = x * factor."""
+    by = (("factor", factor),)
+    backward = Equation(Scale, f"{label} d", (d(out),), (d(x),), by)
+    return Equation(Scale, label, (x,), (out,), by, backward=(backward,))
 
 
 def add(x: Tensor, into: Tensor, label: str) -> Equation:

@@ -83,7 +83,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
         (size,) = unit.flat.shape(workload.model)
         size = _part(size, ranks) * ranks if stage else size
         total += size
-        gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER.name else 1 if stage else 0)
+        gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER else 1 if stage else 0)
     summed = sums * total * on_wire * (1 if stage else 2)
     squares = 2 * len(units(workload)) * wide if stage else 0
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if stage else ranks)

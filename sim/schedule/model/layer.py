@@ -23,17 +23,17 @@ from sim.schedule.ir.ops import Hold
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
-from sim.schedule.model.block import LLAMA
-from sim.schedule.model.checkpoint import EVERYTHING, Checkpoint, checkpoint, offloaded
+from sim.schedule.model.block import block_of
+from sim.schedule.model.checkpoint import Checkpoint, checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
-from sim.schedule.model.projections import Projections, with_projections_apart
+from sim.schedule.model.projections import Projections, made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, Saving, saving
 from sim.schedule.model.scope import Unit, layers_of
-from sim.schedule.model.tiling import Tiling, block_of, whole, write_all
+from sim.schedule.model.tiling import Tiling, block_in_tiles, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import (
     DistributedAttention,
@@ -98,9 +98,12 @@ def build_around(
             f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
-    block = block_of(options.mlp if step else "whole", part, num_tokens(plan.shard(0).tokens))
-    block = with_projections_apart(block) if plan.partwise else block
-    point = checkpoint(block, options.checkpoint) if step else EVERYTHING
+    block, *others = [
+        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens))
+        for one, _ in part.kinds()
+    ]
+    block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]
+    point = checkpoint(block, options.checkpoint if step else "none")
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
             f"`set` schedule.checkpoint={options.checkpoint} computes q, k and v again, but {plan.name} keeps them in "
@@ -134,12 +137,21 @@ def build_around(
         role = mesh.role(rank)
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
+            b.workload = workload.of_layer(0)
             return attention_program(b, plan.shard(role), plan.attention)
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
         params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
-        techniques = (point, options.loss, options.micro_batches) if step else ()
-        writer = LayerWriter(b, block, tokens, plan.attention(b), params, kept, whole, *techniques)
-        written = (writer._replace(rotary_table=True) if options.rotary_table else writer).program()
+        techniques = (options.loss, options.micro_batches) if step else ("whole", 1)
+        kinds = []
+        for number, ((one, _), its) in enumerate(zip(workload.kinds(), (block, *others), strict=True)):
+            b.workload = one
+            keeps = checkpoint(its, options.checkpoint if step else "none")
+            kinds.append(
+                LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, *techniques, number)
+            )
+        b.workload = workload
+        first = kinds[0]._replace(rotary_table=options.rotary_table, kinds=tuple(kinds))
+        written = first.program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
     return Schedule(header, program, replicated=not across_replicas)
@@ -156,16 +168,21 @@ class LayerWriter(NamedTuple):
     params: Params
     saving: Saving
     tiling: Tiling
-    checkpoint: Checkpoint = EVERYTHING
+    checkpoint: Checkpoint
     loss: LossName = "whole"
     micro_batches: int = 1
+    kind: int = 0
+    """Which of the model's kinds of layers it writes."""
     rotary_table: bool = False
+    kinds: tuple[LayerWriter, ...] = ()
+    """Those of all kinds, where there are several."""
 
     def program(self) -> Program:
         """Return the program of this rank."""
         b, tables = self.b, list[View]()
         if self.rotary_table:
-            shape = (b.workload.seq, b.workload.model.head_dim)
+            model = b.workload.model
+            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
             tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
         for table in tables:
             b.add(Hold(label="keep the rotary table", held=(table,)))
@@ -186,20 +203,32 @@ class LayerWriter(NamedTuple):
             ends = Loss(b, self.tokens, self.params, self.tiling, self.loss)
         view = ends.enter()
         for unit in layers:
-            view = self._forward(unit, view)
+            view = self._of_kind(unit, LayerWriter._forward, view)
         ends.leave(view)
         if b.workload.backward:
             b.part = "backward"
             view = ends.enter_backward()
             for unit in reversed(layers):
-                view = self._backward(unit, view)
+                view = self._of_kind(unit, LayerWriter._backward, view)
             ends.leave_backward(view)
             self.params.end_pass()
+
+    def _of_kind(self, unit: Unit, write: Callable[[LayerWriter, Unit, View], View], view: View) -> View:
+        """Append a pass over a layer by the writer of its kind, whose workload the builder has meanwhile."""
+        whole = self.b.workload
+        self.b.workload = whole.of_layer(unit.layer)
+        made = write(self.kinds[unit.layer % len(self.kinds)] if self.kinds else self, unit, view)
+        self.b.workload = whole
+        return made
+
+    def _call(self, name: str) -> str:
+        """Return the key of a call that layers of this kind make."""
+        return f"{name} of kind {self.kind}" if self.kind else name
 
     def _forward(self, unit: Unit, x: View) -> View:
         """Append a layer; return what leaves it."""
         forward = partial(self._forward_with, unit.layer)
-        following, kept = self.b.call("forward", unit.layer, forward, x, self.params.gather(unit))
+        following, kept = self.b.call(self._call("forward"), unit.layer, forward, x, self.params.gather(unit))
         self.saving.save(unit.layer, kept)
         return following
 
@@ -258,9 +287,10 @@ class LayerWriter(NamedTuple):
         kept = self.saving.restore(unit.layer, weights)
         if self.checkpoint.is_needed:
             again = partial(self._again, unit.layer)
-            kept = self.b.call("forward again", unit.layer, again, kept, weights)
+            kept = self.b.call(self._call("forward again"), unit.layer, again, kept, weights)
         backward = partial(self._backward_with, unit)
-        following, reduced = self.b.call("backward", unit.layer, backward, dx, weights, kept, self.params.room(unit))
+        room = self.params.room(unit)
+        following, reduced = self.b.call(self._call("backward"), unit.layer, backward, dx, weights, kept, room)
         self.params.keep(unit, reduced)
         return following
 
@@ -288,6 +318,8 @@ class LayerWriter(NamedTuple):
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
     """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
     dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
+    if plan.partwise and workload.backward:
+        gemms += gemm_flops_again(workload, made_again(block))
     if plan.projects_again and workload.backward:
         gemms += gemm_flops_again(workload, block.projections)
     if step:
@@ -297,23 +329,28 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
         gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
-    flops = dp * sum(plan.flops(one) for one in passes)
-    wire_bytes = dp * (sum(plan.wire_bytes(one) for one in passes) + laid_out)
+    layers = workload.layers
+    flops, sent = (
+        dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
+        for of in (plan.flops, plan.wire_bytes)
+    )
+    wire_bytes = sent + dp * layers * laid_out
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)
     return Claims(
-        attention_flops=workload.layers * flops,
+        attention_flops=flops,
         gemm_flops=dp * gemms,
-        wire_bytes=workload.layers * wire_bytes + of_weights,
+        wire_bytes=wire_bytes + of_weights,
         source=f"{plan.source}; 6 FLOPs per token and weight (arXiv:2001.08361 §2.1), 2 (P-1) bytes per gradient byte",
     )
 
 
-def gemm_flops(workload: Workload, block: Block = LLAMA) -> int:
+def gemm_flops(workload: Workload, block: Block | None = None) -> int:
     """Return the FLOPs of all linear layers over all ranks of a replica: 2 per token and weight of each product."""
     if workload.scope == "attention":
         return 0
+    block = block or block_of(workload.model)
     equations = [*block.forward.before, *block.projections, *block.forward.after]
     if workload.backward:
         equations += [*block.backward.before, *back(*block.projections), *block.backward.after]

@@ -13,8 +13,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import x
 from sim.schedule.model.ends import (
-    EMBEDDING,
-    EMBEDDING_BACKWARD,
+    embedding_of,
     h,
     head_of,
     ids,
@@ -105,6 +104,7 @@ class Loss:
     ) -> None:
         self._b, self._tokens, (self._first, self._last) = b, tokens, ends_of(b.workload)
         self._head, self._layers = head_of(b.workload.model), b.workload.layers
+        self._embedding = embedding_of(b.workload.model)
         self._params, self._tiling, self._chunked = params, tiling, form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
         self._ids = b.input_of(ids, tokens)
@@ -122,7 +122,7 @@ class Loss:
         return self._b.call("embed", 0, self._embed, self._ids, self._params.gather(self._first))
 
     def _embed(self, given: View, weights: Values) -> View:
-        return self._written(EMBEDDING, 0, {ids: given, **weights})[x]
+        return self._written(self._embedding, 0, {ids: given, **weights})[x]
 
     def leave(self, last: View) -> None:
         """See Outside."""
@@ -195,11 +195,11 @@ class Loss:
         self._params.keep(self._first, call(tied, *given, self._made) if self._tied else call(back, *given))
 
     def _back_to_embedding(self, given: View, first: View, room: Room) -> Reduced:
-        self._written(EMBEDDING_BACKWARD, 0, {ids: given, d(x): first})
+        self._written(back(*reversed(self._embedding)), 0, {ids: given, d(x): first})
         return self._params.reduced(self._first, room)
 
     def _back_to_tied_embedding(self, given: View, first: View, room: Room, of_head: Values) -> Reduced:
-        made = self._written(EMBEDDING_BACKWARD, 0, {ids: given, d(x): first})
+        made = self._written(back(*reversed(self._embedding)), 0, {ids: given, d(x): first})
         table = d(w_embed)
         self._b.add(Accumulate(label=f"add {table.name} of both ends", source=made[table], into=of_head[table]))
         for gradient, view in of_head.items():

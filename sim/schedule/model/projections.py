@@ -11,7 +11,7 @@ from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.equations import Around, Block, Equation, back
+from sim.schedule.model.equations import Around, Block, Equation, back, is_product
 from sim.schedule.model.params import Params
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
@@ -31,6 +31,13 @@ class _Chain(NamedTuple):
         return tuple([tensor for one in self.forward for tensor in one.operands if tensor.of_weight])
 
     @property
+    def again(self) -> tuple[Equation, ...]:
+        """The equations that make what the way back needs of the way there: all up to the last such one."""
+        needed = {tensor for one in self.backward for tensor in one.operands}
+        last = max((at for at, one in enumerate(self.forward, 1) if not needed.isdisjoint(one.results)), default=0)
+        return self.forward[:last]
+
+    @property
     def source(self) -> Tensor:
         """What it starts from."""
         return self.forward[0].operands[0]
@@ -47,13 +54,18 @@ def _chain(block: Block, made: Tensor) -> _Chain:
     for equation in reversed((*block.forward.before, *block.projections)):
         if not wanted.isdisjoint(equation.results):
             found.insert(0, equation)
-            wanted |= {tensor for tensor in equation.operands if tensor.kind == "activation"} - {*block.saved}
+            wanted |= {tensor for tensor in equation.operands if not is_product(equation)}
     return _Chain(made, tuple(found), back(*reversed(found)))
+
+
+def made_again(block: Block) -> tuple[Equation, ...]:
+    """Return what a block whose projections are apart computes again, to lead gradients back."""
+    return tuple([one for chain in chains(block).values() for one in chain.again])
 
 
 @lru_cache(maxsize=64)
 def with_projections_apart(block: Block) -> Block:
-    """Return a block whose q, k and v are made by attention."""
+    """Return a block whose q, k and v are made by attention, and so is what leads back through that."""
     of_inputs = chains(block).values()
     apart = {_key(one) for chain in of_inputs for one in (*chain.forward, *chain.backward)}
 
@@ -62,7 +74,9 @@ def with_projections_apart(block: Block) -> Block:
         return Around(before, after)
 
     made = {_key(one) for chain in of_inputs for one in chain.forward}
+    results = {tensor for chain in of_inputs for one in chain.forward for tensor in one.results}
     return block._replace(
+        saved=tuple([tensor for tensor in block.saved if tensor not in results]),
         forward=rest(block.forward),
         backward=rest(block.backward),
         projections=tuple([one for one in block.forward.before if _key(one) in made]),
@@ -94,6 +108,8 @@ class Projections:
         """Weights, and then their gradients, with columns in the order in which attention takes heads."""
         self._begun: set[tuple[Tensor, int | None]] = set()
         """Where rows or columns of sums begin that hold something yet."""
+        self._there = {d(chain.source) for chain in self._chains.values()} & values.keys()
+        """Gradients to which others have added already, of all rows."""
 
     def part(self, name: Name, rows: slice = ALL, heads: slice = ALL) -> Part:
         """See Inputs."""
@@ -121,10 +137,15 @@ class Projections:
             if weight not in self._ordered:
                 (all_rows,) = weight.rows(b.workload.model)
                 self._ordered[weight] = b.new(weight.later(self._layer), all_rows.size)
-            values[weight] = self._ordered[weight][:, self._columns(heads)]
+            values[weight] = self._columns(self._ordered[weight], heads)
+        if chain.again:
+            values[chain.forward[0].results[0]] = self._new(chain.forward[0].results[0].name, name, rows, heads)
+        for equation in chain.again:
+            self._writer(rows, values).write(equation)
         for equation in chain.backward:
             summed = {(tensor, (heads if tensor.of_weight else rows).start) for tensor in equation.results}
-            self._writer(rows, values).write(equation, adds=not summed.isdisjoint(self._begun))
+            adds = not (summed.isdisjoint(self._begun) and self._there.isdisjoint(equation.results))
+            self._writer(rows, values).write(equation, adds=adds)
             self._begun |= summed
 
     def reduce(self, params: Params) -> None:
@@ -140,7 +161,7 @@ class Projections:
         for weight in chain.weights:
             if weight not in self._ordered:
                 self._ordered[weight] = self._in_order(name, f"order {weight.name}", self._values[weight], back=False)
-        weights = {weight: self._ordered[weight][:, self._columns(heads)] for weight in chain.weights}
+        weights = {weight: self._columns(self._ordered[weight], heads) for weight in chain.weights}
         return {chain.source: self._values[chain.source][:, rows], **weights}
 
     def _in_order(self, name: Name, label: str, view: View, *, back: bool = True) -> View:
@@ -149,13 +170,15 @@ class Projections:
         if name != "q" or order == tuple(range(len(order))):
             return view
         ordered = self._b.like(label.removeprefix("order "), view, "other")
-        source, target = (Split(one, 1, len(order)) for one in (view, ordered))
+        source, target = (Split(one, len(one.shape) - 1, len(order)) for one in (view, ordered))
         self._b.add(Copy(label=label, source=source, target=target, order=inverse(order) if back else order))
         return ordered
 
-    def _columns(self, heads: slice) -> slice:
+    def _columns(self, weight: View, heads: slice) -> View:
+        """Return the columns of some heads, of a bias its elements."""
         dim = self._b.workload.model.head_dim
-        return ALL if heads == ALL else slice(heads.start * dim, heads.stop * dim)
+        some = ALL if heads == ALL else slice(heads.start * dim, heads.stop * dim)
+        return weight[:, some] if len(weight.shape) > 1 else weight[some]
 
     def _new(self, label: str, name: Name, rows: slice, heads: slice) -> View:
         tokens, count = range(num_tokens(self._tokens))[rows], range(self._heads[name])[heads]

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Gemm
-from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.block import LLAMA, lse
+from sim.schedule.ir.tensors import Kind, Tensor, d
+from sim.schedule.model import block as block_
+from sim.schedule.model import ends
+from sim.schedule.model.block import block_of, k, lse, out, q, v, x
 from sim.schedule.model.ends import (
-    EMBEDDING,
-    EMBEDDING_BACKWARD,
     HEAD,
     TIED_HEAD,
+    embedding_of,
     ids,
     labels,
     loss,
@@ -22,7 +23,7 @@ from sim.schedule.model.ends import (
     w_embed,
     w_head,
 )  # fmt: skip
-from sim.schedule.model.equations import Equation
+from sim.schedule.model.equations import Equation, back
 from sim.workload import ModelSpec, Workload
 
 
@@ -68,25 +69,27 @@ def updated(tensor: Tensor) -> Tensor:
 
 
 LAYER, EMBEDDED, HEADED, ROOT = (
-    Unit("weights", LLAMA.weights),
+    "weights",
     Unit("embedding", (w_embed,)),
     Unit("head", (norm_last, w_head)),
     Unit("root", (w_embed, norm_last)),
 )
-"""The last one has both ends of a model whose embedding is its head, too: a weight is in one unit only, so that FSDP
-shards and gathers them as one (pytorch/torchtitan models/llama3/infra/parallelize.py, enable_weight_tying). It counts
-as of layer 0.
+"""The name of the unit of a layer, and the units of ends. The last one has both ends of a model whose embedding is its
+head, too: a weight is in one unit only, so that FSDP shards and gathers them as one (pytorch/torchtitan
+models/llama3/infra/parallelize.py, enable_weight_tying). It counts as of layer 0.
 """
 
 
-UNIT_KINDS = (LAYER, EMBEDDED, HEADED, ROOT)
-"""All that there are, as of the first layer."""
+@lru_cache(maxsize=256)
+def unit_kinds(model: ModelSpec) -> tuple[Unit, ...]:
+    """Return all units that a model may have, as of the first layer."""
+    return Unit(LAYER, block_of(model).weights), EMBEDDED, HEADED, ROOT
 
 
 @lru_cache(maxsize=64)
 def units(workload: Workload) -> tuple[Unit, ...]:
     """Return the weights of a workload, in the order in which its forward pass needs them."""
-    layers = tuple([LAYER._replace(layer=layer) for layer in range(workload.layers)])
+    layers = tuple([unit_kinds(workload.model)[0]._replace(layer=layer) for layer in range(workload.layers)])
     if workload.scope != "step":
         return layers if workload.scope == "layer" else ()
     return (
@@ -98,7 +101,7 @@ def units(workload: Workload) -> tuple[Unit, ...]:
 
 def layers_of(workload: Workload) -> tuple[Unit, ...]:
     """Return the weights of layers alone."""
-    return tuple([unit for unit in units(workload) if unit.name == LAYER.name])
+    return tuple([unit for unit in units(workload) if unit.name == LAYER])
 
 
 def ends_of(workload: Workload) -> tuple[Unit, Unit]:
@@ -108,22 +111,53 @@ def ends_of(workload: Workload) -> tuple[Unit, Unit]:
 
 
 _HEADS = tuple(equation for head in (HEAD, TIED_HEAD) for equation in (*head.forward, *head.backward))
-_GROUPS = (LLAMA.equations, EMBEDDING, EMBEDDING_BACKWARD, _HEADS)
-EQUATIONS = tuple(equation for group in _GROUPS for equation in group)
-"""All that a step computes of tokens."""
-_OF_TOKENS = (lse, *(tensor for one in EQUATIONS for tensor in (*one.operands, *one.results)))
-_OF_UNITS = tuple(
-    tensor
-    for unit in UNIT_KINDS
-    for kept in [(*unit.states, unit.working, *unit.weights)]
-    for tensor in (*kept, *map(updated, kept), d(unit.flat), unit.square)
-)
-_TENSORS = {tensor.name: tensor._replace(layer=0) for tensor in (*_OF_TOKENS, *_OF_UNITS)}
-_MAKERS = Counter(tensor.name for equation in LLAMA.equations for tensor in equation.results)
-"""How many equations of a layer make a tensor, by name."""
+_NAMED = {
+    one.name: one._replace(layer=0)
+    for module in (block_, ends)
+    for tensor in vars(module).values()
+    if isinstance(tensor, Tensor)
+    for one in (tensor, d(tensor), *((updated(tensor),) if tensor.of_weight else ()))
+}
+"""All tensors but those of units, of whichever model they are."""
 
 
-_STATES = frozenset(one.name for unit in UNIT_KINDS for state in unit.states for one in (state, updated(state)))
+@lru_cache(maxsize=256)
+def equations(model: ModelSpec) -> tuple[Equation, ...]:
+    """Return all that a step of a model computes of tokens."""
+    embedding = embedding_of(model)
+    return (*block_of(model).equations, *embedding, *back(*reversed(embedding)), *_HEADS)
+
+
+def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
+    """Return the tensors of units by name."""
+    found = []
+    for unit in kinds:
+        kept = (*unit.states, unit.working)
+        found += [*kept, *map(updated, kept), d(unit.flat), unit.square]
+    return {tensor.name: tensor for tensor in found}
+
+
+BY_NAME = (Unit(LAYER, ()), EMBEDDED, HEADED, ROOT)
+"""All units of any model, for what their names alone say."""
+_KINDS: dict[str, Kind] = {name: tensor.kind for name, tensor in (_NAMED | _of_units(BY_NAME)).items()}
+
+
+@lru_cache(maxsize=256)
+def _units_of(model: ModelSpec) -> dict[str, Tensor]:
+    return _of_units(unit_kinds(model))
+
+
+def tensor_of(name: str, model: ModelSpec) -> Tensor:
+    """Return the tensor of a name, as of the first layer; one that no equation speaks of has batch and tokens only."""
+    return _NAMED.get(name) or _units_of(model).get(name) or Tensor(name, "activation")
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of the tensor of a name, which is that of all models."""
+    return _KINDS.get(name, "activation")
+
+
+_STATES = frozenset(one.name for unit in BY_NAME for state in unit.states for one in (state, updated(state)))
 
 
 def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
@@ -131,15 +165,22 @@ def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
     return tensor._replace(numbers="model") if optimiser_states == "model" and tensor.name in _STATES else tensor
 
 
-def is_sum(name: str) -> bool:
+@lru_cache(maxsize=256)
+def _makers(model: ModelSpec) -> Counter[str]:
+    """Return how many equations of a layer make a tensor, by name."""
+    return Counter(tensor.name for equation in block_of(model).equations for tensor in equation.results)
+
+
+def is_sum(name: str, model: ModelSpec) -> bool:
     """Return whether several equations of a layer add up to a tensor."""
-    return _MAKERS[name] > 1
+    return _makers(model)[name] > 1
 
 
 @lru_cache(maxsize=4096)
 def num_terms(name: str, model: ModelSpec) -> int:
     """Return how many terms add up to a tensor: of a matrix product over heads one for each of them."""
-    return sum(_num_heads(one, model) for one in LLAMA.equations for tensor in one.results if tensor.name == name)
+    made = [one for one in block_of(model).equations for tensor in one.results if tensor.name == name]
+    return sum(_num_heads(one, model) for one in made)
 
 
 @lru_cache(maxsize=4096)
@@ -147,11 +188,12 @@ def terms_of(number: int, name: str, model: ModelSpec) -> Span:
     """Return which of the terms of a result an equation makes, in the order of a layer's equations: at an end of the
     model it makes them all.
     """
-    if number >= len(LLAMA.equations):
+    of_layer = block_of(model).equations
+    if number >= len(of_layer):
         return Span(0, num_terms(name, model))
-    earlier = [one for one in LLAMA.equations[:number] for tensor in one.results if tensor.name == name]
+    earlier = [one for one in of_layer[:number] for tensor in one.results if tensor.name == name]
     before = sum(_num_heads(one, model) for one in earlier)
-    return Span(before, before + _num_heads(LLAMA.equations[number], model))
+    return Span(before, before + _num_heads(of_layer[number], model))
 
 
 def _num_heads(equation: Equation, model: ModelSpec) -> int:
@@ -159,11 +201,6 @@ def _num_heads(equation: Equation, model: ModelSpec) -> int:
     first, *_ = equation.operands
     over_heads = equation.kind is Gemm and not equation.results[0].of_weight
     return (first.heads(model) or 1) if over_heads else 1
-
-
-def tensor_of(name: str) -> Tensor:
-    """Return the tensor of a name, as of the first layer; one that no equation speaks of has batch and tokens only."""
-    return _TENSORS.get(name) or Tensor(name, "activation")
 
 
 class ScopePorts(NamedTuple):
@@ -181,11 +218,11 @@ def ports_of(workload: Workload) -> ScopePorts:
     weights, last = [weight.later(unit.layer) for unit in units(workload) for weight in unit.weights], workload.layers
     allowed: list[Tensor] = []
     if workload.scope == "attention":
-        given, asked, leaving = [LLAMA.q, LLAMA.k, LLAMA.v], [d(LLAMA.q), d(LLAMA.k), d(LLAMA.v)], LLAMA.out
-        given += [] if workload.forward else [LLAMA.out, lse]
+        given, asked, leaving = [q, k, v], [d(q), d(k), d(v)], out
+        given += [] if workload.forward else [out, lse]
         allowed = [lse]
     elif workload.scope == "layer":
-        given, asked, leaving = [LLAMA.x, *weights], [d(LLAMA.x), *map(d, weights)], LLAMA.x.later(last)
+        given, asked, leaving = [x, *weights], [d(x), *map(d, weights)], x.later(last)
     else:
         states = [state for unit in units(workload) for state in unit.states]
         used = [*weights, *(unit.working for unit in units(workload))]

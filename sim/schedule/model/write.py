@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
+from sim.schedule.ir.ops import Accumulate
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
 from sim.schedule.model.equations import Equation
@@ -36,9 +37,12 @@ class TokenWriter(NamedTuple):
 
     def write(self, equation: Equation, *, adds: bool = False) -> None:
         """Append the op of an equation. A result that has no place yet gets a new buffer; one that has may be added to
-        what lies there.
+        what lies there, by the kernel itself or by one behind it.
         """
         kind, model, values = equation.kind, self.b.workload.model, self.values
+        adds = equation.adds or adds
+        apart = adds and "accumulate" not in kind.__struct_fields__ and kind is not Accumulate
+        before = {tensor: values.pop(tensor) for tensor in equation.results if apart and tensor in values}
         fields = operands(kind)
         read = [name for name, mark in fields.items() if mark.is_read]
         views: dict[str, Any] = {name: values[tensor] for name, tensor in zip(read, equation.operands, strict=False)}
@@ -48,12 +52,18 @@ class TokenWriter(NamedTuple):
         settings: dict[str, Any] = {
             "epsilon": model.norm_epsilon,
             "theta": model.rope_theta,
+            "rotated": model.rotary_dims,
+            "scale": model.logit_scale,
+            "softcap": model.logit_softcap,
             "tokens": restarted(self.tokens, mask_of(self.b.workload)),
-            "accumulate": equation.adds or adds,
+            "accumulate": adds,
             "count": self.b.replicas * self.b.workload.num_labels,
         }
         known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
         self.b.add(kind(label=equation.label, **views, **known, **dict(equation.variant)))
+        for tensor, into in before.items():
+            self.b.add(Accumulate(label=f"add {tensor.name}", source=values[tensor], into=into))
+            values[tensor] = into
 
     def _new(self, tensor: Tensor) -> View:
         rows = tensor.rows(self.b.workload.model) if tensor.of_weight else self.tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any, assert_never
 
 from sim.errors import ScheduleError
@@ -18,7 +18,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.masks import CAUSAL, mask_of
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.scope import is_sum, tensor_of
+from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
@@ -26,6 +26,7 @@ from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
+from sim.workload import ModelSpec
 
 
 class AbstractPlayer(Interpreter):
@@ -40,7 +41,7 @@ class AbstractPlayer(Interpreter):
     ) -> None:
         super().__init__(schedule, matching, dependencies, programs)
         self._rules = attention_rules(schedule)
-        self._token_rules = TokenRules(schedule.header.workload.model, self._rules)
+        self._token_rules = TokenRules(self._rules.model, self._rules)
         self._linear_rules = LinearRules(self._rules)
         self._state_rules = StateRules(schedule.header.workload, self._rules)
         self._at: Key = (0, 0)
@@ -102,7 +103,7 @@ class AbstractPlayer(Interpreter):
 
     def _fold(self, memory: AbstractMemory, op: ops.Fold) -> None:
         found, each = memory.read_parts(op.source), op.source.parts // op.target.parts
-        folded = [reduce(sum_of, found[i : i + each]) for i in range(0, len(found), each)]
+        folded = [reduce(self.sum_of, found[i : i + each]) for i in range(0, len(found), each)]
         memory.write_parts(op.target, folded)
 
     def _state(self, memory: AbstractMemory, op: ops.StateKernel | ops.HostAdamW) -> None:
@@ -114,8 +115,9 @@ class AbstractPlayer(Interpreter):
         """Write what a kernel of softmax attention makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
-            out, probs = self._rules.attend(
-                memory.read(op.q), memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
+            queries = memory.read(op.q)
+            out, probs = self._rules.of_layer(queries).attend(
+                queries, memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
             )
             memory.write(op.out, out)
             memory.write(op.lse, renamed(out, "lse"))
@@ -125,7 +127,7 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.attend_backward(saved, ops.parts_of(op) or op.band, ratio)
+            grads = self._rules.of_layer(saved["q"]).attend_backward(saved, ops.parts_of(op) or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
                 memory.write(view, pieces)
         elif isinstance(op, ops.Delta):
@@ -187,11 +189,25 @@ class AbstractPlayer(Interpreter):
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
             self._check_positions(given[0], op)
-        source, target = ({piece.content.tensor for piece in pieces} - {ZERO} for pieces in (given[0], into))
+            theta = self._rules.of_layer(given[0]).model.rope_theta
+            if op.theta != theta:
+                raise ScheduleError(f"rotates by theta {op.theta!r}: rope_theta of this layer is {theta!r}")
+        source, target = (
+            {piece.content[:2] for piece in pieces if piece.content.tensor != ZERO} for pieces in (given[0], into)
+        )
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         for view, pieces in zip(op.writes, made, strict=True):
-            memory.write(view, sum_of(into, pieces) if adds else pieces)
+            memory.write(view, self.sum_of(into, pieces) if adds else pieces)
+
+    def sum_of(self, a: list[Piece], b: list[Piece]) -> list[Piece]:
+        """Return the sum of two operands of one shape."""
+        for piece in (*a, *b):
+            if not _adds_up(piece.content.tensor, self._rules.model):
+                raise ScheduleError(
+                    f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse"
+                )
+        return _united(a, b)
 
     def _check_positions(self, pieces: list[Piece], op: ops.Rope) -> None:
         """Raise where a rotary embedding turns what it is given by other positions."""
@@ -222,7 +238,7 @@ class AbstractPlayer(Interpreter):
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                summed = reduce(sum_of, parts)
+                summed = reduce(self.sum_of, parts)
                 self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
 
     def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
@@ -249,7 +265,8 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     """Return what attention of a schedule's workload makes of contents."""
     workload = schedule.header.workload
     batch = workload.batch * schedule.whole.header.mesh.dp
-    return AttentionRules(mask_of(workload), workload.seq, batch, workload.model)
+    kinds = tuple([AttentionRules(mask_of(one), one.seq, batch, one.model) for one, _ in workload.kinds()])
+    return kinds[0]._replace(kinds=kinds if len(kinds) > 1 else ())
 
 
 def check_output(port: Port, program: Program, held: list[Piece], rules: AttentionRules) -> None:
@@ -274,20 +291,12 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
             raise ScheduleError(f"merges {brief(x.content)} with {brief(y.content)} that saw other keys")
 
 
-def sum_of(a: list[Piece], b: list[Piece]) -> list[Piece]:
-    """Return the sum of two operands of one shape."""
-    for piece in (*a, *b):
-        if not _adds_up(piece.content.tensor):
-            raise ScheduleError(f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse")
-    return _united(a, b)
-
-
 @lru_cache(maxsize=4096)
 def _repeated(content: Content, starts: range) -> Content:
     """Return the sum of gradients of a weight that are one but for the sequences, whose first ones are given."""
     if content.tensor == ZERO:
         return content
-    if tensor_of(content.tensor).kind != "weight gradient":
+    if kind_of(content.tensor) != "weight gradient":
         raise ScheduleError(f"sums {brief(content)} over replicas, which have different sequences")
     each = [tuple([(tokens, batch.moved(start)) for tokens, batch in content.seen]) for start in starts]
     return reduce(union, [content._replace(seen=seen) for seen in each])
@@ -296,10 +305,10 @@ def _repeated(content: Content, starts: range) -> Content:
 _SUMS = {"weight gradient", "square"}
 
 
-@cache
-def _adds_up(name: str) -> bool:
+@lru_cache(maxsize=4096)
+def _adds_up(name: str, model: ModelSpec) -> bool:
     """Return whether parts of a tensor are summed."""
-    return name in {"dq", "dk", "dv", ZERO, *STATES} or tensor_of(name).kind in _SUMS or is_sum(name)
+    return name in {"dq", "dk", "dv", ZERO, *STATES} or kind_of(name) in _SUMS or is_sum(name, model)
 
 
 def _united(a: list[Piece], b: list[Piece]) -> list[Piece]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Documents, Mask, Span, count_pairs, keeps_mask, keeps_parts
-from sim.schedule.model.scope import is_sum, num_terms, tensor_of
+from sim.schedule.model.scope import is_sum, kind_of, num_terms
 from sim.schedule.proof.contents import (
     BATCH,
     FAR,
@@ -46,6 +46,25 @@ class AttentionRules(NamedTuple):
     model: ModelSpec
     members: int = 1
     """Of each class of ranks whose contents are of all of its members, see ``members``."""
+    kinds: tuple[AttentionRules, ...] = ()
+    """Those of each kind of layers, where there are several."""
+
+    def of(self, layer: int) -> AttentionRules:
+        """Return the rules of the kind of a layer."""
+        return self.kinds[layer % len(self.kinds)] if self.kinds else self
+
+    def of_layer(self, pieces: list[Piece]) -> AttentionRules:
+        """Return the rules of the layer that pieces are of; raises ScheduleError for several of several kinds."""
+        if not self.kinds:
+            return self
+        found = {piece.content.layer % len(self.kinds) for piece in pieces}
+        if len(found) != 1:
+            raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)}: layers of several kinds meet")
+        return self.of(*found)
+
+    def of_members(self, members: int) -> AttentionRules:
+        """Return the rules of contents that are of so many members of a class."""
+        return self._replace(members=members, kinds=tuple([one._replace(members=members) for one in self.kinds]))
 
     @property
     def group(self) -> int:
@@ -121,6 +140,8 @@ class AttentionRules(NamedTuple):
 
     def complete(self, content: Content) -> bool:
         """Return whether everything that the mask keeps has been summed into this content, of every member."""
+        if self.kinds:
+            return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
             alone = self._replace(members=1)
             found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}
@@ -131,9 +152,9 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"dk", "dv"}:
             summed = sum(_pairs(self.mask, queries, tokens) * heads.size for queries, heads in content.seen)
             return summed == _pairs(self.mask, whole, tokens) * self.group
-        if is_sum(content.tensor):
+        if is_sum(content.tensor, self.model):
             return sum(terms.size for terms, _ in content.seen) == num_terms(content.tensor, self.model)
-        if tensor_of(content.tensor).kind == "weight gradient":
+        if kind_of(content.tensor) == "weight gradient":
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
@@ -143,7 +164,7 @@ class AttentionRules(NamedTuple):
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""
         if content.tensor in {"out", "lse"}:
             return content._replace(seen=((Span(0, self.seq), ONE),))
-        if not is_sum(content.tensor):
+        if not is_sum(content.tensor, self.model):
             return content
         return content._replace(seen=((Span(0, num_terms(content.tensor, self.model)), ONE),))
 

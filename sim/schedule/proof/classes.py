@@ -24,7 +24,7 @@ from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split
-from sim.schedule.proof.abstract import AbstractPlayer, check_output, sum_of
+from sim.schedule.proof.abstract import AbstractPlayer, check_output
 from sim.schedule.proof.abstract_memory import given_pieces
 from sim.schedule.proof.contents import Piece, Unclassed
 from sim.schedule.proof.members import of_all, of_member
@@ -135,7 +135,7 @@ class ClassPlayer(AbstractPlayer):
         self._way_of = dict(zip(map(id, self._meets.matching.transfers), self._meets.ways, strict=True))
         programs = [Program.of_calls(number, self._of_ranks[ranks[0]].calls) for number, ranks in enumerate(classes)]
         super().__init__(schedule, self._meets.matching, [dependencies[ranks[0]] for ranks in classes], programs)
-        self._alone, self._rules = self._rules, self._rules._replace(members=self.members)
+        self._alone, self._rules = self._rules, self._rules.of_members(self.members)
         self._token_rules = self._token_rules._replace(attention=self._rules)
         self._state_rules = self._state_rules._replace(attention=self._rules)
         for memory, ranks in zip(self.memory, classes, strict=True):
@@ -207,7 +207,7 @@ class ClassPlayer(AbstractPlayer):
             return []
         if isinstance(op.taken, Split):
             return self.memory[number].side_by_side(op.taken, parts)
-        summed = reduce(sum_of, parts)
+        summed = reduce(self.sum_of, parts)
         return self._over_all_replicas(summed) if over_all else summed
 
 

@@ -13,7 +13,19 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import tensor_of
-from sim.schedule.proof.contents import FAR, FEATURES, HEADS, Interval, Piece, Unclassed, common, replaced, spell, union
+from sim.schedule.proof.contents import (
+    FAR,
+    FEATURES,
+    HEADS,
+    TOKENS,
+    Interval,
+    Piece,
+    Unclassed,
+    common,
+    replaced,
+    spell,
+    union,
+)
 from sim.workload import ModelSpec
 
 
@@ -33,7 +45,7 @@ class Heads(NamedTuple):
 
     def lifted(self, pieces: list[Piece], model: ModelSpec) -> list[Piece]:
         """Return an operand with these heads alone as if they were all."""
-        found = axis_of(tensor_of(pieces[0].content.tensor), model)
+        found = axis_of(tensor_of(pieces[0].content.tensor, model), model)
         if found is None:
             return pieces
         axis, width, count = found
@@ -43,7 +55,7 @@ class Heads(NamedTuple):
 
     def lowered(self, pieces: list[Piece], model: ModelSpec) -> list[Piece]:
         """Return a result of all heads as one of these: its part of them, or its terms of them."""
-        tensor = tensor_of(pieces[0].content.tensor)
+        tensor = tensor_of(pieces[0].content.tensor, model)
         found = axis_of(tensor, model)
         if found is not None:
             axis, width, _ = found
@@ -63,8 +75,8 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
     """Return the heads that the operands of a kernel have, cut so that each operand has neighbouring ones; empty where
     all have all, or where heads are rows of a weight. Raises ScheduleError where operands have other heads.
     """
-    tensors = [tensor_of(pieces[0].content.tensor) for pieces in operands]
-    if any(tensor.of_weight and tensor.axes[0] in _OF_HEADS for tensor in tensors):
+    tensors = [tensor_of(pieces[0].content.tensor, model) for pieces in operands]
+    if any(tensor.of_weight and len(tensor.axes) > 1 and tensor.axes[0] in _OF_HEADS for tensor in tensors):
         return []
     edges: set[int] = set()
     known: list[tuple[Interval, Interval]] = []
@@ -101,7 +113,7 @@ def parts_by_heads(operands: list[list[Piece]], model: ModelSpec) -> list[Heads]
 
 def joined(of_parts: list[list[Piece]], model: ModelSpec) -> list[Piece]:
     """Return a result of all parts: heads side by side, sums over heads summed up."""
-    if axis_of(tensor_of(of_parts[0][0].content.tensor), model):
+    if axis_of(tensor_of(of_parts[0][0].content.tensor, model), model):
         return [piece for pieces in of_parts for piece in pieces]
     return reduce(_summed, of_parts)
 
@@ -114,12 +126,13 @@ _OF_HEADS = ("heads", "kv_heads")
 
 
 def axis_of(tensor: Tensor, model: ModelSpec) -> _Axis | None:
-    """Return where a tensor has heads: a weight, or its gradient, as columns."""
+    """Return where a tensor has heads: a weight, or its gradient, as columns; a bias as its elements."""
     count = tensor.heads(model)
     if count is not None:
         return _Axis(HEADS, 1, count)
-    if tensor.of_weight and len(tensor.axes) == 2 and tensor.axes[1] in _OF_HEADS:
-        return _Axis(FEATURES, model.head_dim, tensor.shape(model)[1] // model.head_dim)
+    if tensor.of_weight and tensor.axes and tensor.axes[-1] in _OF_HEADS:
+        axis = FEATURES if len(tensor.axes) == 2 else TOKENS
+        return _Axis(axis, model.head_dim, tensor.shape(model)[-1] // model.head_dim)
     return None
 
 

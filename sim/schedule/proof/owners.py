@@ -32,7 +32,7 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
     """Raise where a token or head of a tensor, in one of so many sequences, belongs to no rank or to two."""
     owned: dict[tuple[str, int], dict[Span, Content]] = defaultdict(dict)
     for port in ports:
-        tensor = tensor_of(port.tensor)
+        tensor = tensor_of(port.tensor, workload.model)
         if tensor.of_weight:
             continue
         heads, width = tensor.heads(workload.model) or 1, tensor.features(workload.model)
@@ -55,7 +55,7 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
             for batch, content in by_batch.items()
             for tokens, heads in content.seen
         )
-        total = sequences * workload.seq * (tensor_of(name).heads(workload.model) or 1)
+        total = sequences * workload.seq * (tensor_of(name, workload.model).heads(workload.model) or 1)
         if cells != total:
             raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {name} have an owner")
 

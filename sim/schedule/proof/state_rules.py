@@ -11,9 +11,9 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import ROOT, UNIT_KINDS, Unit, tensor_of, units, updated
+from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, unit_kinds, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs
+from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
 from sim.schedule.proof.token_rules import behind
 from sim.workload import ModelSpec, Workload
 
@@ -44,7 +44,7 @@ class StateRules(NamedTuple):
 
     def _unpacked(self, piece: Piece) -> list[list[Piece]]:
         """Return the weights that a flat tensor consists of."""
-        content, flat = piece.content, tensor_of(piece.content.tensor)
+        content, flat = piece.content, tensor_of(piece.content.tensor, self._model)
         if content.tensor not in _FLAT_WEIGHTS or piece.content.tokens != _rows(flat, self._model):
             raise ScheduleError(f"unpacks {brief(content)}: all elements of a unit's weights are needed")
         return [[_whole(part, self._model, content.layer)] for part in flat.parts]
@@ -52,7 +52,7 @@ class StateRules(NamedTuple):
     def _packed(self, pieces: list[Piece]) -> Piece:
         """Return a flat gradient of those of a unit's weights, in their order."""
         layer = pieces[0].content.layer
-        for unit in UNIT_KINDS:
+        for unit in unit_kinds(self._model):
             parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
             if parts == [piece.content._replace(seen=()) for piece in pieces]:
                 break
@@ -87,11 +87,11 @@ class StateRules(NamedTuple):
         square: Content | None = None
         for piece in pieces:
             content = piece.content
-            unit = _unit(content)
+            unit = _unit(content, self._model)
             if content.tensor != d(unit.flat).name or not self.attention.complete(content):
                 raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
             part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE), ((content.tokens, ONE),))
-            square = part if square is None else square._replace(seen=tuple(sorted((*square.seen, *part.seen))))
+            square = part if square is None else union(square, part)
         assert square is not None
         return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
 
@@ -99,7 +99,7 @@ class StateRules(NamedTuple):
         """Return weights and moments after a step of the optimiser."""
         *states, squares = operands
         weights, gradient, first, second = (_only(pieces) for pieces in states)
-        unit = _unit(weights.content)
+        unit = _unit(weights.content, self._model)
         named = (unit.flat, d(unit.flat), *unit.moments)
         for tensor, piece in zip(named, (weights, gradient, first, second), strict=True):
             if piece.content[:3] != (tensor.name, *weights.content[1:3]):
@@ -117,12 +117,12 @@ class StateRules(NamedTuple):
     def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return the same, with the gradient, which is none any more, and the new weights as passes use them."""
         weights, *moments = self._updated(operands)
-        working = updated(_unit(_only(operands[0]).content).working).name
+        working = updated(_unit(_only(operands[0]).content, self._model).working).name
         scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
         return [weights, [scaled], *moments, [_named(_only(weights), working)]]
 
 
-_FLAT_WEIGHTS = {one.name for unit in UNIT_KINDS for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
+_FLAT_WEIGHTS = {one.name for unit in BY_NAME for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
 
 
 @lru_cache(maxsize=16)
@@ -146,13 +146,11 @@ def _check_norm(workload: Workload, squares: tuple[Content, ...]) -> None:
             raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
-_UNIT_OF = {name: unit for unit in UNIT_KINDS for name in (unit.flat.name, d(unit.flat).name)}
-
-
-def _unit(content: Content) -> Unit:
+def _unit(content: Content, model: ModelSpec) -> Unit:
     """Return the kind of unit that a content is of."""
-    if content.tensor in _UNIT_OF:
-        return _UNIT_OF[content.tensor]
+    for unit in unit_kinds(model):
+        if content.tensor in {unit.flat.name, d(unit.flat).name}:
+            return unit
     raise ScheduleError(f"{brief(content)} where the weights of a layer or of an end, or their gradient, are needed")
 
 

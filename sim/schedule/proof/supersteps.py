@@ -22,8 +22,9 @@ from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.matching import match, wire_bytes
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Fragment, Program, Schedule
+from sim.schedule.ir.tensors import OF_TOKENS
 from sim.schedule.ir.views import Buffer
-from sim.schedule.model.scope import tensor_of
+from sim.schedule.model.scope import kind_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
@@ -107,6 +108,10 @@ class Supersteps:
     def _moved(self, kept: _Kept) -> Held:
         return _moved(self._contents[kept.contents], kept.layer or 0, kept.sequence or 0)
 
+    def _aligned(self, layer: int) -> int:
+        """Return the last layer up to this one from which on kinds follow each other as from the first."""
+        return layer - layer % max(1, len(self._rules.kinds))
+
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
         programs = [one.program(rank, layer) for rank, (one, layer) in enumerate(zip(kind, layers, strict=True))]
@@ -126,7 +131,7 @@ class Supersteps:
             ]
             layers = [kept.layer for of_class in given for kept in of_class if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
-            base = min(layers, default=0)
+            base = self._aligned(min(layers, default=0))
             sequences = [kept.sequence for of_class in given for kept in of_class if kept.sequence is not None]
             takes = any(call.fragment.inputs for call in calls)  # whose sequences do not count from another
             first = 0 if takes else min(sequences, default=0)
@@ -185,13 +190,17 @@ class Supersteps:
                     numbers = call.numbers
                     for place, port in enumerate(call.fragment.outputs):
                         contents, layer, sequence = of_class[numbers[port.view.buffer]]
-                        kept = _Kept(contents, 0 if layer is None else layer - call.layer, sequence)
-                        seen = (call.fragment, place, kept, member)
+                        base = self._aligned(call.layer)
+                        kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
+                        seen = (call.fragment, place, kept, member, call.layer - base)
                         if seen not in known:
                             known.add(seen)
-                            memory = AbstractMemory(alone := call.fragment.program(rank), self._rules)
+                            alone = call.fragment.program(rank, call.layer - base)
+                            memory = AbstractMemory(alone, self._rules)
                             memory.hold(port.view.buffer, self._moved(kept))
-                            check_output(port, alone, of_member(memory.read(port.view), member), self._rules)
+                            check_output(
+                                alone.outputs[place], alone, of_member(memory.read(port.view), member), self._rules
+                            )
 
 
 def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule]) -> Classes:
@@ -224,7 +233,7 @@ def _check_bindings(program: Program) -> None:
         for number, like in zip(call.given, fragment.given, strict=True):
             if buffers[number] is not like and not _alike(buffers[number], like):
                 raise Declined
-        updates = {port.view.buffer for port in fragment.outputs if tensor_of(port.tensor).kind == "updated"}
+        updates = {port.view.buffer for port in fragment.outputs if kind_of(port.tensor) == "updated"}
         if not inputs.isdisjoint([call.given[place] for place in fragment.written - updates]):
             raise Declined
         if any(port.view.buffer < before for port in fragment.inputs):
@@ -253,10 +262,10 @@ def _later(kept: Iterable[_Kept], layers: int, sequences: int) -> list[_Kept]:
 
 def _sequences(content: Content) -> list[int]:
     """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over."""
-    tensor = tensor_of(content.tensor)
-    if tensor.kind == "weight gradient":
+    kind = kind_of(content.tensor)
+    if kind == "weight gradient":
         return [batch.start for _, batch in content.seen]
-    return [] if tensor.of_weight else [content.batch.start]
+    return [] if kind not in OF_TOKENS else [content.batch.start]
 
 
 def _moved(held: Held, layers: int, sequences: int) -> Held:
@@ -272,8 +281,8 @@ def _moved(held: Held, layers: int, sequences: int) -> Held:
 
 def _content_moved(content: Content, layers: int, sequences: int) -> Content:
     name, layer, (batch, *rest), seen = content
-    if sequences and tensor_of(name).kind == "weight gradient":
+    if sequences and kind_of(name) == "weight gradient":
         seen = tuple([(tokens, of.moved(sequences)) for tokens, of in seen])
-    elif sequences and not tensor_of(name).of_weight:
+    elif sequences and kind_of(name) in OF_TOKENS:
         batch = batch.moved(sequences)
     return Content(name, layer + layers, (batch, *rest), seen)  # type: ignore[arg-type]

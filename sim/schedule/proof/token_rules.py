@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
-from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel
+from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel, TokenSum
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import EQUATIONS, ROOT, is_sum, tensor_of, terms_of
+from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
 from sim.schedule.proof.head_rules import Heads, joined, parts_by_heads
@@ -23,10 +23,15 @@ def _key(kind: type[Op], variant: tuple[object, ...], operands: list[tuple[str, 
     return kind, variant, *((name, layer - base) for name, layer in operands)
 
 
-_NUMBERS = {
-    _key(one.kind, one.variant, [(tensor.name, tensor.layer) for tensor in one.operands]): number
-    for number, one in enumerate(EQUATIONS)
-}
+@lru_cache(maxsize=256)
+def _numbers(model: ModelSpec) -> dict[tuple[object, ...], int]:
+    """Return the place of each equation of a model among all."""
+    return {
+        _key(one.kind, one.variant, [(tensor.name, tensor.layer) for tensor in one.operands]): number
+        for number, one in enumerate(equations(model))
+    }
+
+
 _AT_ENDS = {weight.name for weight in ROOT.weights}
 _GRADIENTS_AT_ENDS = {d(weight).name for weight in ROOT.weights}
 
@@ -41,7 +46,7 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
-        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | Rope) else []
+        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | TokenSum | Rope) else []
         if parts:
             of_parts = [self._of_heads(op, operands, part) for part in parts]
             return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]
@@ -64,7 +69,7 @@ class TokenRules(NamedTuple):
 
     def _whole(self, pieces: list[Piece]) -> Piece:
         """Return the one piece of a weight, all of which is needed."""
-        tensor = tensor_of(pieces[0].content.tensor)
+        tensor = tensor_of(pieces[0].content.tensor, self.model)
         if len(pieces) > 1 or pieces[0].content.at != (ONE, *tensor.rows(self.model), *row_of(tensor, self.model)):
             raise ScheduleError(f"{brief(pieces[0].content)} where all of the weight is needed")
         return pieces[0]
@@ -74,7 +79,7 @@ class TokenRules(NamedTuple):
         rows = []
         for piece in pieces:
             batch, tokens, *inner = piece.content.at
-            wanted = row_of(tensor_of(piece.content.tensor), self.model)
+            wanted = row_of(tensor_of(piece.content.tensor, self.model), self.model)
             if tuple(inner) != wanted or piece.box[HEADS:] != tuple((0, span.size) for span in wanted):
                 heads, width = (span.size for span in wanted)
                 raise ScheduleError(
@@ -88,10 +93,17 @@ class TokenRules(NamedTuple):
 
     def _combined(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the results of one kernel on the same tokens of each operand."""
-        variant = tuple((name, getattr(op, name)) for name in ("form", "inverse") if name in op.__struct_fields__)
+        of_layer = self.attention.of(min(piece.content.layer for piece in operands))
+        return TokenRules(of_layer.model, of_layer).made(op, operands)
+
+    def made(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
+        """Return the same, of a layer of the one kind that these rules are of."""
+        variant = tuple(
+            (name, getattr(op, name)) for name in ("form", "inverse", "factor") if name in op.__struct_fields__
+        )
         tokens = [piece for piece in operands if not _is_weight(piece)]
         operands = [self._of_layer(tokens[0].content.layer, piece) for piece in operands]
-        number = _NUMBERS.get(_key(type(op), variant, [piece.content[:2] for piece in operands]))
+        number = _numbers(self.model).get(_key(type(op), variant, [piece.content[:2] for piece in operands]))
         if number is None:
             kind = " ".join([type(op).__name__, *(f"{name}={value}" for name, value in variant)])
             spelled = ", ".join(f"{piece.content.tensor} of layer {piece.content.layer}" for piece in operands)
@@ -100,7 +112,7 @@ class TokenRules(NamedTuple):
         for piece in tokens:
             if piece.content.at != first.content.at:
                 raise ScheduleError(f"{op.label} of {brief(first.content)} with other tokens, {brief(piece.content)}")
-        equation = EQUATIONS[number]
+        equation = equations(self.model)[number]
         layer = operands[0].content.layer - equation.operands[0].layer
         return [[self._result(number, tensor.later(layer), first)] for tensor in equation.results]
 
@@ -115,11 +127,11 @@ class TokenRules(NamedTuple):
         """
         batch, rows, *_ = tokens.content.at
         inner, (b, s, *_) = row_of(tensor, self.model), tokens.box
-        seen: Seen = ((terms_of(number, tensor.name, self.model), ONE),) if is_sum(tensor.name) else ()
+        seen: Seen = ((terms_of(number, tensor.name, self.model), ONE),) if is_sum(tensor.name, self.model) else ()
         at = (batch, rows, *inner)
         if tensor.of_weight:
             (own,) = tensor.rows(self.model)
-            twice = tensor.name == d(w_embed).name and EQUATIONS[number].kind is Gemm
+            twice = tensor.name == d(w_embed).name and equations(self.model)[number].kind is Gemm
             seen = ((rows.moved(behind(self.attention.seq)) if twice else rows, batch),)
             at, b, s = (ONE, own, *inner), (0, 1), (0, own.size)
             if self.model.tied_embeddings and tensor.name in _GRADIENTS_AT_ENDS:
@@ -136,12 +148,12 @@ def behind(seq: int) -> int:
 
 
 def _is_weight(piece: Piece) -> bool:
-    return tensor_of(piece.content.tensor).kind == "weight"
+    return kind_of(piece.content.tensor) == "weight"
 
 
 def _joined(a: list[Piece], b: list[Piece]) -> list[Piece]:
     """Return a result of more tokens: side by side, or summed up where it is a weight's gradient."""
-    if tensor_of(a[0].content.tensor).kind == "weight gradient":
+    if kind_of(a[0].content.tensor) == "weight gradient":
         return [x._replace(content=union(x.content, y.content)) for x, y in zip(a, b, strict=True)]
     return a + b
 

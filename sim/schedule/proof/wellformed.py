@@ -14,11 +14,12 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import FULL
+from sim.schedule.ir.masks import FULL, sharing_a_pair
 from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
-from sim.schedule.model.scope import tensor_of, with_options
+from sim.schedule.model.scope import kind_of, tensor_of, with_options
+from sim.schedule.proof.contents import FAR, spell
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -36,7 +37,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
             if problem:
                 raise ScheduleError(f"rank {program.rank} {what} {port.name} {problem}")
     kept = {port.view.buffer: port.tensor for port in program.inputs}
-    updates = {port.view.buffer for port in program.outputs if tensor_of(port.tensor).kind == "updated"}
+    updates = {port.view.buffer for port in program.outputs if kind_of(port.tensor) == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     ops_of, (forms, which, _) = program.ops, program.formed
     exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)  # whose peers are no part of it
@@ -140,7 +141,7 @@ def _integer_problem(op: ops.Op, program: Program) -> str:
 _TAKE_FLOATS = "take fp64, fp32, bf16 or fp16"
 
 
-_DIMS = {"q": "s", "k": "st", "g": "h", "e": "eio", "f": "io", "n": "i"}
+_DIMS = {"q": "s", "k": "st", "g": "h", "h": "he", "d": "di", "e": "eio", "o": "oi", "f": "io", "n": "i"}
 """What a buffer may call the dimension of a letter, where not by the letter itself."""
 
 
@@ -148,7 +149,8 @@ _DIMS = {"q": "s", "k": "st", "g": "h", "e": "eio", "f": "io", "n": "i"}
 def _declared(kind: type[ops.Op], form: ops.GemmForm | None) -> list[tuple[str, str]]:
     """Return the operands of a kind of op with their dimensions, if it declares any."""
     if form:
-        return list(zip(("a", "b", "out"), ops.Gemm.letters[form], strict=True))
+        bias = [("bias", "o")] if kind is ops.BiasedGemm else []
+        return [*zip(("a", "b", "out"), ops.Gemm.letters[form], strict=True), *bias]
     return [(name, mark.letters) for name, mark in operands(kind).items() if mark.letters]
 
 
@@ -213,6 +215,9 @@ def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
         for span, size in ((part.rows, op.q.shape[1]), (part.columns, op.k.shape[1])):
             if span.step != 1 or not 0 <= span.start < span.stop <= size:
                 return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
+    if shared := sharing_a_pair(op.documents or ()):
+        spelled = " and ".join(f"rows {spell(part.rows)} x columns {spell(part.columns)}" for part in shared)
+        return f"attends to {spelled}, which have a pair in common: it would count twice"
     if op.documents and (op.kernel != "flash" or op.band != FULL):
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
@@ -246,6 +251,13 @@ def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Wor
         return _linear_problem(op)
     if isinstance(op, ops.Delta | ops.Merge):
         return ""
+    model = workload.model
+    if problem := _number_problem("scale", op.scale, "attention_scale of the model", model.attention_scale):
+        return problem
+    if problem := _number_problem("softcap", op.softcap, "attention_softcap of the model", model.attention_softcap):
+        return problem
+    if op.softcap and op.kernel != "flash":
+        return f"has a soft-cap for the kernel {op.kernel!r}: allowed is flash"
     if (op.kernel == "standard") != (op.probs is not None):
         return f"has probabilities {op.probs} for the kernel {op.kernel!r}: those of a standard one are kept"
     if problem := _parts_of_documents(op) or _parts_of_blocks(op):
@@ -266,14 +278,26 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         count = num_tokens(op.tokens)
         if count != op.x.shape[1]:
             return f"rotates {op.x.shape[1]} tokens by {count} positions"
-        return _number_problem("theta", op.theta, "rope_theta of the model", model.rope_theta)
+        kinds = [one.model for one, _ in workload.kinds()]
+        rotated = _number_problem(
+            "rotated", op.rotated, "rotary_dims of the model", *[one.rotary_dims for one in kinds]
+        )
+        return rotated or _number_problem(
+            "theta", op.theta, "rope_theta of the model", *[one.rope_theta for one in kinds]
+        )
+    if isinstance(op, ops.BiasedGemm):
+        return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm):
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
     if isinstance(op, ops.TiledKernel):
         return "" if op.tile >= 1 else f"has tiles of {op.tile} tokens: allowed is 1 or more"
     if isinstance(op, ops.CrossEntropy):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
-        return _number_problem("count", op.count, "the number of labels", labels)
+        return (
+            _number_problem("count", op.count, "the number of labels", labels)
+            or _number_problem("scale", op.scale, "logit_scale of the model", model.logit_scale)
+            or _number_problem("softcap", op.softcap, "logit_softcap of the model", model.logit_softcap)
+        )
     if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
         return _flat_problem(op)
     if isinstance(op, ops.Copy | ops.Fold):
@@ -305,9 +329,10 @@ def _linear_problem(op: ops.LinearKernel) -> str:
     return "" if heads % kv_heads == 0 else f"has {heads} heads for {kv_heads} key/value heads"
 
 
-def _number_problem(name: str, given: float, what: str, wanted: float) -> str:
-    """Return where an op computes with another number than its workload."""
-    return "" if given == wanted else f"has {name} {given!r}: {what} is {wanted!r}"
+def _number_problem(name: str, given: object, what: str, *wanted: object) -> str:
+    """Return where an op computes with another number than its workload, or than any of its kinds of layers."""
+    allowed = " or ".join(map(repr, dict.fromkeys(wanted)))
+    return "" if given in wanted else f"has {name} {given!r}: {what} is {allowed}"
 
 
 def _parts_problem(op: ops.Copy | ops.Fold) -> str:
@@ -332,6 +357,9 @@ def _parts_problem(op: ops.Copy | ops.Fold) -> str:
 def _sizes_problem(op: ops.Copy | ops.Fold) -> str:
     """Return where parts of several sizes do not fall to parts of the same size."""
     source, target = op.source, op.target
+    if source.dim != target.dim:
+        along = f"dimension {source.dim} for parts along dimension {target.dim}"
+        return f"takes parts of sizes {source.sizes or target.sizes} along {along}: give both one dimension"
     shapes = [[split.part(number).shape for number in range(split.parts)] for split in (source, target)]
     order = op.order if isinstance(op, ops.Copy) and op.order else tuple(range(source.parts))
     if isinstance(op, ops.Fold) or not all(0 <= part < source.parts for part in order):
@@ -369,6 +397,8 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
             return "sends or receives a view with gaps; copy it into a buffer first"
     if isinstance(op, ops.Collective):
         for side in (op.given, op.taken):
+            if isinstance(side, Split) and not 0 <= side.dim < len(side.view.shape):
+                return f"cuts {side.view.shape} along dimension {side.dim}"
             if isinstance(side, Split) and not parts_are_contiguous(side, program.buffers[side.view.buffer]):
                 return f"cuts its view along dimension {side.dim}, which leaves gaps; copy first"
     return ""
@@ -395,8 +425,11 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
     if problem := _view_problem(port.view, program):
         return problem
+    for span in (port.batch, port.heads, *port.tokens, *((port.features,) if port.features else ())):
+        if not (0 <= span.start <= span.stop < FAR // 2 and span.step >= 1):
+            return f"says that it holds {span}: positions begin at 0 and rise"
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
-    tensor, tokens = tensor_of(port.tensor), num_tokens(port.tokens)
+    tensor, tokens = tensor_of(port.tensor, model), num_tokens(port.tokens)
     width = port.features.size if port.features else tensor.features(model)
     wanted = {"b": port.batch.size, "s": tokens, "i": tokens, "h": port.heads.size, "e": width, "o": width}
     for dim, extent in dims.items():
@@ -409,6 +442,6 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
 
 def _port_dtype_problem(port: Port, program: Program, header: Header) -> str:
     """Return where a port is in another data type than its tensor."""
-    tensor = with_options(tensor_of(port.tensor), header.options.get("optimiser_states", ""))
+    tensor = with_options(tensor_of(port.tensor, header.workload.model), header.options.get("optimiser_states", ""))
     given, wanted = program.dtype(port.view), dtype_of(tensor, header.workload.dtype)
     return "" if given == wanted else f"is in {given}: it has to be in {wanted}"

@@ -12,7 +12,7 @@ from sim.options import Place, SumOptions
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
-from sim.schedule.ir.ops import FETCH, OFFLOAD, Copy, HostCopy, HostSync, Op, Part
+from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Call, Fragment, Port, Program
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
@@ -153,7 +153,7 @@ class ProgramBuilder:
     def _end(self, number: Mapping[int, int]) -> Fragment:
         """Return what has been written as a fragment whose buffers have these numbers."""
         writing, buffers = self._writing, self._buffers
-        moved = any(old != new for old, new in number.items())
+        moved = bool(writing.layer) or any(old != new for old, new in number.items())
         inputs, outputs = (
             [port.rebound(number, -writing.layer) for port in ports] if moved else ports
             for ports in (writing.inputs, writing.outputs)
@@ -338,7 +338,9 @@ class ProgramBuilder:
 
     def add(self, op: Op, layer: int | None = None) -> None:
         """Append an op to the pass that is being written. Where its label says the layer, that is given apart."""
-        writing = self._writing
+        writing, model = self._writing, self.workload.model
+        if isinstance(op, Attend | AttendBackward) and (model.attention_scale or model.attention_softcap):
+            op = msgspec.structs.replace(op, scale=model.attention_scale, softcap=model.attention_softcap)
         for view in (*op.reads, *op.writes) if writing.key else ():
             self._visible(view)
         if layer is not None:
