@@ -84,13 +84,15 @@ def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> 
 
 
 def none_of(what: str, value: object, allowed: Iterable[object]) -> str:
-    """Return that a name is none of ``allowed``, and which of them is near: those that it is a part of come first.
+    """Return that a name is none of ``allowed``, and which of them are near: first what is a part of it, then what it is
+    a part of.
 
     >>> none_of("cluster", "h200", ["hgx-h200", "h800"])
     "unknown cluster 'h200' (did you mean 'hgx-h200'?): allowed are hgx-h200, h800"
     """
     names, typed = [str(name) for name in allowed], str(value).lower()
-    near = [name for name in names if typed in name.lower()] if len(typed) > 2 else []
+    near = [name for name in names if len(name) > 2 and name.lower() in typed]
+    near += [name for name in names if typed in name.lower() and name not in near] if len(typed) > 2 else []
     near = near[:3] or difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}"

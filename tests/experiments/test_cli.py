@@ -471,7 +471,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("list", "model"), "did you mean 'models'"),
         (("simulate", "--model", "tini"), "did you mean 'tiny'"),
         (("simulate", "--model", "none.toml"), "cannot be read"),
-        (("simulate", "--cluster", "hgx"), "allowed are a100-pcie, a800, dgx-a100"),
+        (("simulate", "--cluster", "hgx"), "allowed are a100-pcie, a10g, a800, dgx-a100"),
         (("simulate", "--schedule", "rign"), "did you mean 'ring'"),
         (("simulate", "--profile", "none"), "unknown profile 'none'"),
         (("simulate", "--profile", "none.json"), "cannot be read"),
