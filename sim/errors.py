@@ -84,8 +84,8 @@ def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> 
 
 
 def none_of(what: str, value: object, allowed: Iterable[object]) -> str:
-    """Return that a name is none of ``allowed``, and which of them are near: first what is a part of it, then what it is
-    a part of.
+    """Return that a name is none of ``allowed``, and which of them are near: first what is a part of it, then what it
+    is a part of.
 
     >>> none_of("cluster", "h200", ["hgx-h200", "h800"])
     "unknown cluster 'h200' (did you mean 'hgx-h200'?): allowed are hgx-h200, h800"
