@@ -52,6 +52,7 @@ class _Verb(NamedTuple):
 _VERBS = {
     "list": _Verb("show", "List", "list_names"),
     "show": _Verb("show", "Show", "show"),
+    "import": _Verb("import_file", "Import", "import_file"),
     "simulate": _Verb("simulate", "Simulate", "simulate"),
     "doctor": _Verb("doctor", "Doctor", "doctor"),
     "sweep": _Verb("sweep", "Sweep", "sweep"),
@@ -240,7 +241,7 @@ def _fields(owner: type) -> Iterator[str]:
 def _flags() -> dict[str, str]:
     """Return the flag of every field that an error may name."""
     fields = (name for verb, one in _VERBS.items() if verb != "list" for name in _fields(one.parses_to()))
-    return {name: f"--{name.replace('_', '-')}" for name in fields} | {"passes": "--pass", "kind": "longstep list"}
+    return {name: f"--{name.replace('_', '-')}" for name in fields} | {"passes": "--pass", "from_file": "--from", "kind": "longstep list"}
 
 
 def _one_line(box: str) -> str:

@@ -15,7 +15,7 @@ from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import FileSelection, StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
@@ -29,7 +29,7 @@ LENGTHS = "32K,64K,128K,256K,512K,1M,2M,4M,8M"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit(StepSelection):
+class Fit(FileSelection):
     """Show which schedules and stacks fit at which length: the seconds of a training step, or what to switch on."""
 
     seq: str = LENGTHS

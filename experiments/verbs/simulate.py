@@ -13,7 +13,7 @@ import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, typed_schedule
+from experiments.verbs.selection import FileSelection, typed_schedule
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
@@ -40,7 +40,7 @@ _PRICES_S = 20.0
 class Simulate(Writes):
     """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
-    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    selection: Annotated[FileSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=FileSelection)
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False

@@ -50,6 +50,8 @@ _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""
 _MOST = 10**12
 """No count of anything here is larger."""
+_OPEN = ("none", "auto", "")
+"""Values that leave a key to others."""
 
 
 class Row(NamedTuple):
@@ -68,8 +70,7 @@ class Said(NamedTuple):
 
     value: str
     key: str
-    written: bool
-    """Whether the file has the key, or the framework's default says it."""
+    """None where it is assumed."""
 
 
 class Understood(NamedTuple):
@@ -85,53 +86,61 @@ class Understood(NamedTuple):
 
 def understood(files: Sequence[tuple[File, str]], *, anyway: bool) -> Understood:
     """Return what files say, each with its framework; ``anyway`` also what stands in for what is not sayable."""
-    rows, facts, assumed = list[Row](), dict[str, Said](), dict[str, str]()
     names = {name for _, name in files}
+    rows, facts = list[Row](), dict[str, Said]()
     for file, name in files:
-        for row, said in _told(file, frameworks()[name], names, anyway=anyway):
+        for row, said in _written(file, frameworks()[name], names, anyway=anyway):
             rows.append(_joined(row, said, facts))
-    for _, name in files:
-        for fact, one in frameworks()[name].assumed.items():
-            if fact not in facts:
-                facts[fact], assumed[fact] = Said(one.value, "", written=False), one.why
+    keys = set().union(*(file.given for file, _ in files))
+    for name in dict.fromkeys(name for _, name in files):
+        for row, said in _defaults(frameworks()[name], keys, anyway=anyway):
+            left = {fact: value for fact, value in said.items() if fact not in facts}
+            if left or row.state == "not sayable":
+                rows.append(_joined(row, left, facts))
+    assumed = {fact: one for name in names for fact, one in frameworks()[name].assumed.items() if fact not in facts}
+    facts |= {fact: Said(one.value, "") for fact, one in assumed.items()}
     methods = (frameworks()[name] for _, name in files if frameworks()[name].methods)
-    return Understood(tuple(rows), facts, assumed, next(methods, frameworks()[files[0][1]]))
+    return Understood(
+        tuple(rows),
+        facts,
+        {fact: one.why for fact, one in assumed.items()},
+        next(methods, frameworks()[files[0][1]]),
+    )
 
 
 def _joined(row: Row, said: Mapping[str, str], facts: dict[str, Said]) -> Row:
     """Return a row, having added what it says to the facts; not sayable if another key says otherwise."""
-    written = not row.value.startswith("(")
     for fact, value in said.items():
         before = facts.get(fact)
-        if before is not None and fact in _LARGEST:
-            facts[fact] = max(before, Said(value, row.key, written), key=lambda one: one.value)
-        elif before is None or (written and not before.written):
-            facts[fact] = Said(value, row.key, written)
-        elif written and before.value != value:
+        if before is None or (fact in _LARGEST and value > before.value):
+            facts[fact] = Said(value, row.key)
+        elif before.value != value and fact not in _LARGEST:
             return row._replace(state="not sayable", means=f"{before.key} says {before.value} of the same: leave one out")
     return row
 
 
-def _told(
+def _written(
     file: File, framework: Framework, names: set[str], *, anyway: bool
 ) -> Iterator[tuple[Row, Mapping[str, str]]]:
-    """Yield what becomes of each key of a file, and of those that it lacks and the framework has a default for."""
+    """Yield what becomes of each key of a file, and the facts that it says."""
     for name, value in file.given.items():
-        key = framework.key(name)
         text = shown(value)
-        if key is not None:
+        if key := framework.key(name):
             yield _row(name, text, key, names, anyway=anyway)
         elif why := framework.ignored(name):
             yield Row(name, text, "ignored", why), {}
-        elif text in {"none", ""}:
-            yield Row(name, text, "ignored", "not known, and says nothing"), {}
+        elif text in _OPEN:
+            yield Row(name, text, "ignored", "not known, and left open"), {}
         else:
             yield Row(name, text, "not sayable", "not known: what it changes is not known either"), {}
+
+
+def _defaults(framework: Framework, keys: set[str], *, anyway: bool) -> Iterator[tuple[Row, Mapping[str, str]]]:
+    """Yield what the framework takes for keys that are missing."""
     for name, key in framework.keys.items():
-        if key.default is not None and not {name, key.unless} & file.given.keys():
-            row, said = _row(name, key.default, key, names, anyway=anyway)
-            if said or row.state == "not sayable":
-                yield row._replace(value=f"({key.default})"), said
+        if key.default is not None and not {name, key.unless} & keys:
+            row, said = _row(name, key.default, key, set(), anyway=anyway)
+            yield row._replace(value=f"({key.default})"), said
 
 
 def _row(name: str, text: str, key: Key, names: set[str], *, anyway: bool) -> tuple[Row, Mapping[str, str]]:
@@ -141,7 +150,7 @@ def _row(name: str, text: str, key: Key, names: set[str], *, anyway: bool) -> tu
     if said is not None:
         state: State = "taken" if said else "ignored"
         return Row(name, text, state, f"{about}{said or 'changes nothing here'}"), facts_of(said)
-    if text in {"none", "auto", ""}:
+    if text in _OPEN:
         return Row(name, text, "ignored", f"{about}left open"), {}
     if key.file:
         if key.file in names:

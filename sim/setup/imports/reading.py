@@ -62,7 +62,7 @@ def shown(value: object) -> str:
     """
     if isinstance(value, list):
         return " ".join(map(shown, value))
-    if isinstance(value, bool) or value is None or value in {"True", "False", "None"}:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in {"True", "False", "None"}):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
