@@ -1,7 +1,7 @@
 # make setup | demo | quick | test | test-all | lint | bench | validate - each sets up what it needs on a fresh machine.
 # make quick: the inner loop, without processes; test: what must hold; test-all: the same at large.
-# make gpu PARTS="verify calibrate layers" OUT=FOLDER - all or some parts, with the torch that is here: it installs
-# nothing and needs no network. make lab - as root, 15 minutes on an idle machine: links of set rates. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
+# make gpu PARTS="verify calibrate layers" OUT=FOLDER LIMIT=SECONDS - all or some parts, with the torch that is here:
+# it installs nothing and needs no network; what was ended goes on when it is begun again. make lab - as root, 15 minutes on an idle machine: links of set rates. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -60,7 +60,8 @@ lab: $(READY)
 gpu:
 	@for python in $(PYTHON) $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			exec $$python -m experiments.recipes gpu $(PARTS) $(if $(OUT),--out $(OUT)) $(if $(PROFILE),--profile $(PROFILE)); \
+			exec $$python -m experiments.recipes gpu $(PARTS) $(if $(OUT),--out $(OUT)) $(if $(PROFILE),--profile $(PROFILE)) \
+				$(if $(LIMIT),--seconds $(LIMIT)); \
 		fi; \
 	done; \
 	echo "make gpu: neither $(PYTHON) nor $(BIN)/python has a torch that sees a GPU: name one that has, as" \

@@ -30,6 +30,7 @@ from calibrate.tiles import tile_models
 from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
+from sim.errors import RankError
 from sim.options import Place
 from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown, Sustained
 from sim.workload import ModelSpec
@@ -73,6 +74,12 @@ class GpuCalibration:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._session:
             self._session.__exit__(kind)
+
+    def end_session(self) -> None:
+        """See plan.Calibration."""
+        session, self._session = self._session, None
+        if session:
+            session.__exit__(RankError)
 
     def steps(self) -> list[Step]:
         """Return all measurements: communication between GPUs where there are several, and what it does to kernels;
@@ -182,7 +189,11 @@ class GpuCalibration:
         session, states = self._on(1), list[str]()
         asked = threading.Timer(_SETTLED * self._sustained_s, lambda: states.append(_state()))
         asked.start()
-        found = time_sustained(session, case, self._sustained_s)
+        try:
+            found = time_sustained(session, case, self._sustained_s)
+        except BaseException:
+            asked.cancel()
+            raise
         asked.join()
         self._sustained[case.use.kernel] = msgspec.structs.replace(found, state=states[0])
 

@@ -16,6 +16,7 @@ from calibrate.leave_one_out import with_residuals
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
 from runtime.processes.launch import Session
+from sim.errors import RankError
 from sim.profile import Condition, Machine, Point, Profile, Slowdown
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.workload import Dtype, ModelSpec
@@ -51,6 +52,12 @@ class HostCalibration:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._session:
             self._session.__exit__(kind)
+
+    def end_session(self) -> None:
+        """See plan.Calibration."""
+        session, self._session = self._session, None
+        if session:
+            session.__exit__(RankError)
 
     def steps(self) -> list[Step]:
         """Return all measurements: launch, links, kernels by size, so that an early end leaves the small ones, and what

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Generator
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ from runtime.execution.attention_choice import attention_kernel, runs
 from runtime.execution.execute import ISSUE_S
 from runtime.execution.groups import start_together
 from runtime.execution.kernels import run_kernel
-from runtime.execution.streams import open_streams
+from runtime.execution.streams import Event, open_streams
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
@@ -29,13 +31,15 @@ from sim.schedule.ir.program import Program
 _MIN_RUNS = 5
 _LONG_S = 0.2
 _LONG_RUNS = 3
-"""Kernels that take longer than this are timed that often only, warming up included: it is a small part of it."""
+"""Kernels that take longer than this are timed that often only."""
 _BATCH = {"cpu": 1, "cuda": 8}
 """Runs behind each other that are issued at once: on a GPU, so that the host's time is not in them."""
 _COLD_BYTES = {"compute": 64 * 2**20, "memory": 256 * 2**20}
 """Operands are rotated over this much memory: in a step, too, what a kernel reads has left the caches. Kernels that
 only move memory need more of it, since caches keep what was streamed last."""
 _MAX_SETS = 64
+_QUEUED = {"cpu": 1, "cuda": 32}
+"""Runs that a device under load is given at once, while it does as many: it never waits for the host."""
 _REPLAYED = 1000
 """Kernels in a graph."""
 _SHORT_S = 0.2
@@ -118,10 +122,11 @@ def _sustained(context: RankContext, program_json: bytes, seconds: float) -> Sus
     laps: list[float] = []
     short = _MIN_RUNS
     begin_s = time.perf_counter()
-    while len(laps) < 2 * _MIN_RUNS or time.perf_counter() < begin_s + seconds:
-        laps += [lap.wall_s for lap in repeated.laps(_BATCH[context.device.type])]
-        if time.perf_counter() < begin_s + _SHORT_S:
-            short = len(laps)
+    with closing(repeated.without_pause(_QUEUED[context.device.type])) as runs:
+        while len(laps) < 2 * _MIN_RUNS or time.perf_counter() < begin_s + seconds:
+            laps += next(runs)
+            if time.perf_counter() < begin_s + _SHORT_S:
+                short = len(laps)
     settled = laps[-max(len(laps) // 4, _MIN_RUNS) :]
     in_short_runs = statistics.median(laps[:short])
     low, median, high = (max(float(x) / in_short_runs, 1.0) for x in np.percentile(settled, [10, 50, 90]))
@@ -174,12 +179,29 @@ class RepeatedKernel:
         """Run it on the next operands, and the next; all are issued before the first one is waited for."""
         self._streams.get_ahead(count * ISSUE_S)
         cpu_begin_s = time.thread_time()
-        events = [self._streams.issue(COMPUTE, self._run, []) for _ in range(count)]
+        events = self._issued(count)
         cpu_s = (time.thread_time() - cpu_begin_s) / count
+        return [Lap(wall_s, cpu_s) for wall_s in self._seconds(events)]
+
+    def without_pause(self, count: int) -> Generator[list[float], None, None]:
+        """Yield the seconds of so many runs, and so many more; the next are issued before these are waited for."""
+        ahead = self._issued(count)
+        try:
+            while True:
+                now, ahead = ahead, self._issued(count)
+                yield self._seconds(now)
+        finally:
+            self._seconds(ahead)
+
+    def _issued(self, count: int) -> list[Event]:
+        return [self._streams.issue(COMPUTE, self._run, []) for _ in range(count)]
+
+    def _seconds(self, events: list[Event]) -> list[float]:
+        """Wait for runs; return the seconds of each."""
         for event in events:
             event.wait()
         self._context.progress(0, False)
-        return [Lap(ended_s - posted_s, cpu_s) for posted_s, ended_s in (event.times() for event in events)]
+        return [ended_s - posted_s for posted_s, ended_s in (event.times() for event in events)]
 
     def replayed(self, count: int) -> float:
         """Return the mean time in seconds of so many runs that the device gets at once."""
@@ -193,7 +215,10 @@ class RepeatedKernel:
         return []
 
     def once_each(self) -> list[Lap]:
-        """Run it on every set of operands."""
+        """Run it on every set of operands; before that once without a clock, since libraries then choose and build what
+        they run for a shape: cuDNN takes half a second for a graph.
+        """
+        self._run()
         return [self.once() for _ in self._sets]
 
 

@@ -52,6 +52,10 @@ class Calibration(Protocol):
         """Return all measurements; an early end leaves those that matter most."""
         ...
 
+    def end_session(self) -> None:
+        """End the processes, after a measurement that failed; the next one starts new ones."""
+        ...
+
     def profile(self, *, complete: bool) -> Profile:
         """Return what has been measured."""
         ...

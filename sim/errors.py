@@ -84,8 +84,13 @@ def unknown(what: str, value: object, allowed: Iterable[object], where: str) -> 
 
 
 def none_of(what: str, value: object, allowed: Iterable[object]) -> str:
-    """Return that a name is none of ``allowed``, and which of them is near."""
-    names = [str(name) for name in allowed]
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    """Return that a name is none of ``allowed``, and which of them is near: those that it is a part of come first.
+
+    >>> none_of("cluster", "h200", ["hgx-h200", "h800"])
+    "unknown cluster 'h200' (did you mean 'hgx-h200'?): allowed are hgx-h200, h800"
+    """
+    names, typed = [str(name) for name in allowed], str(value).lower()
+    near = [name for name in names if typed in name.lower()] if len(typed) > 2 else []
+    near = near[:3] or difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return f"unknown {what} {str(value)!r}{hint}: allowed are {', '.join(names)}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.workspace import adopted, workspace_bytes
+from sim.schedule.derive.workspace import adopted, repeated_bytes, repeats, workspace_bytes
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
 from sim.schedule.ir.program import Fragment, Program, alone
@@ -83,6 +83,8 @@ class _Columns(NamedTuple):
 
     streams: list[str]
     workspace: list[int]
+    repeated: list[int]
+    """What each op holds more where its kernel repeats shared keys."""
     attends: list[bool]
     nbytes: list[int]
     on_gpu: list[bool]
@@ -114,6 +116,7 @@ class _OfForm(NamedTuple):
 
     stream: str
     workspace: int
+    repeated: int
     attends: bool
     forward: bool
     moves: bool
@@ -128,6 +131,7 @@ def _of_form(form: Form) -> _OfForm:
     return _OfForm(
         op.stream,
         workspace_bytes(op, program) if isinstance(op, Kernel) else 0,
+        repeated_bytes(op, program),
         isinstance(op, Attend | AttendBackward),
         op.part == "forward",
         op.stream in {OFFLOAD, FETCH},
@@ -146,6 +150,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
     return _Columns(
         [op.stream for op in ops],
         [op.workspace for op in ops],
+        [op.repeated for op in ops],
         [op.attends for op in ops],
         [buffer.nbytes for buffer in fragment.own],
         [buffer.place == "hbm" for buffer in fragment.own],
@@ -261,13 +266,15 @@ def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Boo
 class _Held:
     """The memory of one rank: what is alive while each op runs."""
 
-    def __init__(self, program: Program, dependencies: Dependencies) -> None:
+    def __init__(self, program: Program, dependencies: Dependencies, attention: str = "") -> None:
         self.columns = columns = _of_program(program)
         self.first, self.end, _ = _spans(columns, dependencies)
-        fits = sum(columns.nbytes) + max(columns.workspace, default=0) < 2**63
+        fits = sum(columns.nbytes) + max(columns.workspace, default=0) + max(columns.repeated, default=0) < 2**63
         self._exact = np.int64 if fits else object  # Python's integers
         self.nbytes = np.array(columns.nbytes, self._exact)
         self.workspace = np.array(columns.workspace, self._exact)
+        if repeats(attention):
+            self.workspace += np.array(columns.repeated, self._exact)
         into, makers = columns.adopted, np.repeat(np.arange(len(columns.workspace)), columns.adopted_counts)
         before = self.first[into] < makers
         np.add.at(self.workspace, makers[before], self.nbytes[into[before]])
@@ -299,9 +306,11 @@ class _Held:
         return found
 
 
-def walk(program: Program, dependencies: Dependencies) -> MemoryWalk:
-    """Return the HBM in use while each op of one rank runs, and its peak by category and by term."""
-    held = _Held(program, dependencies)
+def walk(program: Program, dependencies: Dependencies, attention: str = "") -> MemoryWalk:
+    """Return the HBM in use while each op of one rank runs, and its peak by category and by term; ``attention`` names
+    the kernel of the runtime that attends, by default one that holds what flash-attention does.
+    """
+    held = _Held(program, dependencies, attention)
     columns, terms = held.columns, held.terms.tolist()
     buffers = held.bytes_of(held.alive & held.on_gpu)
     in_use = buffers + held.workspace
@@ -351,6 +360,14 @@ def walks(checked: Checked) -> list[MemoryWalk]:
             known[key] = walk(program, dependencies)
         found.append(known[key])
     return found
+
+
+def walks_with(checked: Checked, attention: str) -> list[MemoryWalk]:
+    """Return the walk of every rank where an attention kernel of the runtime runs."""
+    if not repeats(attention):
+        return walks(checked)
+    pairs = zip(checked.schedule.programs, checked.dependencies, strict=True)
+    return [walk(program, dependencies, attention) for program, dependencies in pairs]
 
 
 def _values(columns: _Columns) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sim.errors import InputError
 from sim.presets import converted, preset_names
 from topology.cluster import load_cluster
+from topology.reserved import DRIVER
 from topology.specs import ClusterSpec
 from topology.tools import GpuFacts, RdmaDevice, Topology
 from topology.written import leaf_paths, stated, toml_lines
@@ -32,6 +33,8 @@ _NICS_OF = "hgx-h100"
 """The preset whose figures NICs have that the GPU's own preset does not tell of."""
 _ABOUT = 0.1
 """Share of its memory that a GPU keeps to itself, or datasheets round."""
+_HBM_BYTES_PER_S = {("A100-SXM", 40): 1.555e12, ("A100-PCIe", 40): 1.555e12}
+"""Of chips with another memory than that of a preset, by its GiB: NVIDIA A100 40GB datasheet, from memory."""
 
 
 class Machine(NamedTuple):
@@ -48,12 +51,17 @@ class Machine(NamedTuple):
 
 
 def is_named(spec: ClusterSpec, name: str, memory_bytes: float) -> bool:
-    """Return whether a GPU is of the kind that a cluster has, by what drivers call it and its memory. They name the
-    cards on PCIe (NVL: with bridges) where there are both, but not always those on NVLink.
+    """Return whether a GPU is of the kind that a cluster has, by what drivers call it and its memory."""
+    capacity = spec.hbm.capacity_bytes
+    return _has_chip(spec, name) and abs(memory_bytes - capacity) < _ABOUT * capacity
+
+
+def _has_chip(spec: ClusterSpec, name: str) -> bool:
+    """Return whether a cluster has the chip that drivers call so. They name the cards on PCIe (NVL: with bridges) where
+    there are both, but not always those on NVLink.
     """
-    named, capacity = spec.gpu.name.partition("-")[0] in re.split("[ -]", name), spec.hbm.capacity_bytes
     card = [bool({"PCIE", "NVL"} & set(re.split("[ -]", one.upper()))) for one in (spec.gpu.name, name)]
-    return named and card[0] == card[1] and abs(memory_bytes - capacity) < _ABOUT * capacity
+    return spec.gpu.name.partition("-")[0] in re.split("[ -]", name) and card[0] == card[1]
 
 
 def machine(
@@ -62,12 +70,14 @@ def machine(
     rdma: Sequence[RdmaDevice] = (),
     *,
     like: str = "",
+    chip: str = "",
     memory_bytes: int | None = None,
 ) -> Machine:
-    """Return the cluster of one such node; ``like`` is the cluster whose figures its GPU has, by default the preset of
-    that GPU. ``memory_bytes`` is the host's memory, of all sockets.
+    """Return the cluster of one such node; ``like`` is the cluster whose figures it has, by default the preset of its
+    GPU. What the driver says of the GPU's memory counts. ``memory_bytes`` is the host's memory, of all sockets.
 
-    Raises InputError where the tools contradict each other, or no preset has such a GPU.
+    Raises InputError where the tools contradict each other, no preset has such a GPU, or ``like`` has another chip,
+    whose SMs, FLOP/s and profile are taken only where ``chip`` names it.
     """
     if len(gpus) != topology.gpus:
         raise InputError(
@@ -78,9 +88,13 @@ def machine(
         raise InputError(f"`gpus` has different GPUs, {', '.join(names)}: a cluster has GPUs of one kind")
     base = load_cluster(like) if like else _preset_of(gpus[0])
     draft = _Draft(base, like or base.name)
-    if not is_named(base, gpus[0].name, gpus[0].memory_bytes or base.hbm.capacity_bytes):
-        draft.remarks.append(f"the GPU is {gpus[0].name}; what is said of it here is said of {base.gpu.name}")
+    if not _has_chip(base, gpus[0].name):
+        _require_named(base, chip, gpus[0].name)
+        draft.remarks.append(
+            f"the GPU is {gpus[0].name}; its SMs, FLOP/s and profile here are those of {base.gpu.chip}"
+        )
     _gpu(draft, gpus)
+    _memory(draft, gpus)
     _nvlink(draft, topology)
     _pcie(draft, topology, gpus)
     _sockets(draft, topology, memory_bytes)
@@ -130,9 +144,23 @@ def _preset_of(gpu: GpuFacts) -> ClusterSpec:
     known = ", ".join(f"{one.gpu.name} ({one.name})" for one in presets)
     raise InputError(
         f"{'several presets have' if found else 'no preset has'} the GPU {gpu.name!r}{memory}: they have {known}; name "
-        f"with `like` the one to take figures from, or a cluster FILE.toml of yours with its gpu.sms, "
-        f"gpu.peak_flops_per_s, gpu.launch_s, hbm.capacity_bytes and hbm.bytes_per_s"
+        f"with `like` one with that chip, or {_YOURS}"
     )
+
+
+_YOURS = (
+    "a cluster FILE.toml of yours with that gpu.name, and its gpu.sms, gpu.peak_flops_per_s, gpu.launch_s, "
+    "hbm.bytes_per_s and profile (none: rates of its datasheet)"
+)
+
+
+def _require_named(base: ClusterSpec, chip: str, name: str) -> None:
+    """Raise InputError where the figures of another chip would be taken that is not the one that was named."""
+    if chip not in {base.gpu.name, base.gpu.chip}:
+        raise InputError(
+            f"`like` {base.name}: it has {base.gpu.name}, and this node {name}, whose SMs and FLOP/s are others: "
+            f"name {_YOURS}; or set `chip` {base.gpu.chip} to take that one's all the same"
+        )
 
 
 def _gpu(draft: _Draft, gpus: Sequence[GpuFacts]) -> None:
@@ -142,6 +170,22 @@ def _gpu(draft: _Draft, gpus: Sequence[GpuFacts]) -> None:
         draft.put("gpu.power_w", min(limits), f"{GPUS}: enforced power limit")
     if len(limits) > 1:
         draft.remarks.append(f"power limits differ, {_listed(limits)} W; gpu.power_w is the lowest")
+
+
+def _memory(draft: _Draft, gpus: Sequence[GpuFacts]) -> None:
+    """Take the memory that the driver tells, where it is another than the preset's without what drivers keep of it."""
+    told = min((int(gpu.memory_bytes) for gpu in gpus if gpu.memory_bytes), default=0)
+    spec, gib = draft.base, round(told / 2**30)
+    if not told or abs(told - spec.hbm.capacity_bytes) <= DRIVER.nbytes + DRIVER.within_bytes:
+        return
+    draft.put("hbm.capacity_bytes", told, f"{GPUS}: memory.total")
+    draft.put("gpu.name", f"{spec.gpu.chip}-{gib}GB", f"{GPUS}: memory.total")
+    if rate := _HBM_BYTES_PER_S.get((spec.gpu.chip, gib)):
+        draft.put("hbm.bytes_per_s", rate, f"{rate / 1e9:g} GB/s: datasheet of {spec.gpu.chip}-{gib}GB, from memory")
+    else:
+        draft.remarks.append(
+            f"its {gib} GiB of memory are taken to be as fast as those of {spec.gpu.name}; see hbm.bytes_per_s"
+        )
 
 
 def _nvlink(draft: _Draft, topology: Topology) -> None:

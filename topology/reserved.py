@@ -24,15 +24,16 @@ class Part(NamedTuple):
     source: str
 
 
+DRIVER = Part(
+    "driver",
+    800 * _MIB,
+    200 * _MIB,
+    "derived",
+    "what CUDA does not give of the memory that there is: torch finds 79.1 to 79.3 of 80 GiB on H100 (its "
+    "out-of-memory messages, from memory), and nvidia-smi 143771 of 144384 MiB on H200",
+)
 PARTS = (
-    Part(
-        "driver",
-        800 * _MIB,
-        200 * _MIB,
-        "derived",
-        "what CUDA does not give of the memory that there is: torch finds 79.1 to 79.3 of 80 GiB on H100 (its "
-        "out-of-memory messages, from memory), and nvidia-smi 143771 of 144384 MiB on H200",
-    ),
+    DRIVER,
     Part(
         "context",
         800 * _MIB,

@@ -6,6 +6,7 @@ source of every figure in its table ``[sources]``.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -36,6 +37,11 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
     """SMs that the kernel of a collective inside a node holds, also while it waits for others: NCCL's channels."""
     power_w: Annotated[float, Meta(gt=0, lt=1e5)] | None = None
     """Enforced power limit, which rates under load follow; it belongs to the machine, not to the GPU's name."""
+
+    @property
+    def chip(self) -> str:
+        """Its name without the memory beside it: what kernels were measured on, at whatever rate that has."""
+        return re.sub(r"-\d+GB\Z", "", self.name)
 
 
 class HbmSpec(Spec, frozen=True, kw_only=True):

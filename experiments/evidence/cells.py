@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.evidence.comparison import Comparison, comparison
 from experiments.evidence.execution import WARM_UP, Execution, open_session
+from sim.errors import LongstepError, RankError
 from sim.setup.names import scope_title, texts
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -67,11 +71,20 @@ class Repeated(NamedTuple):
     repeats: int
     """Comparisons of every cell."""
     execution: Execution
+    had: Mapping[Cell, int] = MappingProxyType({})
+    """How many of them there are of a cell already."""
+    seconds: float = math.inf
+    """No comparison begins after so long."""
+
+    @property
+    def left(self) -> int:
+        """How many comparisons there are to make."""
+        return sum(max(self.repeats - self.had.get(cell, 0), 0) for cell in self.cells)
 
     @property
     def num_steps(self) -> int:
         """How many steps all of it takes."""
-        return self.repeats * len(self.cells) * (self.execution.repeats + WARM_UP)
+        return self.left * (self.execution.repeats + WARM_UP)
 
 
 def compared(
@@ -79,16 +92,41 @@ def compared(
 ) -> None:
     """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone.
 
-    ``advance`` is called after every step.
+    ``advance`` is called after every step. A cell that fails is left out from then on, and the others go on in a new
+    session, unless torchrun started the ranks. Raises RankError at the end for cells that failed, or for lack of time.
     """
+    end_s = time.monotonic() + sweep.seconds
     predictions: dict[Cell, Prediction] = {}
-    for _ in range(sweep.repeats):
-        for gpus in sorted({cell.gpus for cell in sweep.cells}):
-            together = [cell for cell in sweep.cells if cell.gpus == gpus]
-            predictions |= {cell: cell.setup(sweep.base).predicted() for cell in together if cell not in predictions}
-            first = predictions[together[0]]
-            spec, profile = first.cluster.spec, first.profile
-            with open_session(first.checked, spec, profile, sweep.execution, workers) as session:
-                for cell in together:
-                    found, _ = comparison(predictions[cell], session, sweep.execution.repeats, advance)
-                    keep(cell, found)
+    failed: dict[Cell, LongstepError] = {}
+    left = sweep.left
+
+    def compare(todo: list[Cell]) -> None:
+        """Take cells from a list and compare them, until it is empty or one fails, or time is up."""
+        nonlocal left
+        first = predictions[todo[0]] = predictions.get(todo[0]) or todo[0].setup(sweep.base).predicted()
+        with open_session(first.checked, first.cluster.spec, first.profile, sweep.execution, workers) as session:
+            while todo and time.monotonic() < end_s:
+                cell = todo[0]
+                predictions[cell] = predictions.get(cell) or cell.setup(sweep.base).predicted()
+                found, _ = comparison(predictions[cell], session, sweep.execution.repeats, advance)
+                keep(todo.pop(0), found)
+                left -= 1
+
+    for number in range(sweep.repeats):
+        cells = [cell for cell in sweep.cells if sweep.had.get(cell, 0) <= number]
+        for gpus in sorted({cell.gpus for cell in cells}):
+            todo = [cell for cell in cells if cell.gpus == gpus and cell not in failed]
+            while todo and time.monotonic() < end_s:
+                try:
+                    compare(todo)
+                except LongstepError as error:
+                    if workers or not todo or len(sweep.cells) == 1:
+                        raise
+                    failed[todo.pop(0)] = error
+    if failed:
+        raise RankError(
+            f"{len(failed)} of {len(sweep.cells)} cells failed: "
+            f"{'; '.join(f'{cell.name}: {error}' for cell, error in failed.items())}"
+        )
+    if left:
+        raise RankError(f"time was up after {sweep.seconds:g} s: {left} comparisons are left; --out and --go-on go on")

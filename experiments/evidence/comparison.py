@@ -14,7 +14,7 @@ from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import percent, size
 from sim.engine.report import Report
 from sim.errors import InputError
-from sim.memory import walks
+from sim.memory import walks_with
 from sim.profile import Profile
 from sim.schedule.proof.check import Checked
 from sim.setup.prediction import Prediction
@@ -163,8 +163,8 @@ def laid_side_by_side(
     times = [trace.step_time_s for trace in traces]
     kinds = _kinds(simulated, traces)
     errors = {f"{row.kind} {row.part}": row.times.simulated_s - row.times.median_s for row in kinds}
-    walked = walks(checked)
     median = median_step(steps)
+    walked = walks_with(checked, attention_ran(median.trace))
     return Comparison(
         schedule_hash=checked.schedule.hash,
         step=measured(predicted.step_time_s, times),

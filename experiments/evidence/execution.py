@@ -11,7 +11,7 @@ from experiments.evidence.machine import require_machine, require_processes, req
 from experiments.evidence.units import size
 from sim.engine.report import hbm_held
 from sim.errors import InputError
-from sim.memory import walks
+from sim.memory import walks_with
 from sim.patterns import AttentionSink
 from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
@@ -67,12 +67,12 @@ def open_session(
     if not isinstance(execution.timeout, int | float) or not 0 < execution.timeout < _LONGEST_S:
         raise InputError(f"`timeout` {execution.timeout}: expected seconds above 0, at most {_LONGEST_S:g}")
     ranks, workload = checked.schedule.num_ranks, checked.schedule.header.workload
-    _require_room(checked, spec)
     if profile and spec.gpu.kind == "cpu":
         require_same_host(profile)
     if workers:
         require_processes(spec, ranks, workers.world)
     attention = execution.attention or timed_attention(profile, workload)
+    _require_room(checked, spec, attention)
     gpus = min(ranks, workers.world.local_size) if workers else ranks
     require_machine(spec, gpus, [workload.dtype], attention)
     with Session(
@@ -81,9 +81,9 @@ def open_session(
         yield session
 
 
-def _require_room(checked: Checked, spec: ClusterSpec) -> None:
+def _require_room(checked: Checked, spec: ClusterSpec, attention: str) -> None:
     """Raise InputError for what would take more memory than there is: better than ranks that the system kills."""
-    held, has = hbm_held(walks(checked), spec), spec.hbm.capacity_bytes
+    held, has = hbm_held(walks_with(checked, attention), spec), spec.hbm.capacity_bytes
     if held > has:
         raise InputError(
             f"executing it takes {size(held)} of memory, and cluster {spec.name!r} has {size(has)}: set a "

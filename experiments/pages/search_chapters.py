@@ -66,8 +66,10 @@ def _answered(found: Mapping[str, Any]) -> list[str]:
     of_length = found["tried"] and "seq" in found["tried"][0]
     value = found["value"]
     shown = "nothing that was tried" if value is None else length(value) if of_length else str(value)
-    said = f"{'longest context' if of_length else 'fewest GPUs'}: {shown}"
-    return [said if found["sure"] else f"{said}; the search was cut short, so that there may be a better answer"]
+    if found["sure"]:
+        return [f"{'longest context' if of_length else 'fewest GPUs'}: {shown}"]
+    least = "" if value is None else "at least " if of_length else "at most "
+    return [f"{'longest context' if of_length else 'fewest GPUs'}: {least}{shown}; the search was cut short"]
 
 
 def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:

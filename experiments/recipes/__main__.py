@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -45,10 +46,12 @@ def _run(arguments: Sequence[str]) -> None:
     on_gpu.add_argument(
         "--attention", metavar="NAME", default="", help="kernel to verify and calibrate with, by default the fastest"
     )
+    on_gpu.add_argument("--seconds", type=float, metavar="N", default=math.inf, help="begin nothing after so long")
     given = parser.parse_args(arguments)
     console = open_console()
     if given.recipe == "gpu":
-        gpu(console, *given.parts, out=given.out, profile=given.profile, attention=given.attention)
+        named = {name: getattr(given, name) for name in ("out", "profile", "attention", "seconds")}
+        gpu(console, *given.parts, **named)
     elif given.recipe == "doctor":
         from experiments.recipes.doctor import doctor
 

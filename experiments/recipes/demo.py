@@ -64,6 +64,6 @@ def predict_h100(console: Console) -> None:
             longstep.predict(schedule, model="llama3-8b", cluster="hgx-h100", seq=seq)
             for schedule in ("ring", "zigzag", "ulysses")
         ]
-        console.print(schedules_table(found))
+        console.print(schedules_table(found, {}))
     for line in evidence_lines(found[0].report.evidence):
         console.print(line, markup=False)

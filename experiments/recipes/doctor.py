@@ -35,6 +35,7 @@ from sim.schedule.proof.check import Checked
 from sim.setup.names import at_least_one
 from sim.setup.prediction import write_trace
 from sim.setup.profiled import one_after_the_other, read_traces
+from sim.setup.workers import end_with_parent
 from sim.trace import CHROME_TRACE, Trace
 from sim.workload import Scope
 
@@ -91,6 +92,7 @@ def _stopped_at_times(pids: list[int], draw: random.Random) -> Iterator[None]:
 
 
 def _spin() -> None:
+    end_with_parent()
     while True:
         pass
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from rich.console import Console
 
@@ -26,7 +31,7 @@ from experiments.verbs.run import Run, run
 from experiments.verbs.selection import Selection
 from experiments.verbs.validate import Validate, validate
 from sim.errors import InputError, LongstepError, RankError, unknown
-from sim.files import make_folder, write_whole
+from sim.files import make_folder
 from sim.presets import preset_names
 from sim.profile import load_profile
 from sim.schedule.methods.catalog import SCHEDULES
@@ -54,7 +59,7 @@ class GpuPlan(NamedTuple):
     """Lengths of training steps on one rank."""
     layers: tuple[int, ...] = (2, 4)
     """Of training steps: the fewer in the part step, the more in the part step-deep."""
-    stacks: str = "fsdp,unsloth,upipe,5m"
+    stacks: str = "fsdp,unsloth,untied-ulysses,5m"
     """Of training steps: FSDP and full checkpointing; inputs of layers on the host and the loss in chunks; the MLP in
     tiles, too; the optimiser on the host, too."""
     shared: str = "ring,ulysses"
@@ -86,16 +91,21 @@ def gpu(
     out: str | None = None,
     profile: str | None = None,
     attention: str = "",
+    seconds: float = math.inf,
     plan: GpuPlan = GpuPlan(),  # noqa: B008 - immutable
 ) -> None:
     """Prove on one GPU of this machine: exact, calibrated, predicted; leave a folder that is small enough to commit.
 
     Schedules play their ranks on it in turn, with copies for transfers; where there are several GPUs they are executed
     over NCCL, too. ``parts`` are some of ``GPU_PARTS``, for a GPU that is there for minutes only; by default all. Each
-    leaves what it printed in ``out`` as PART.txt, and is left out where that is there. What is predicted takes the
-    profile that the part calibrate left in the same folder, or ``profile``. ``attention`` names the kernel to verify
-    and calibrate with, by default the fastest one; comparisons take the profile's.
+    writes what it prints to ``out`` as it comes, PART.txt once all of it went well, and is left out where that is
+    there. One that was ended, or that failed, goes on where it was. No schedule, measurement or cell begins after so
+    many ``seconds``. What is predicted takes the profile that the part calibrate left in the same folder, or
+    ``profile``. ``attention`` names the kernel to verify and calibrate with, by default the fastest one; comparisons
+    take the profile's. After every part what is in ``out`` is packed into one file beside it, OUT.tar.gz.
     """
+    if not seconds > 0:
+        raise InputError(f"--seconds {seconds}: expected seconds above 0")
     for name in parts:
         if name not in GPU_PARTS:
             raise unknown("part", name, [f"{part.name} ({part.about})" for part in GPU_PARTS.values()], "PART of gpu")
@@ -105,8 +115,8 @@ def gpu(
     folder = Path(out) if out else Path("experiments", "results", f"{datetime.now(UTC).date()}-{name}")
     make_folder(folder)
     rests_on = profile or str(folder / "profile.json")
-    run_of = GpuRun(plan, cluster, name, counts, folder, rests_on, attention, console, [])
-    console.record = True
+    end_s = time.monotonic() + seconds
+    run_of = GpuRun(plan, cluster, name, counts, folder, rests_on, attention, console, end_s)
     for part in GPU_PARTS.values():
         if parts and part.name not in parts:
             continue
@@ -114,7 +124,11 @@ def gpu(
             console.print(f"{part.name}: left out, it is for several GPUs and there is one", markup=False)
         else:
             run_of.leave(part)
+            if out:
+                _pack(folder)
     console.print(f"written to {folder}", markup=False)
+    if run_of.late:
+        console.print(f"time was up; begin again to go on with {', '.join(run_of.late)}", markup=False)
     if run_of.failed:
         raise RankError(f"{len(run_of.failed)} parts failed: {'; '.join(run_of.failed)}")
 
@@ -129,7 +143,8 @@ def what_runs(cluster: str, attention: str) -> str:
     return f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}; attention: {described(kernel.name)}"
 
 
-class GpuRun(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class GpuRun:
     """A run of ``gpu``."""
 
     plan: GpuPlan
@@ -143,30 +158,117 @@ class GpuRun(NamedTuple):
     attention: str
     """Name of the kernel to verify and calibrate with; empty: the fastest one."""
     console: Console
-    failed: list[str]
+    end_s: float = math.inf
+    """When nothing more begins, on the monotonic clock."""
+    failed: list[str] = dataclasses.field(default_factory=list)
+    late: list[str] = dataclasses.field(default_factory=list)
+    """Parts for some of which there was no time."""
+    done: set[str] = dataclasses.field(default_factory=set)
+    """What of the present part went well, now or before."""
+
+    @property
+    def left_s(self) -> float:
+        """How long something may still begin."""
+        return self.end_s - time.monotonic()
 
     def leave(self, part: Part) -> None:
-        """Do a part, and leave what it printed: as PART.txt if all of it went well, else as PART-failed.txt."""
-        path, failed = (self.folder / f"{part.name}{end}.txt" for end in ("", "-failed"))
+        """Do a part, and leave what it prints, as it comes, in PART-partly.txt; then that is PART.txt if all of it went
+        well, or else PART-failed.txt.
+        """
+        path, failed, partly = (self.folder / f"{part.name}{end}.txt" for end in ("", "-failed", "-partly"))
         if path.exists():
             self.console.print(f"{part.name}: done before, see {path}; delete that to do it again", markup=False)
             return
-        self.console.export_text()  # which forgets what earlier parts printed
-        self.console.rule(f"{part.name}: {part.about}; about {part.minutes} minutes on one H200 (an estimate)")
-        self.console.print(f"{self.name}; {what_runs(self.cluster, self.attention)}", markup=False)
+        if self.left_s <= 0:
+            self.late.append(part.name)
+            return
+        if failed.exists():
+            failed.replace(partly)
+        self.done.clear()
+        if partly.exists():
+            lines = partly.read_text(encoding="utf-8").splitlines()
+            self.done.update(line.removeprefix(_DONE) for line in lines if line.startswith(_DONE))
         before, begin_s = len(self.failed), time.monotonic()
-        self.attempt(partial(part.do, self))
-        self.console.print(f"{part.name}: took {time.monotonic() - begin_s:.0f} s", markup=False)
-        failed.unlink(missing_ok=True)
-        write_whole(path if len(self.failed) == before else failed, self.console.export_text().encode())
+        with partly.open("a", encoding="utf-8") as kept, _kept(self.console, kept):
+            self.console.rule(f"{part.name}: {part.about}; about {part.minutes} minutes on one H200 (an estimate)")
+            self.console.print(f"{self.name}; {what_runs(self.cluster, self.attention)}", markup=False)
+            try:
+                part.do(self)
+            except _LateError:
+                self.late.append(part.name)
+            except LongstepError as error:
+                self._has_failed(error)
+            self.console.print(f"{part.name}: took {time.monotonic() - begin_s:.0f} s", markup=False)
+        if len(self.failed) > before:
+            partly.replace(failed)
+        elif part.name not in self.late:
+            partly.replace(path)
 
-    def attempt(self, part: Callable[[], None]) -> None:
-        """Do something; what fails is told at the end, so that time on a GPU is not lost."""
+    def attempt(self, what: str, do: Callable[[], None]) -> None:
+        """Do something of a part that was not done before; what fails is told at the end, so that time on a GPU is not
+        lost.
+        """
+        if what in self.done:
+            self.console.print(f"done already: {what}", markup=False)
+            return
+        if self.left_s <= 0:
+            raise _LateError
         try:
-            part()
+            do()
         except LongstepError as error:
-            self.failed.append(str(error))
-            self.console.print(f"failed: {with_flags(str(error))}", markup=False)
+            if self.left_s <= 0:
+                self.console.print(f"not all: {with_flags(str(error))}", markup=False)
+                raise _LateError from error
+            self._has_failed(error)
+        else:
+            self.console.print(f"{_DONE}{what}", markup=False, soft_wrap=True)
+
+    def _has_failed(self, error: LongstepError) -> None:
+        self.failed.append(str(error))
+        self.console.print(f"failed: {with_flags(str(error))}", markup=False)
+
+
+_DONE = "done: "
+_ESCAPED = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class _LateError(Exception):
+    """There is no time for the rest of a part."""
+
+
+class _Kept:
+    """What a console prints to, and a file that gets the same at once, without colours."""
+
+    def __init__(self, shown: IO[str], file: IO[str]) -> None:
+        self._shown, self._file = shown, file
+
+    def write(self, text: str) -> int:
+        self._file.write(_ESCAPED.sub("", text))
+        self._file.flush()
+        return self._shown.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+@contextmanager
+def _kept(console: Console, file: IO[str]) -> Iterator[None]:
+    """Write what a console prints to a file, too."""
+    shown = console.file
+    console.file = cast("IO[str]", _Kept(shown, file))
+    try:
+        yield
+    finally:
+        console.file = shown
+
+
+def _pack(folder: Path) -> None:
+    """Pack a folder into one file beside it, for what takes but few files along."""
+    whole = folder.with_name(f"{folder.name}.tar.gz")
+    new = whole.with_name(f".{whole.name}")
+    with tarfile.open(new, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    new.replace(whole)
 
 
 def _test(gpu: GpuRun) -> None:
@@ -180,7 +282,9 @@ def gpu_tests(console: Console) -> None:
     if missing := lacking(needed_by_tests()):
         raise InputError(f"part test: {what_is_missing(missing)}")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rP", "-p", "no:cacheprovider", "tests"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tests:
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # this machine's plugins may warn, which fails tests
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=alone, **piped) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             console.print(line.rstrip(), markup=False)
@@ -212,13 +316,19 @@ def _verify(gpu: GpuRun) -> None:
 def _hold(gpu: GpuRun, selection: Selection) -> None:
     """Execute once, and hold the result against one process in fp64."""
     command = Run(selection=selection, verify=True, execution=Execution(repeats=1, attention=gpu.attention))
-    gpu.attempt(partial(run, command, gpu.console))
+    one = selection
+    where = "on one device" if one.one_device else "over NCCL"
+    what = f"{one.schedule}, {one.gpus} ranks, {where}, {one.layers or 1} layers, stack {one.stack or 'none'}"
+    gpu.attempt(f"{what}, {', '.join(one.set)}".removesuffix(", "), partial(run, command, gpu.console))
 
 
 def _calibrate(gpu: GpuRun) -> None:
     """Calibrate, and hold the profile against those that ship."""
     made = str(gpu.folder / "profile.json")
-    command = Calibrate(cluster=gpu.cluster, name=gpu.name, model=gpu.plan.model, attention=gpu.attention, out=made)
+    command = Calibrate(
+        cluster=gpu.cluster, name=gpu.name, model=gpu.plan.model, attention=gpu.attention, out=made,
+        seconds=gpu.left_s if math.isfinite(gpu.left_s) else None,
+    )  # fmt: skip
     calibrate(command, gpu.console)
     hold_against_shipped(made, gpu.folder / "against.txt", gpu.console)
 
@@ -262,7 +372,7 @@ def _step(gpu: GpuRun) -> None:
     steps = _steps(gpu, gpu.plan.layers[0])
     ranks = dataclasses.replace(steps, seq=gpu.plan.together, ranks="4", schedule=gpu.plan.shared, one_device=True)
     for what, sweep in (("step", steps), ("step-ranks", ranks)):
-        gpu.attempt(partial(_compare, gpu, what, sweep))
+        _compare(gpu, what, sweep)
 
 
 def _step_deep(gpu: GpuRun) -> None:
@@ -275,14 +385,18 @@ def _nccl(gpu: GpuRun) -> None:
 
 
 def _compare(gpu: GpuRun, what: str, sweep: CellSelection) -> None:
-    """Predict and execute a sweep; raises InputError where there is no profile yet."""
+    """Predict and execute a sweep, or what is left of it; raises InputError where there is no profile yet."""
     if not Path(gpu.profile).is_file():
         raise InputError(
             f"part {what} predicts with {gpu.profile}, which is not there: do the part calibrate first, with the same "
             f"--out, or name another one with --profile FILE"
         )
     record, html, figure, cases = (str(gpu.folder / f"{what}.{kind}") for kind in ("json", "html", "svg", "toml"))
-    validate(Validate(sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases), gpu.console)
+    command = Validate(
+        sweep=sweep, repeats=1, out=record, html=html, figure=figure, cases_out=cases, go_on=True,
+        seconds=gpu.left_s if math.isfinite(gpu.left_s) else None,
+    )  # fmt: skip
+    gpu.attempt(what, partial(validate, command, gpu.console))
 
 
 GPU_PARTS: dict[str, Part] = {

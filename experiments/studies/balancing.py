@@ -6,16 +6,15 @@ Published ranges are held against what comes out. Batches are drawn anew, so tha
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import combinations
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import longstep
 from experiments.evidence.units import seconds
+from experiments.evidence.workers import workers
 from experiments.pages.study_page import Spread, spreads
 from experiments.studies.study import Finding
 from sim.batches.batch import batch
@@ -101,11 +100,11 @@ def find(jobs: int | None, seeds: int = SEEDS) -> Finding:
     """Return times over the lower bound by machine, distribution and planner, with verdicts on published ranges."""
     cases = [_Case(ranks, name, seed) for ranks in _RANKS for name in _DISTRIBUTIONS for seed in range(seeds)]
     cases += [_Case(32, _STAND_IN, seed, factor) for factor in _FACTORS for seed in range(seeds)]
-    workers = min(num_cores() if jobs is None else jobs, len(cases))
-    if workers == 1:
+    count = min(num_cores() if jobs is None else jobs, len(cases))
+    if count == 1:
         found = [_played(case) for case in cases]
     else:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        with workers(count) as pool:
             found = list(pool.map(_played, cases))
     drawn = [row for case, of in zip(cases, found, strict=True) if case.factor is None for row in of]
     compared = [row for case, of in zip(cases, found, strict=True) if case.factor is not None for row in of]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,16 @@ from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
-    from calibrate.plan import Calibration, Plan, Step
+    from calibrate.plan import Calibration, Plan
 
 QUICK_S = 105.0
 """Nothing new is begun after this time where it has to be quick; the largest sizes come last."""
 GPU_S = 450.0
 """Nor after this on a GPU."""
+KEPT_S = 30.0
+"""How often what has been measured is written meanwhile."""
+FAILURES = 5
+"""Measurements that may fail one after the other; each starts new processes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class Calibrate(Writes):
     attention: str = ""
     """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
     fastest that is installed and runs the data type."""
+    seconds: float | None = None
+    """Begin no measurement after so many seconds; the largest come last."""
     name: OptionalText = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""
     out: OptionalText = None
@@ -81,7 +88,9 @@ def calibrate(command: Calibrate, console: Console) -> None:
     name = command.name or Path(command.cluster).stem
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
-    measures = command.quick or command.dtype or command.model or command.attention
+    if command.seconds is not None and not command.seconds > 0:
+        raise InputError(f"--seconds {command.seconds}: expected seconds above 0")
+    measures = command.quick or command.dtype or command.model or command.attention or command.seconds
     if command.check + (command.against is not None) + (command.published is not None) > 1:
         raise InputError("--check, --against and --published exclude each other: choose one of them")
     if command.check:
@@ -143,22 +152,31 @@ def _calibrated(command: Calibrate, name: str, console: Console) -> None:
         output = OWN_PROFILE_FILE.at(profile_folder() / f"{name}.json", force=command.force)
     output.require()
     plan = Plan(name, model, tuple(dtypes), command.quick, command_line(), command.attention)
-    limit_s = QUICK_S if command.quick else GPU_S if on_gpu else math.inf
-    state, failure = "interrupted", None
+    limit_s = min(QUICK_S if command.quick else GPU_S if on_gpu else math.inf, command.seconds or math.inf)
+    state, failed = "interrupted", dict[str, Exception]()
     with _calibration(plan, spec) as calibration:
-        try:
-            state = _measure(calibration.steps(), limit_s, console)
-        except KeyboardInterrupt:
-            pass
-        except RankError as error:
-            failure = error
+        kept_s = time.monotonic()
+
+        def keep() -> None:
+            """Write what there is, now and then: whoever ends this process by force loses little."""
+            nonlocal kept_s
+            if time.monotonic() > kept_s + KEPT_S and (partly := calibration.profile(complete=False)).points:
+                output.write(encode_profile(partly))
+                kept_s = time.monotonic()
+
+        with contextlib.suppress(KeyboardInterrupt):
+            state = _measure(calibration, limit_s, keep, failed, console)
+        if failed and not state:
+            state = f"{len(failed)} measurements failed"
         profile = calibration.profile(complete=not state)
     if profile.points:
         output.write(encode_profile(profile))
         _summary(profile, state, output.path, console)
         _interference(profile, model, console)
-    if failure:
-        raise failure
+    if failed:
+        raise RankError(
+            f"{len(failed)} measurements failed: {'; '.join(f'{label}: {why}' for label, why in failed.items())}"
+        ) from next(iter(failed.values()))
     if not profile.points:
         raise InputError("interrupted before anything was measured; nothing was written")
     if state == "interrupted":
@@ -221,16 +239,29 @@ def _check(profile: Profile, console: Console) -> None:
     console.print(f"drift: median {percent(statistics.median(drifts))}, {spread}")
 
 
-def _measure(steps: Sequence[Step], limit_s: float, console: Console) -> str:
-    """Make the measurements that there is time for; return why some are missing, empty if none is."""
-    begin_s = time.monotonic()
+def _measure(
+    calibration: Calibration, limit_s: float, keep: Callable[[], None], failed: dict[str, Exception], console: Console
+) -> str:
+    """Make the measurements that there is time for; return why some are missing, empty if none is. One that fails is
+    put into ``failed``, and the others go on in new processes, unless several fail one after the other.
+    """
+    begin_s, steps, in_turn = time.monotonic(), calibration.steps(), 0
     with _progress(console) as progress:
         task = progress.add_task("", total=len(steps))
         for number, step in enumerate(steps):
             if time.monotonic() - begin_s > limit_s:
                 return f"the {len(steps) - number} largest left out for lack of time"
             progress.update(task, description=step.label)
-            step.run()
+            try:
+                step.run()
+                in_turn = 0
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is raised when the others are done
+                failed[step.label] = error
+                calibration.end_session()
+                in_turn += 1
+            if in_turn == FAILURES:
+                return f"{FAILURES} failed one after the other, and {len(steps) - number - 1} were left out"
+            keep()
             progress.advance(task)
     return ""
 

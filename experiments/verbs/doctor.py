@@ -144,6 +144,7 @@ def lines(found: Diagnosis) -> list[str]:
         ]
     others = [cause.name for cause in found.causes if cause not in shown]
     said += [f"not so: {', '.join(others)}"] if others else []
+    said += [f"not seen in what was measured: {', '.join(found.untold)}"] if found.untold else []
     return said + [f"not simulated: {line}" for line in found.skipped]
 
 

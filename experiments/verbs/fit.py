@@ -18,10 +18,11 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import FileSelection, StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
-from sim.errors import InputError
+from sim.errors import InputError, unknown
 from sim.files import require_outputs
 from sim.memory import TERMS
-from sim.setup.stacks import TECHNIQUES
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""
@@ -37,7 +38,7 @@ class Fit(FileSelection):
     schedule: OptionalText = None
     """NAMEs, such as ring,ulysses; by default one of each family."""
     stack: OptionalText = None
-    """Stacks, such as fsdp,upipe; by default all, unless schedules are named."""
+    """Stacks, such as fsdp,alst; by default all, unless schedules are named."""
     scope: str = "step"
     """What fits is known of training steps only."""
     json: bool = False
@@ -69,6 +70,7 @@ def fit(command: Fit, console: Console) -> None:
     with progress("predicting") as show:
         base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
         found = longstep.fit(base, _rows(command), lengths, progress=show)
+    found.require_any()
     if command.json:
         print_json(found.rows, console)
         return
@@ -85,9 +87,14 @@ def fit(command: Fit, console: Console) -> None:
 
 def _rows(command: Fit) -> list[str]:
     """Return the schedules and stacks that were named; where none was, some of the one and all of the others."""
-    named = [("`schedule`", command.schedule, "ring,ulysses"), ("`stack`", command.stack, "fsdp,alst")]
-    found = [row for option, text, example in named if text is not None for row in listed(text, option, example)]
-    return found or [*ROWS, *longstep.names("stacks")]
+    schedules = [] if command.schedule is None else listed(command.schedule, "`schedule`", "ring,ulysses")
+    stacks = [] if command.stack is None else listed(command.stack, "`stack`", "fsdp,alst")
+    for name in schedules:
+        if name not in SCHEDULES:
+            raise unknown("schedule", name, SCHEDULES, "`schedule`")
+    for name in stacks:
+        stack_of(name)
+    return [*schedules, *stacks] or [*ROWS, *STACKS]
 
 
 def _cell(row: dict[str, Any]) -> str:

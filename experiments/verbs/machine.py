@@ -37,6 +37,8 @@ class MachineFile(Writes):
     """What ibstat has printed; without it NICs have the rate of the preset."""
     like: OptionalText = None
     """Take what tools do not tell from this cluster, NAME or FILE.toml; by default from the preset with that GPU."""
+    chip: OptionalText = None
+    """Take SMs, FLOP/s and profile of the chip that --like has, such as H100-SXM, for those of another one."""
     out: OptionalText = None
     """Write to this FILE.toml instead of the terminal."""
 
@@ -59,6 +61,7 @@ def machine_file(command: MachineFile, console: Console) -> None:
         read_gpus(gpus),
         read_rdma(ib) if ib else (),
         like=command.like or "",
+        chip=command.chip or "",
         memory_bytes=host_facts().memory_bytes if here else None,
     )
     if out is None:

@@ -93,7 +93,7 @@ def plan(command: Plan, console: Console) -> None:
     if answer is not None:
         _print_answer(command, answer, console)
     if found is not None:
-        _print_plan(command, found, console, answer.value if answer and command.longest else None)
+        _print_plan(command, found, answer, console)
 
 
 def _require_one_question(command: Plan, prices: dict[str, float] | None) -> None:
@@ -153,18 +153,25 @@ def _print_answer(command: Plan, answer: longstep.Answer, console: Console) -> N
     for row in answer.tried:
         table.add_row(shown(row[what]), {True: "yes", False: "no", None: "not known"}[row["reaches"]], row["why"])
     console.print(table)
+    console.print(_answered(command, answer))
+
+
+def _answered(command: Plan, answer: longstep.Answer) -> str:
+    """Return the answer in a sentence, which says so where the search was cut short, or ended where it was told to."""
+    cut = "" if answer.sure else "; the search was cut short, --limit gives it longer"
     if answer.value is None:
-        console.print("Nothing that was tried is enough.")
-    elif command.longest:
-        console.print(f"The longest context is {length(answer.value)}: {answer.value} tokens, to 1 %.")
-    else:
-        console.print(f"The fewest GPUs are {answer.value}.")
-    if not answer.sure:
-        console.print("The search was cut short, so that there may be a better answer; --limit gives it longer.")
+        return f"Nothing that was tried is enough{cut}."
+    if command.fewest_gpus:
+        return f"The fewest GPUs are {answer.value if answer.sure else f'{answer.value} or fewer'}{cut}."
+    tokens = f"{length(answer.value)}: {answer.value} tokens"
+    if answer.sure and not answer.tried[-1]["reaches"]:
+        return f"The longest context is {tokens}, to 1 %."
+    return f"The longest context is at least {tokens}{cut or ', where --until ends'}."
 
 
-def _print_plan(command: Plan, found: Found, console: Console, seq: int | None = None) -> None:
+def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, console: Console) -> None:
     """Print the best configurations, and why the others lose."""
+    seq = answer.value if answer and command.longest else None
     said = f"{found.configurations} configurations, {found.simulated} simulated"
     if len(found.best):
         at = seq or longstep.workload(command.model, command.seq, documents=command.documents).seq
@@ -177,13 +184,18 @@ def _print_plan(command: Plan, found: Found, console: Console, seq: int | None =
         for row in found.best.rows:
             if row["tie"]:
                 console.print(f"- {row['schedule']}, {row['options']}: a tie with the first", markup=False)
+            if row["unusual"]:
+                said = f"no one would run this, {row['unusual']}"
+                console.print(f"- {row['schedule']}, {row['options']}: {said}", markup=False)
     else:
         said = "nothing was found so far that fits" if found.slack else "nothing fits"
         console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)
     if found.slack:
         better = "cheaper" if command.cheapest else "faster"
         rest = f"at most {100 * found.slack:.2g} % {better} by its lower bound" if found.slack < 1 else "not known yet"
-        console.print(f"The search was cut short: what was not simulated is {rest}; --limit gives it longer.")
+        said = f"what was not simulated is {rest}"
+        known = answer and not answer.sure  # by the sentence above
+        console.print(f"- {said}" if known else f"The search was cut short: {said}; --limit gives it longer.")
     table = Table("schedule", "configurations", "simulated", "with", "why it loses", title="all", title_justify="left")
     by_schedule: dict[str, list[dict[str, Any]]] = {}
     for row in found.lost:

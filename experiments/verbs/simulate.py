@@ -129,11 +129,22 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
     """Predict the same step by several schedules, and print a line of each."""
     if command.trace:
         raise InputError("`trace` is of one schedule: leave it out, or name one `schedule`")
-    found = [setup.predicted() for setup in setups]
+    found: list[longstep.Prediction] = []
+    refused: dict[str, InputError] = {}
+    for setup in setups:
+        try:
+            found.append(setup.predicted())
+        except InputError as error:
+            refused[str(setup.schedule)] = error
+    if not found:
+        raise next(iter(refused.values()))
+    reasons = {name: str(error) for name, error in refused.items()}
     if command.json:
-        print_json(longstep.table(found).rows, console)
+        rows = [{**row, "error": ""} for row in longstep.table(found).rows]
+        none = dict.fromkeys(rows[0])
+        print_json([*rows, *({**none, "schedule": name, "error": why} for name, why in reasons.items())], console)
         return
-    console.print(schedules_table(found))
+    console.print(schedules_table(found, reasons))
     for line in ties(found):
         console.print(line, markup=False)
     if found[0].techniques:

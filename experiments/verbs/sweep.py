@@ -80,11 +80,12 @@ def sweep(command: Sweep, console: Console) -> None:
         journal.unlink(missing_ok=True)
     if command.json:
         print_json(found.rows, console)
-        return
-    changed = any(key.startswith("cluster") for key in found[0])
-    console.print(_table(found, BESIDE if changed else beside(spec_of(setup))))
-    for line in _summary(found):
-        console.print(line, markup=False)
+    else:
+        changed = any(key.startswith("cluster") for key in found[0])
+        console.print(_table(found, BESIDE if changed else beside(spec_of(setup))))
+        for line in _summary(found):
+            console.print(line, markup=False)
+    found.require_any()
 
 
 def _pair(text: str) -> tuple[str, str | list[str]]:

@@ -27,6 +27,7 @@ from sim.breakdown import PartName
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
+from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import scope_title
 from topology.reserved import PARTS, Basis
 
@@ -106,8 +107,15 @@ def report_table(predicted: Prediction) -> Table:
     return table
 
 
-def schedules_table(predictions: Sequence[Prediction]) -> Table:
-    """Return the main figures of several schedules, the fastest first."""
+def with_degrees(prediction: Prediction) -> str:
+    """Return a schedule by its name, and by its degrees where it has two."""
+    mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
+    two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
+    return f"{prediction.schedule} (U {mesh.ulysses} x R {mesh.ring})" if two else prediction.schedule
+
+
+def schedules_table(predictions: Sequence[Prediction], refused: Mapping[str, str]) -> Table:
+    """Return the main figures of several schedules, the fastest first, and why others cannot be played."""
     first = predictions[0]
     ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
     scope = scope_title(work.scope, work.layers)
@@ -118,7 +126,7 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
     for one in sorted(predictions, key=lambda one: one.step_time_s):
         found, within = one.report, one.interval
         table.add_row(
-            one.schedule,
+            with_degrees(one),
             seconds(found.step_time_s),
             f"{seconds(within.low_s)} to {seconds(within.high_s)}" if within else "not known",
             f"{found.tokens_per_s_per_gpu:.4g}",
@@ -127,6 +135,8 @@ def schedules_table(predictions: Sequence[Prediction]) -> Table:
             fits(found),
             found.bound_by,
         )
+    for name, reason in refused.items():
+        table.add_row(name, *[""] * (len(heads) - 2), reason)
     return table
 
 
@@ -137,8 +147,8 @@ def ties(predictions: Sequence[Prediction]) -> Iterator[str]:
         ratio = other.over(first)
         if ratio and ratio.tied:
             within = f"90 % interval {ratio.low:.3g} to {ratio.high:.3g}"
-            told = f"{other.schedule} takes {ratio.expected:.3g} times as long, {within}"
-            yield f"tied with {first.schedule}, as far as ratios of measured steps were off: {told}"
+            told = f"{with_degrees(other)} takes {ratio.expected:.3g} times as long, {within}"
+            yield f"tied with {with_degrees(first)}, as far as ratios of measured steps were off: {told}"
 
 
 def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:

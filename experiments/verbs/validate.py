@@ -8,6 +8,8 @@ simulated.
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -37,6 +39,7 @@ from experiments.evidence.record import (
     joined,
     judged,
     kept_records,
+    read_record,
     save_record,
     summary,
 )
@@ -71,6 +74,10 @@ class Validate(Writes):
     attention: str = ""
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
     the profile was calibrated with, else the fastest that is installed and runs the data type."""
+    seconds: float | None = None
+    """Begin no comparison after so many seconds; --go-on makes what is left."""
+    go_on: bool = False
+    """Keep the comparisons that the record at --out has, if it is there, and make those that it lacks."""
     record: Texts = ()
     """Measure nothing: show this record, or several as one; of a folder all records in it."""
     cases: Texts = ()
@@ -128,8 +135,7 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
         return
     if command.json:
         raise InputError("`json` is of `cases`: name some, such as all; a record is JSON, which `out` writes")
-    if command.repeats < 1:
-        raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
+    _require_comparisons(command)
     cells = cells_of(command.sweep)
     if command.cases_out:
         require_portable(common_fields(command.sweep.setup()), cells)
@@ -142,6 +148,16 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
     for cell, why in refused.items():
         console.print(f"left out: {cell.name}: {with_flags(why)}", markup=False)
     _sweep(cells, command, outputs, console, workers)
+
+
+def _require_comparisons(command: Validate) -> None:
+    """Raise InputError where it is not said how many comparisons to make."""
+    if command.go_on and not command.out:
+        raise InputError("`go_on` keeps what the record at `out` has: name it by --out FILE.json")
+    if command.seconds is not None and not command.seconds > 0:
+        raise InputError(f"`seconds` {command.seconds}: expected seconds above 0")
+    if command.repeats < 1:
+        raise InputError(f"`repeats` {command.repeats}: expected 1 or more")
 
 
 def _outputs(command: Validate) -> _Outputs:
@@ -197,6 +213,9 @@ def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Con
     """Compare, and show what there is, also of a sweep that was interrupted or failed."""
     record = begun(cells[0].setup(command.sweep.setup()), common_fields(command.sweep.setup()))
     found: dict[Cell, list[Comparison]] = {cell: [] for cell in cells}
+    if command.go_on and command.out and Path(command.out).exists():
+        record = joined([read_record(command.out), record])
+        found |= dict(record.comparisons)
 
     def keep(cell: Cell, result: Comparison) -> None:
         nonlocal record
@@ -206,7 +225,11 @@ def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Con
             save_record(record, outputs.out)
 
     stopped: BaseException | None = None
-    sweep = Repeated(cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention))
+    sweep = Repeated(
+        cells, command.sweep.setup(), command.repeats, Execution(attention=command.attention),
+        had={cell: len(some) for cell, some in found.items()},
+        seconds=math.inf if command.seconds is None else command.seconds,
+    )  # fmt: skip
     try:
         with progress_bar(console) as progress:
             task = progress.add_task("comparing", total=sweep.num_steps)

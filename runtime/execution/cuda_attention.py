@@ -8,20 +8,27 @@ and torch 2.11 to 2.13 aten/src/ATen/native/native_functions.yaml. Their traps:
 * A query that sees no key gets lse +inf in flash-attention, which would corrupt every merge; here it is -inf, as in the
   CPU's, and +inf again for the backward pass, where it makes all of its probabilities 0.
 * Memory-efficient attention pads lse to a multiple of 32 queries, and knows no heads that share keys.
+* No kernel is known to take an lse with strides, so each gets it ``packed``. flash-attention reads it as packed, and so
+  do cuDNN's backward kernels of compute capability 8.0 before cuDNN 9.26 (cudnn-frontend PR 304).
+* torch keeps the graphs that cuDNN has built under shapes and strides of q, k and v alone (MHAParams in
+  aten/src/ATen/native/cudnn/MHA.cpp). One that was built for some strides of out, dout and lse would be run on others:
+  they are packed, too, so that their strides follow from their shapes.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from runtime.execution.attention import Backward, Forward, Saved, Tensor, TopLeft
-from runtime.execution.varlen import Segments, varlen_backward, varlen_forward
+from runtime.execution.varlen import Segments, packed, varlen_backward, varlen_forward
 from sim.errors import InputError
 from sim.schedule.derive.kernels import mask_variant
 from sim.schedule.ir.masks import Band, DocumentBlock
@@ -86,8 +93,8 @@ class _Flash(_Kernel):
     def backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
         """See AttentionKernel."""
         q, k, v, out, lse = saved
-        lse = lse.masked_fill(lse == -math.inf, math.inf)  # contiguous, too, as the kernel wants it
-        return self._call_backward((q, k, v, out, lse.contiguous()), dout, window_of(band, q.shape[1], k.shape[1]))
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        return self._call_backward((q, k, v, out, packed(lse)), dout, window_of(band, q.shape[1], k.shape[1]))
 
     def forward_parts(self, operands: tuple[Tensor, Tensor, Tensor], parts: tuple[DocumentBlock, ...]) -> Forward:
         """See PartsKernel."""
@@ -222,7 +229,7 @@ class FlashAttention3(_Flash):
         self._package = importlib.import_module("flash_attn_interface")
 
     def _call_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_forward(
+        out, lse, *_ = _as_taken(self._package._flash_attn_forward)(
             q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=window.causal, **_sides(window)
         )
         return out, lse
@@ -230,14 +237,14 @@ class FlashAttention3(_Flash):
     def _call_backward(self, saved: Saved, dout: Tensor, window: Window) -> Backward:
         q, k, v, out, lse = saved
         grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        self._package._flash_attn_backward(
+        _as_taken(self._package._flash_attn_backward)(
             dout.contiguous(), q, k, v, out, lse, **grads._asdict(), softmax_scale=q.shape[-1] ** -0.5,
             is_causal=window.causal, **_sides(window)
         )  # fmt: skip
         return grads
 
     def _varlen_forward(self, q: Tensor, k: Tensor, v: Tensor, at: Segments, window: Window) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._package._flash_attn_forward(
+        out, lse, *_ = _as_taken(self._package._flash_attn_forward)(
             q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=window.causal, **_sides(window), **_named(at)
         )
         return out, lse
@@ -245,11 +252,29 @@ class FlashAttention3(_Flash):
     def _varlen_backward(self, saved: Saved, dout: Tensor, at: Segments, window: Window) -> Backward:
         q, k, v, out, lse = saved
         grads = Backward(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        self._package._flash_attn_backward(
+        _as_taken(self._package._flash_attn_backward)(
             dout, q, k, v, out, lse, **grads._asdict(), softmax_scale=q.shape[-1] ** -0.5,
             is_causal=window.causal, **_sides(window), **_named(at)
         )  # fmt: skip
         return grads
+
+
+def _as_taken(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of flash-attention 3 that takes keywords as of today's interface: builds until 2025 have the
+    window as a pair, one name for ``causal``, and no defaults.
+    """
+    taken = inspect.signature(call).parameters
+    if "window_size" not in taken:
+        return call
+
+    def older(*given: Any, window_size_left: int, window_size_right: int, **named: Any) -> Any:
+        if "is_causal" in named and "is_causal" not in taken:
+            named["causal"] = named.pop("is_causal")
+        named["window_size"] = window_size_left, window_size_right
+        required = [name for name, one in list(taken.items())[len(given) :] if one.default is inspect.Parameter.empty]
+        return call(*given, **dict.fromkeys(required) | named)
+
+    return older
 
 
 def _named(at: Segments) -> dict[str, Any]:
@@ -271,7 +296,7 @@ class _HeadsFirst(TopLeft, _Kernel):
     """
 
     windows = False
-    repeats_keys = True
+    repeats_keys = True  # sim.schedule.derive.workspace.REPEATING names them, since that takes memory
 
     def _operands(self, saved: tuple[Tensor, ...], band: Band) -> tuple[bool, list[Tensor]]:
         """Return is_causal, and q, k, v, … with heads first and with the keys of every query head."""
@@ -299,7 +324,7 @@ class MemoryEfficient(_HeadsFirst):
         q, k, v, out, lse = saved
         causal, (*operands, given) = self._operands((q, k, v, out, dout), band)
         short = -lse.shape[2] % _LSE_ALIGNMENT
-        padded = torch.nn.functional.pad(lse, (0, short), value=math.inf)
+        padded = torch.nn.functional.pad(lse, (0, short), value=math.inf) if short else packed(lse)
         seed = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             given, *operands[:3], None, operands[3], padded, seed, seed, 0.0, [True, True, True, False], causal
@@ -323,15 +348,27 @@ class Cudnn(_HeadsFirst):
 
     def _backward(self, saved: Saved, dout: Tensor, band: Band) -> Backward:
         q, k, v, out, lse = saved
-        causal, (*operands, given) = self._operands((q, k, v, out, dout), band)
+        causal, (*operands, given) = self._operands((q, k, v, packed(out), packed(dout)), band)
         seed = torch.empty(0, dtype=torch.int64, device=q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            given, *operands, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal
+            given,
+            *operands,
+            packed(lse).unsqueeze(-1),
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
         )
         return _ungrouped(dq, dk, dv, k.shape[2])
 
 
 def _ungrouped(dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Backward:
     """Return gradients in (B, S, H, D), those of keys summed over the query heads that share them."""
-    dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(dim=2) for grad in (dk, dv))
+    if dk.shape[1] != kv_heads:
+        dk, dv = (grad.unflatten(1, (kv_heads, -1)).sum(dim=2) for grad in (dk, dv))
     return Backward(*(grad.transpose(1, 2) for grad in (dq, dk, dv)))

@@ -62,13 +62,13 @@ def global_weight(name: str, layer: int, workload: Workload, device: torch.devic
     """Return a weight of a layer: (fan in, fan out), normal / sqrt(fan in); of norms (E,), around one."""
     shape = tensor_of(name).shape(workload.model)
     drawn = _normal(f"{name} of {layer}", shape, workload, device)
-    scaled = drawn.div_(shape[0] ** 0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
+    scaled = drawn.mul_(shape[0] ** -0.5) if len(shape) == 2 else drawn.mul_(0.1).add_(1)
     return scaled.to(TORCH_DTYPE[workload.dtype])
 
 
 def global_state(name: str, layer: int, workload: Workload, device: torch.device = _CPU) -> torch.Tensor:
     """Return a weight, or a flat tensor of a unit: its weights one behind the other, or moments as of gradients of
-    about 1e-3. The ``device`` that makes it changes no bit.
+    about 1e-3. The ``device`` that makes it changes no bit: nothing is divided, since CUDA multiplies by a reciprocal.
     """
     tensor = tensor_of(name)
     if tensor.kind == "moment":

@@ -195,8 +195,8 @@ class _CudaEvent:
         self.ended.synchronize()
 
     def times(self) -> tuple[float, float]:
-        posted, ended = (self._base_s + self._base.elapsed_time(one) * 1e-3 for one in (self.posted, self.ended))
-        return posted, ended
+        posted_s = self._base_s + self._base.elapsed_time(self.posted) * 1e-3
+        return posted_s, posted_s + self.posted.elapsed_time(self.ended) * 1e-3  # fp32: the base may be seconds ago
 
 
 class CudaStreams:

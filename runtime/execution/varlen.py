@@ -20,6 +20,8 @@ from sim.schedule.ir.masks import DocumentBlock, Span
 
 Tensor = torch.Tensor
 Window = TypeVar("Window", bound=Hashable)
+ALIGNED_BYTES = 16
+"""What operands of attention kernels are aligned to: their widest loads."""
 
 
 class Segments(NamedTuple):
@@ -88,7 +90,7 @@ def varlen_backward(
         at = _segments(tuple(group), batch, queries, k.shape[1], q.device)
         some_q, some_out, some_dout = (_taken(tensor, at.rows) for tensor in (q, out, dout))
         some_k, some_v = (_taken(tensor, at.columns) for tensor in (k, v))
-        some_lse = (flat_lse if at.rows is None else flat_lse[:, at.rows]).contiguous()
+        some_lse = packed(flat_lse if at.rows is None else flat_lse[:, at.rows])
         grads = launch((some_q, some_k, some_v, some_out, some_lse), some_dout, at, kind)
         for total, where, grad in zip(sums, (at.rows, at.columns, at.columns), grads, strict=True):
             total.add_(grad) if where is None else total.index_add_(0, where, grad.to(total.dtype))
@@ -117,12 +119,22 @@ def _segments(parts: tuple[DocumentBlock, ...], batch: int, queries: int, keys: 
     sides = []
     for spans, size in (([part.rows for part in parts], queries), ([part.columns for part in parts], keys)):
         moved = [span.moved(number * size) for number in range(batch) for span in spans]
-        ends = torch.tensor([0, *accumulate(span.size for span in moved)], dtype=torch.int32, device=device)
-        index = torch.cat([torch.arange(span.start, span.stop) for span in moved])
-        whole = len(index) == batch * size and bool((index == torch.arange(batch * size)).all())
-        sides.append((None if whole else index.to(device), ends, max(span.size for span in spans)))
+        ends = [0, *accumulate(span.size for span in moved)]
+        whole = [*(span.start for span in moved), batch * size] == ends
+        index = None if whole else torch.cat([torch.arange(span.start, span.stop) for span in moved]).to(device)
+        ends_there = torch.tensor(ends, dtype=torch.int32, device=device)
+        sides.append((index, ends_there, max(span.size for span in spans)))
     (rows, row_ends, most_rows), (columns, column_ends, most_columns) = sides
     return Segments(rows, columns, row_ends, column_ends, most_rows, most_columns)
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """Return a tensor for a kernel that is not known to take strides: contiguous, and aligned to 16 bytes. It is a copy
+    where it has to be.
+    """
+    if tensor.storage_offset() * tensor.itemsize % ALIGNED_BYTES:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def _taken(tensor: Tensor, which: Tensor | None) -> Tensor:

@@ -114,10 +114,10 @@ class CostModel:
         self._kernels: KernelTable | None = None
         self._transfers: TransferTable | None = None
         if profile is not None:
-            measured_on = measured_cluster(profile).gpu.name
-            if measured_on != cluster.spec.gpu.name:
+            measured_on = measured_cluster(profile).gpu
+            if measured_on.chip != cluster.spec.gpu.chip:
                 raise InputError(
-                    f"profile {profile.name!r} is of {measured_on!r}, but cluster {cluster.spec.name!r} has "
+                    f"profile {profile.name!r} is of {measured_on.name!r}, but cluster {cluster.spec.name!r} has "
                     f"{cluster.spec.gpu.name!r}: set `profile` to one of that device, or to datasheet"
                 )
             self._kernels, self._transfers = _tables(profile)
@@ -152,6 +152,14 @@ class CostModel:
     def kernel_seconds(self, rank: int, use: KernelUse) -> tuple[float, str]:
         """Return the solo time of a kernel on a rank's device, and a note where the profile has no points near it."""
         return self._seconds(self._peak(rank, use), use)
+
+    def peak_share(self, use: KernelUse) -> float:
+        """Return which share of the solo time of a kernel its FLOPs take at the peak, on the slowest device, where what
+        it takes beside them counts least.
+        """
+        peak = self._peak(min(self._cluster.devices, key=lambda device: device.speed).number, use)
+        seconds, _ = self._seconds(peak, use)
+        return min(1.0, use.flops / peak / seconds) if seconds > 0 else 0.0
 
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:

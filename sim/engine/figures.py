@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sim.profile import Profile
+from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from topology.specs import ClusterSpec
 
 
@@ -89,6 +90,25 @@ def with_calls(profile: Profile | None, factor: float) -> Profile | None:
         return None
     issue = {kind: msgspec.structs.replace(one, host_s=one.host_s * factor) for kind, one in profile.issue.items()}
     return msgspec.structs.replace(profile, issue=issue)
+
+
+def with_attention(profile: Profile, factor: float) -> Profile:
+    """Return a profile whose attention kernels take so many times as long."""
+    points = [
+        msgspec.structs.replace(one, **{name: getattr(one, name) * factor for name in _POINT_TIMES})
+        if one.kernel in ATTENTION_KERNELS
+        else one
+        for one in profile.points
+    ]
+    tiles = [
+        msgspec.structs.replace(one, **{name: getattr(one, name) * factor for name in _TILE_TIMES})
+        for one in profile.tiles
+    ]
+    return msgspec.structs.replace(profile, points=tuple(points), tiles=tuple(tiles))
+
+
+_POINT_TIMES = ("median_s", "mean_s", "low_s", "high_s")
+_TILE_TIMES = ("fixed_s", "tile_s", "pair_s")
 
 
 def _held(spec: ClusterSpec, figure: Figure) -> list[tuple[str, dict[str, Any]]]:

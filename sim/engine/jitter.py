@@ -40,7 +40,8 @@ Stretch = NDArray[np.float64] | None
 class Jitter(NamedTuple):
     """Noise of ``share`` of a kernel's time, drawn before anything is played.
 
-    On a GPU the factor is exp(share z), z standard normal: clocks go both ways, and the median is what was measured. On
+    On a GPU the factor is exp(share z), z standard normal: clocks go both ways, and the median is what was measured;
+    but no kernel is faster than its FLOPs at the peak. On
     a CPU it is 1 + share |z|, since others can only take time away. Ranks draw by their role, so that data-parallel
     replicas, which have the same, stay equal.
     """
@@ -78,7 +79,8 @@ class Jitter(NamedTuple):
         share = self.share * np.sqrt(SHORT_S / np.maximum(taken_s, SHORT_S))
         scatter: NDArray[np.float64] = np.where(own, share[arrays.op_use], HANDOFFS)
         factors: NDArray[np.float64] = np.exp(scatter * z)
-        return factors
+        peak = np.array([cost.peak_share(use) for use in arrays.uses.found] or [0.0])
+        return np.maximum(factors, np.where(own, peak[arrays.op_use], 0.0))
 
 
 @kept

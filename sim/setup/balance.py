@@ -114,7 +114,8 @@ def balance(
     what each document keeps of itself, as ``Setup.mask`` is, by default that of the setup. ``order`` is a layout of
     your own: all positions of the sequence as a framework shards them. With ``play`` each plan is simulated: ring,
     zigzag, striped and all-gather by the schedules of these names, WLB-LLM and layouts of your own over gathered keys
-    (``methods/allgather``), others by messages of the blocks that their tasks need (``methods/planned``). Raises
+    (``methods/allgather``), others by messages of the blocks that their tasks need (``methods/planned``). But for an
+    ``order`` of your own, the batch is padded to a multiple of two tokens for each rank. Raises
     InputError for documents without tokens, an ``order`` that is no permutation, an unknown planner, or a mask that is
     none.
 
@@ -131,6 +132,10 @@ def balance(
     require_few(planners, len(documents), size, plays=play, yes=setup.yes)
     packed = batch(list(documents), keeps.keeps)
     asked = asked_of(setup, packed)
+    padding = 0 if order is not None else -packed.num_tokens % (2 * asked.ranks)
+    if padding:
+        packed = batch([*documents, padding], keeps.keeps)
+        asked = asked_of(setup, packed)
     ranks, per_token, attention = asked.ranks, asked.per_token, asked.attention
     plans: list[tuple[str, Callable[[], Planned]]] = [
         (name, partial(PLANNERS[name], packed, asked)) for name in planners
@@ -139,6 +144,11 @@ def balance(
         own = permuted(packed, order, ranks)._replace(planner=OWN)
         plans.insert(0, (OWN, lambda: own))
     balanced, rows, unplayed = [], [], list[str]()
+    if padding:
+        unplayed.append(
+            f"{padding} tokens of padding, a document by themselves, make {packed.num_tokens}: a multiple of two "
+            f"for each of {ranks} ranks"
+        )
     for name, plan in plans:
         try:
             planned = plan()

@@ -6,13 +6,14 @@ A cause is "consistent with" what was measured, never certain: those that severa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from sim.breakdown import attention_s
 from sim.errors import InputError, LongstepError
-from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Program, Sign
+from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Program, Sign, both
 from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick
 from sim.setup.measured import Measured, findings_of_figures
 from sim.setup.prediction import Prediction
@@ -24,6 +25,10 @@ from sim.setup.traced import Traced, traced, with_traces
 Verdict = Literal["impossible", "too fast", "healthy", "too slow", "memory differs", "ranks differ"]
 Progress = Callable[[int, int], object]
 
+_MOVES = 0.05
+"""What moves figures less, in units of how far they may be off, cannot be seen in them."""
+_PAIRS = 8
+"""How many pairs of causes are simulated where none alone explains a run."""
 _TIME_WITHIN, _TRIES = 0.005, 12
 """How near to the time a factor is searched, and with how many plays."""
 
@@ -40,6 +45,8 @@ class Cause(NamedTuple):
     """Of a figure of the machine, found from the time; None where nothing was fitted."""
     off: float
     """The figure that is explained worst, in units of how far it may be off: up to 1 is consistent."""
+    moved: float
+    """The figure that it moves most of those that were measured, in the same units."""
 
     @property
     def consistent(self) -> bool:
@@ -73,6 +80,8 @@ class Diagnosis:
     """Sentences with figures."""
     causes: list[Cause]
     """What was simulated, the best explanation first."""
+    untold: list[str]
+    """Hypotheses that move nothing of what was measured, so that it says nothing of them."""
     skipped: list[str]
     """Hypotheses that could not be simulated, and why."""
     traced: Traced | None = None
@@ -118,10 +127,9 @@ def doctor(
     beside = traced(traces, base.simulation) if traces else None
     findings += beside.findings if beside else []
     findings += _memory_findings(judge, signs) + _between_runs(base, measured, also)
-    causes: list[Cause] = []
-    skipped: list[str] = []
+    tried = _Tried([], [], [])
     if signs or (measured.rank_s and judge.off(base.step_time_s, judge.peak_bytes, base.simulation) > 1):
-        causes, skipped = _causes(judge, signs, progress)
+        tried = _tried(judge, signs, progress)
     return Diagnosis(
         verdict=verdict,
         measured_s=judge.step_s,
@@ -132,8 +140,9 @@ def doctor(
         attention_s=float(attention_s(base.trace).max()),
         peak_hbm_bytes=judge.peak_bytes,
         findings=findings,
-        causes=causes,
-        skipped=skipped,
+        causes=tried.causes,
+        untold=tried.untold,
+        skipped=tried.skipped,
         traced=beside,
     )
 
@@ -162,29 +171,61 @@ def _verdict(step_s: float | None, signs: set[Sign], floor_s: float) -> Verdict:
     return "ranks differ" if signs else "healthy"
 
 
-def _causes(judge: Judge, signs: set[Sign], progress: Progress) -> tuple[list[Cause], list[str]]:
-    """Return the hypotheses that may explain such a run, simulated, and why others could not be."""
+class _Tried(NamedTuple):
+    """What became of hypotheses, as ``Diagnosis`` has it."""
+
+    causes: list[Cause]
+    untold: list[str]
+    skipped: list[str]
+
+
+def _tried(judge: Judge, signs: set[Sign], progress: Progress) -> _Tried:
+    """Return the hypotheses that may explain such a run, simulated: each alone, and pairs where none does alone."""
     likely: list[Program | Machine] = [one for one in PROGRAMS if signs & {*one.signs}]
     if signs & {"slower", "uneven ranks"} and judge.step_s is not None:
         likely += MACHINES
     # signs say what to simulate first: of a run with one fault some figures are within what is known, others are not
     others: list[Program | Machine] = [one for one in PROGRAMS if one not in likely]
-    found: list[Cause] = []
-    skipped: list[str] = []
-    for some in (likely, others):
-        if any(cause.consistent for cause in found):
+    tried = _Tried([], [], [])
+    for some in (lambda: likely, lambda: others, lambda: _pairs(judge, tried.causes)):
+        if any(cause.consistent for cause in tried.causes):
             break
-        for done, one in enumerate(some):
-            progress(done, len(some))
+        of_kind = some()
+        for done, one in enumerate(of_kind):
+            progress(done, len(of_kind))
             try:
                 cause = _fitted(judge, one) if isinstance(one, Machine) else _played(judge, one)
             except LongstepError as error:
-                skipped.append(f"{one.name}: {error}")
+                tried.skipped.append(f"{one.name}: {error}")
                 continue
-            found += [cause] if cause else []
-        progress(len(some), len(some))
+            if cause and cause.moved < _MOVES:
+                tried.untold.append(cause.name)
+            elif cause:
+                tried.causes.append(cause)
+        progress(len(of_kind), len(of_kind))
     # what needs no fitted factor explains more with less
-    return sorted(found, key=lambda cause: (not cause.consistent, cause.factor is not None, cause.off)), skipped
+    tried.causes.sort(key=lambda cause: (not cause.consistent, cause.factor is not None, cause.off))
+    return tried
+
+
+def _pairs(judge: Judge, causes: Sequence[Cause]) -> list[Program]:
+    """Return the pairs of programs that come nearest to what was measured, if each moves time and memory by the factor
+    by which it does alone.
+    """
+    programs, by_name = {one.name: one for one in PROGRAMS}, {cause.name: cause for cause in causes}
+    base = (judge.base.step_time_s, judge.peak_bytes)
+    meant = (judge.step_s or base[0], judge.measured.memory_bytes or base[1])
+    asked = (judge.step_s is not None, judge.measured.memory_bytes is not None)
+
+    def apart(pair: tuple[str, str]) -> float:
+        """Return the larger distance, in logarithm, of the two figures."""
+        alone = [(by_name[name].step_time_s, by_name[name].peak_hbm_bytes) for name in pair]
+        at_once = [alone[0][of] * alone[1][of] / base[of] for of in (0, 1)]
+        return max(abs(math.log(at_once[of] / meant[of])) for of in (0, 1) if asked[of])
+
+    pairs = itertools.combinations([name for name in by_name if name in programs], 2)
+    nearest = sorted(pairs, key=apart)[:_PAIRS] if any(asked) else []
+    return [both(programs[one], programs[other]) for one, other in nearest]
 
 
 def _played(judge: Judge, program: Program) -> Cause | None:
@@ -194,8 +235,8 @@ def _played(judge: Judge, program: Program) -> Cause | None:
         return None
     case = play(quick(changed.resolved()))
     peak_bytes = case.peak_bytes()
-    off = judge.off(case.step_s, peak_bytes, case.simulation)
-    return Cause(program.name, program.says, program.check, case.step_s, peak_bytes, None, off)
+    off, moved = judge.off(case.step_s, peak_bytes, case.simulation), judge.moved(case, peak_bytes)
+    return Cause(program.name, program.says, program.check, case.step_s, peak_bytes, None, off, moved)
 
 
 def _fitted(judge: Judge, machine: Machine) -> Cause | None:
@@ -225,7 +266,9 @@ def _fitted(judge: Judge, machine: Machine) -> Cause | None:
     off = judge.off(case.step_s, peak_bytes, case.simulation)
     says = machine.says.format(factor=factor, rank=rank)
     fitted = None if machine.most == NO_FACTOR else factor
-    return Cause(machine.name, says, machine.check, case.step_s, peak_bytes, fitted, off)
+    return Cause(
+        machine.name, says, machine.check, case.step_s, peak_bytes, fitted, off, judge.moved(case, peak_bytes)
+    )  # fmt: skip
 
 
 def _memory_findings(judge: Judge, signs: set[Sign]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import sys
 import time
 import warnings
@@ -20,6 +19,7 @@ from sim.setup.names import at_least_one
 from sim.setup.portions import COLUMNS, Portion, Row, play, portions
 from sim.setup.setup import Setup
 from sim.setup.table import Table
+from sim.setup.workers import follow_parent
 from topology.host import num_cores
 
 Played = Iterator[tuple[Portion, list[Row]]]
@@ -106,7 +106,7 @@ def _in_processes(left: list[Portion], workers: int) -> Played:
         with warnings.catch_warnings():
             # Children of a process with threads compute alone, and take no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pool = ProcessPoolExecutor(workers, multiprocessing.get_context(kind), _deaf)
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context(kind), follow_parent)
         try:
             waiting = {pool.submit(play, portion): portion for portion in left}
             for future in as_completed(waiting):
@@ -121,8 +121,3 @@ def _in_processes(left: list[Portion], workers: int) -> Played:
                 ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _deaf() -> None:
-    """Leave Ctrl-C to the process that ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -144,7 +144,7 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     base = setup.replace(scope="step", stack=None, pad=True)
     cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
     for row in rows:
-        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])
+        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])  # no name is both
     found = []
     for done, (row, tokens) in enumerate(cells, 1):
         found.append({"row": row, "seq": tokens, **_cell(_row(base, row).replace(seq=tokens))})

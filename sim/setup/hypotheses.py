@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sim.engine.figures import FIGURES, LAUNCHES, scaled, with_calls
+from sim.engine.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
 from sim.options import LayerOptions
 from sim.setup import names
 from sim.setup.setup import Configuration, Setup
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
     """With {factor}, above 1."""
     check: str
     most: float
-    """Largest factor that is tried."""
+    """Largest factor that is tried: what is slower has another cause."""
     change: Callable[[Configuration, float, int], Configuration | None]
     """By the configuration, the factor and the slowest rank; None where there is no such figure."""
 
@@ -265,6 +265,18 @@ PROGRAMS: tuple[Program, ...] = (
 )  # fmt: skip
 
 
+def both(one: Program, other: Program) -> Program:
+    """Return what is wrong in two ways at once."""
+
+    def changed(setup: Setup, found: Configuration) -> Setup | None:
+        first = one.change(setup, found)
+        second = first and other.change(first, first.resolved())
+        return None if second in (first, other.change(setup, found)) else second  # one undoes the other
+
+    says, check = f"{one.says}; and {other.says}", f"{one.check}; {other.check}"
+    return Program(f"{one.name} and {other.name}", says, check, (), changed)
+
+
 def _with(found: Configuration, spec: ClusterSpec, **more: Any) -> Configuration:
     return dataclasses.replace(found, spec=spec, **more)
 
@@ -302,6 +314,12 @@ def _busy_host(found: Configuration, factor: float, rank: int) -> Configuration 
     return _with(found, scaled(found.spec, LAUNCHES, factor), profile=with_calls(found.profile, factor))
 
 
+def _slow_attention(found: Configuration, factor: float, rank: int) -> Configuration | None:  # noqa: ARG001 - all ranks
+    if found.profile is None:  # nothing is known of its kernels
+        return None
+    return dataclasses.replace(found, profile=with_attention(found.profile, factor))
+
+
 def _no_nvlink(found: Configuration, factor: float, rank: int) -> Configuration | None:  # noqa: ARG001 - no factor
     if found.spec.nvlink is None or found.spec.pcie is None or found.mesh.size == 1:
         return None
@@ -310,6 +328,9 @@ def _no_nvlink(found: Configuration, factor: float, rank: int) -> Configuration 
 
 NO_FACTOR = 1.0
 """Of a machine that differs in kind, not by a factor."""
+_LEAST_OF_LINKS = {"nic": 50.0, "nvlink": 18.0, "pcie": 64.0, "loopback": 1000.0}
+"""Which part of their rate links give that still work: a NIC 10 Gb/s of Ethernet instead of 400 of InfiniBand, or a
+little less; NVLink one link of 18; PCIe one lane of Gen3 instead of 16 of Gen5; the host's what `tc` may set."""
 MACHINES: tuple[Machine, ...] = (
     Machine(
         "slow-rank", "one GPU, here of rank {rank}, computes {factor:.3g} times slower than the others",
@@ -320,11 +341,16 @@ MACHINES: tuple[Machine, ...] = (
         "one kernel alone (longstep calibrate); nvidia-smi -q -d PERFORMANCE", 16.0, _slow_gpus,
     ),
     Machine(
+        "slow-attention", "attention kernels take {factor:.3g} times as long: an older kernel, or a fallback",
+        "names of attention kernels in a profiler trace; attn_implementation, the version of flash-attn", 4.0,
+        _slow_attention,
+    ),
+    Machine(
         "no-nvlink", "GPUs of a node talk over PCIe, not NVLink", "nvidia-smi topo -m; NCCL_DEBUG=INFO: via P2P or SHM",
         NO_FACTOR, _no_nvlink,
     ),
     *(
-        Machine(f"thin-{link}", f"{name} gives 1/{{factor:.3g}} of its rate", check, 1000.0, _thin(link))
+        Machine(f"thin-{link}", f"{name} gives 1/{{factor:.3g}} of its rate", check, _LEAST_OF_LINKS[link], _thin(link))
         for link, name, check in (
             ("nic", "the network between nodes", "nccl-tests between two nodes; NCCL_DEBUG=INFO: NET/IB or NET/Socket"),
             ("nvlink", "NVLink", "nccl-tests in one node; nvidia-smi nvlink -s"),

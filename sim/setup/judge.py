@@ -87,6 +87,8 @@ class Judge:
         workload = self.found.workload
         tokens = self.found.mesh.dp * workload.batch * workload.real_seq
         self.step_s = measured.step_s(tokens, self.found.mesh.size)
+        if self.step_s is None:
+            self.step_s = measured.by_mfu_s(base)
         step_s, reach = base.step_time_s, base.interval
         low, high = ((reach.low_s / step_s) ** _ALARM, (reach.high_s / step_s) ** _ALARM) if reach else _DATASHEET
         chance = _CHANCE * measured.step_error
@@ -132,6 +134,21 @@ class Judge:
         """Return how far seconds are off, in units of the interval."""
         apart = math.log(seconds / simulated_s)
         return apart / (max(math.log(self.high), _NEAREST) if apart > 0 else min(math.log(self.low), -_NEAREST))
+
+    def moved(self, case: Case, peak_bytes: int) -> float:
+        """Return how far a case is from the one that was meant in what was measured, in units of how far that may be:
+        what moves nothing of it is neither explained by it nor refuted.
+        """
+        found = [0.0]
+        if self.step_s is not None:
+            found.append(abs(self._beyond(case.step_s, self.base.step_time_s)))
+        if self.measured.memory_bytes is not None:
+            least, most = self.memory_range(self.peak_bytes)
+            found.append(abs(peak_bytes - self.peak_bytes) / ((most - least) / 2))
+        ranks_s, own_s = np.array(rank_s(case.simulation)), np.array(rank_s(self.base.simulation))
+        if self.measured.rank_s and ranks_s.shape == own_s.shape and min(*ranks_s, *own_s) > 0:
+            found.append(float(np.abs(np.log(ranks_s / own_s)).max()) / self.ranks_within)
+        return math.inf if self.measured.kind_s else max(found)
 
     def off(self, step_s: float, peak_bytes: int, simulation: Simulation) -> float:
         """Return how far the worst figure is off, in units of how far it may be."""

@@ -72,7 +72,7 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     if _CALIBRATED not in profile.machine.software:
         return spec
     measured = measured_cluster(profile)
-    if measured.gpu.name != spec.gpu.name:  # which the cost model refuses
+    if measured.gpu.chip != spec.gpu.chip:  # which the cost model refuses
         return spec
     pcie = spec.pcie
     if pcie and measured.pcie and any(point.kernel in HOST_COPIES for point in profile.points):

@@ -52,8 +52,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         ranks = fields.pop("rank_s")
         for of_traces in ("kind_s", "loops_apart", "step_error", "rank_error"):
             fields.pop(of_traces)
-        if not ranks and all(value is None for name, value in fields.items() if name != "mfu"):
-            raise InputError("nothing was measured: give `step_time`, `tokens_per_s`, `memory` or `trace`")
+        if not ranks and all(value is None for value in fields.values()):
+            raise InputError("nothing was measured: give `step_time`, `tokens_per_s`, `memory`, `mfu` or `trace`")
         for name, value in fields.items():
             given = name.removesuffix("_s") if name == "step_time_s" else name.removesuffix("_bytes")
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
@@ -71,12 +71,26 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             return tokens / self.tokens_per_s
         return None if self.tokens_per_s_per_gpu is None else tokens / (self.tokens_per_s_per_gpu * gpus)
 
+    def by_mfu_s(self, base: Prediction) -> float | None:
+        """Return the step time that an MFU means, as the field counts its FLOPs, where nothing else tells a time.
+
+        Raises InputError where nothing else was measured and there is no peak that it could be a share of.
+        """
+        own = base.figures.mfu
+        if self.mfu is not None and own is not None:
+            return own * base.step_time_s / self.mfu
+        if self.mfu is not None and self.memory_bytes is None and not self.rank_s:
+            raise InputError("`mfu` alone tells no time of this step: give `step_time` or `tokens_per_s`")
+        return None
+
 
 def findings_of_figures(measured: Measured, step_s: float | None, base: Prediction, found: Configuration) -> list[str]:
     """Return where rates, times and MFU of a run contradict each other, and by which way of counting they would not."""
     if step_s is None:
         return []
-    return [*_rates(measured, step_s, found), *_mfu(measured, step_s, base, found)]
+    mfu = measured.mfu or 0.0
+    above = [f"MFU {100 * mfu:.1f} %: nothing computes more than its peak"] if mfu > 1 else []
+    return [*above, *_rates(measured, step_s, found), *_mfu(measured, step_s, base, found)]
 
 
 def _rates(measured: Measured, step_s: float, found: Configuration) -> list[str]:
@@ -109,13 +123,15 @@ def _mfu(measured: Measured, step_s: float, base: Prediction, found: Configurati
     if measured.mfu is None or own is None:
         return []
     mfu = own * base.step_time_s / step_s
-    if abs(math.log(measured.mfu / mfu)) < _SAME_MFU:
-        return []
-    scale = _counted(found)
-    ways = {name: mfu * factor for name, factor in scale.items()}
+    ways = {name: mfu * factor for name, factor in _counted(found).items()}
     training = base.figures.training
     if training and training.hfu:
         ways["what checkpointing computes again is counted (HFU)"] = training.hfu * base.step_time_s / step_s
+    if measured.step_s(1, 1) is None:
+        other = "; ".join(f"{step_s * value / mfu:.4g} s where {way}" for way, value in ways.items())
+        return [f"the step time is what MFU {100 * measured.mfu:.1f} % means by the mask; or it is {other}"]
+    if abs(math.log(measured.mfu / mfu)) < _SAME_MFU:
+        return []
     fits = [f"{way} ({100 * value:.1f} %)" for way, value in ways.items()
             if abs(math.log(measured.mfu / value)) < _SAME_MFU]  # fmt: skip
     why = "; or ".join(fits) or "no usual way of counting makes it that: see the peak that it is divided by"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sim.engine.room import Room
 from sim.errors import InputError
 from sim.setup.branches import Played
 from sim.setup.fit import as_ring
@@ -24,7 +25,8 @@ class Plan(NamedTuple):
     best: Table
     """A row for each, the fastest first: its options, seconds of a step, memory in bytes, and by figure of the machine
     the share of the step that doubling it ``saves``. ``tie`` says that it is no
-    slower than the first at one end of the 90 % interval, both with all costs at that end. None where nothing fits."""
+    slower than the first at one end of the 90 % interval, both with all costs at that end; ``unusual`` is why no one
+    would run it, or empty. None where nothing fits."""
     lost: Table
     """A row for each schedule with its degrees: how many configurations it has, by which share the fastest is slower
     than the first, or is at least, and why they lose; of the cheapest how much dearer, of those in time."""
@@ -213,9 +215,23 @@ def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, An
             "peak_socket_bytes": held.get("host", 0) + held.get("CXL", 0),
             "bound_by": one.bound_by,
             "saves": dict(one.saves),
+            "unusual": _unusual(room),
         }
         rows.append(row if price is None else row | {"cost_per_billion_tokens": price / 3600 * 1e9 / rate})
     return rows
+
+
+def _unusual(room: Room) -> str:
+    """Return why no one would run a configuration that fits; empty where nothing is known against it."""
+    for limit in room.limits:
+        if limit.memory == "host" and limit.held_bytes > PINNED * limit.capacity_bytes:
+            pinned, has = (nbytes / 2**30 for nbytes in (limit.held_bytes, limit.capacity_bytes))
+            return f"it pins {pinned:.3g} of {has:.3g} GiB of a socket's memory"
+    return ""
+
+
+PINNED = 0.5
+"""Which share of the host's memory is pinned at most where others need some: files, data, the system (assumed)."""
 
 
 def _is_tie(first: Played, other: Played) -> bool:

@@ -39,7 +39,8 @@ class Answer(NamedTuple):
     """
 
     value: int | None
-    """Tokens or GPUs; None where nothing that was tried is enough."""
+    """Tokens or GPUs, at least so many and at most so many where it is not ``sure``; None where nothing that was tried
+    is enough."""
     plan: Plan | None
     """The fastest configurations there; None where there is none."""
     tried: Table
@@ -124,15 +125,19 @@ class _Asked(NamedTuple):
     def _is_late(self) -> bool:
         return self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0)
 
-    def _at(self, setup: Setup, seq: int, winner: Branch) -> Branch:
+    def _at(self, setup: Setup, seq: int | str, winner: Branch) -> Branch:
         """Return a configuration at another length."""
         there = (one for one in self.families(setup.replace(seq=seq)) if one.named == winner.family.named)
         return winner._replace(family=next(there))
 
-    def plan(self, setup: Setup) -> Plan:
-        """Return the fastest of a setup that reach the target."""
+    def plan(self, setup: Setup, winner: Branch) -> Plan:
+        """Return the fastest of a setup that reach the target: that one which is known to, where time is over before
+        any is found.
+        """
         search = Search(self.families(setup), self.most, self.left_s(), self.progress)
         search.run(self.jobs)
+        if not search.best and isinstance(known := played(self._at(setup, setup.seq, winner), math.inf), Played):
+            search.know(known)
         return told(search, self.most, {})
 
 
@@ -172,6 +177,7 @@ def longest_context(
         raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
     rows: list[dict[str, Any]] = []
     dropped, hopes, best, waiting = set[str](), dict[str, float](), None, [0]
+    winner: Branch | None = None
     while waiting:
         at = waiting.pop(0)
         there = asked.families(setup.replace(seq=lengths[at]))
@@ -189,9 +195,9 @@ def longest_context(
             rows.append({"seq": lengths[best], "reaches": True, "why": f"{winner.family.named}, {winner.named}"})
         ahead = {best + 1} if asked.target == ANYTHING else {best + 1, -(-(best + 2) // ROUND) * ROUND}
         waiting = sorted(number for number in ahead if number < len(lengths))
-    if best is None:
+    if best is None or winner is None:
         return Answer(None, None, Table(rows))
-    return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best])), Table(rows))
+    return Answer(lengths[best], asked.plan(setup.replace(seq=lengths[best]), winner), Table(rows))
 
 
 def fewest_gpus(
@@ -210,7 +216,8 @@ def fewest_gpus(
     and trains ``tokens_per_s``, with the plan for them; what else is varied, and how, is as in ``plan``.
 
     ``counts`` are tried from the fewest on, since more GPUs need not be faster; by default those that divide a node,
-    and whole nodes, up to what the setup has. Raises InputError as ``plan`` does, and for counts that are none.
+    and whole nodes, up to what the setup has. GPUs that are a part of a socket's have that share of its memory. Raises
+    InputError as ``plan`` does, and for counts that are none.
 
     >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=4, layers=2, seq="4K")
     >>> fewest_gpus(tiny, step_time_s=1.0, options={"checkpoint": ["full"]}).value
@@ -223,7 +230,7 @@ def fewest_gpus(
         search = asked.any(asked.families(there))
         rows.append(_verdict("gpus", gpus, search))
         if search.best:
-            return Answer(gpus, asked.plan(there), Table(rows))
+            return Answer(gpus, asked.plan(there, search.best[0].branch), Table(rows))
         try:
             require_any_built(search)
         except InputError as error:
@@ -308,8 +315,16 @@ def _whole(setup: Setup) -> Configuration:
 
 
 def _on(setup: Setup, gpus: int) -> Setup:
-    """Return a setup on so many GPUs, with as many nodes as these need."""
-    return setup.replace(gpus=gpus, nodes=None, dp_degree=1)
+    """Return a setup on so many GPUs, with as many nodes as these need. Those that are a part of a socket's have that
+    share of its memory: others hang on it, too.
+    """
+    there = setup.replace(gpus=gpus, nodes=None, dp_degree=1)
+    spec = _whole(there).spec
+    if spec.socket is None or (each := -(-spec.gpus_per_node // spec.socket.per_node)) <= gpus:
+        return there
+    tiers = {"dram": spec.socket.dram} | ({"cxl": spec.socket.cxl} if spec.socket.cxl else {})
+    shares = {name: tier.capacity_bytes * gpus // each for name, tier in tiers.items()}
+    return there.replace(set={f"cluster.socket.{name}.capacity_bytes": share for name, share in shares.items()})
 
 
 def _verdict(what: str, value: int, search: Search) -> dict[str, Any]:

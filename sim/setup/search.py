@@ -127,11 +127,15 @@ class Search:
             elif isinstance(one, Lost):
                 self.lost.append(one)
             else:
-                self.played.append(one)
+                self.know(one)
                 name, added_s = asked.branch.family.named, one.batch_s - asked.least_s
                 self._added_s[name] = min(added_s, self._added_s.get(name, added_s))
-                if one.room is not None:
-                    self.best = sorted([*self.best, one], key=lambda found: found.batch_s)
+
+    def know(self, one: Played) -> None:
+        """Take a configuration with what its step takes."""
+        self.played.append(one)
+        if one.room is not None:
+            self.best = sorted([*self.best, one], key=lambda found: found.batch_s)
 
     def _pick(self, running: dict[int, Open]) -> Open | None:
         """Return what to look at next: all branches without bounds; then what may be the fastest, of those within

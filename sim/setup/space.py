@@ -179,7 +179,9 @@ def families(
         grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
-        for dp, ulysses, ring in _degrees(title, ("ring",) if ranks else entry.degrees, gpus):
+        for dp, ulysses, ring in _degrees(("ring",) if ranks else entry.degrees, gpus):
+            if setup.schedule is None and _is_another(title, entry.degrees, ulysses, ring):
+                continue
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
                 continue
             if ranks not in {None, ring}:
@@ -216,18 +218,18 @@ def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
     return tuple(sorted({*values}, key=OPTIONS[key].index)) if len(values) > 1 else tuple(values)
 
 
-def _degrees(name: str, axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
+def _degrees(axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
     """Yield replicas, and degrees of heads and of parts of sequences, whose product is so many GPUs."""
-    for dp in _divisors(gpus):
-        inside = gpus // dp
-        if not axes and inside == 1:
-            yield dp, 1, 1
-        elif len(axes) == 1 and inside > 1:
-            yield (dp, inside, 1) if axes[0] == "ulysses" else (dp, 1, inside)
-        elif len(axes) > 1:
-            for ulysses in _divisors(inside)[1:]:
-                if name not in _MIXED or ulysses < inside:
-                    yield dp, ulysses, inside // ulysses
+    for dp, ulysses in product(_divisors(gpus), _divisors(gpus)):
+        ring, rest = divmod(gpus, dp * ulysses)
+        if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
+            yield dp, ulysses, ring
+
+
+def _is_another(name: str, axes: Sequence[str], ulysses: int, ring: int) -> bool:
+    """Return whether a schedule with such degrees does what another one of the catalog is there for."""
+    alone = bool(axes) and ulysses * ring == 1
+    return alone or (len(axes) > 1 and ulysses == 1) or (name in _MIXED and ring == 1)
 
 
 def _divisors(number: int) -> list[int]:

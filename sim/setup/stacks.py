@@ -1,7 +1,8 @@
 """Techniques that save memory in a training step, each alone and in the stacks that their authors publish.
 
 What a stack switches on is taken from memory of its authors' paper and code, but for UPipe's, whose table says it
-(``experiments/published/upipe_h100.toml``).
+(``experiments/published/upipe_h100.toml``). No stack has the name of a schedule: one whose authors gave their schedule
+a name of its own has the name of the whole (DeepSpeed's Ulysses-Offload plays FPDT, Untied Ulysses plays UPipe).
 """
 
 from __future__ import annotations
@@ -80,16 +81,16 @@ STACKS: dict[str, Stack] = {
         "Ulysses, MLP and loss in tiles, inputs of layers and the optimiser on the host", "ulysses",
         {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu", "optimiser": "host"}, "arXiv:2506.13996 §3",
     ),
-    "fpdt": Stack(
+    "ulysses-offload": Stack(
         "attention over chunks that wait on the host, MLP and loss in tiles, inputs of layers on the host", "fpdt",
         {"pipeline": "published", "mlp": "tiled", "loss": "chunked", "activations": "host"}, "arXiv:2408.16978 §4",
     ),
-    "upipe": Stack(
+    "untied-ulysses": Stack(
         "attention of some heads at a time, MLP and loss in tiles, inputs of layers on the host", "upipe",
         {"mlp": "tiled", "loss": "chunked", "activations": "save-on-cpu"}, "arXiv:2602.21196 §5",
     ),
     "5m": Stack(
-        "what upipe has with copies beside kernels, and the optimiser on the host", "upipe",
+        "what untied-ulysses has with copies beside kernels, and the optimiser on the host", "upipe",
         {"mlp": "tiled", "loss": "chunked", "activations": "host", "optimiser": "host"}, "this table",
     ),
 }  # fmt: skip
@@ -98,19 +99,32 @@ STACKS: dict[str, Stack] = {
 def stack_of(name: str) -> Stack:
     """Return a stack by its name; raises InputError if there is none."""
     if name not in STACKS:
-        raise unknown("stack", name, STACKS, "`stack`")
+        players = " and ".join(stack for stack, one in STACKS.items() if one.schedule == name)
+        meant = f", or the schedule with `schedule` {name} (which {players} play)" if players else ""
+        raise unknown("stack", name, STACKS, f"`stack`{meant}")
     return STACKS[name]
 
 
-def techniques_on(options: Mapping[str, Any]) -> list[str]:
-    """Return which techniques the options of a schedule switch on, with the options that do.
+_TAKEN = {
+    "loss": {"whole": "logits of all tokens", "unfused": "logits of all tokens, and a copy"},
+    "optimiser_states": {"fp32": "fp32 states", "model": "states in the model's type"},
+}
+"""What decides much of the memory where no technique is named, by option and value."""
 
-    >>> techniques_on({"zero_stage": 3, "checkpoint": "full", "mlp": "whole"})
-    ['FSDP (zero_stage=3)', 'checkpointing (checkpoint=full)']
+
+def techniques_on(options: Mapping[str, Any]) -> list[str]:
+    """Return which techniques the options of a schedule switch on, with the options that do; and which loss and which
+    states of the optimiser are taken.
+
+    >>> techniques_on({"zero_stage": 3, "checkpoint": "full", "loss": "whole"})
+    ['FSDP (zero_stage=3)', 'checkpointing (checkpoint=full)', 'logits of all tokens (loss=whole)']
     """
     found = []
     for name, technique in TECHNIQUES.items():
-        own = {key: str(options[key]) for key in technique.on if key in options}
+        own = {key: str(options[key]) for key in technique.on if options.get(key) not in {None, *_TAKEN.get(key, ())}}
         if own and any(value != technique.off[key] for key, value in own.items()):
             found.append(f"{name} ({', '.join(f'{key}={value}' for key, value in own.items())})")
+    for key, values in _TAKEN.items():
+        if said := values.get(str(options.get(key))):
+            found.append(f"{said} ({key}={options[key]})")
     return found

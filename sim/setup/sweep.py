@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import signal
 import sys
 import time
 import warnings
@@ -21,6 +20,7 @@ from sim.errors import InputError, ScheduleError
 from sim.setup.names import at_least_one, changed_cluster, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
+from sim.setup.workers import follow_parent
 from topology.host import num_cores
 from topology.specs import ClusterSpec
 
@@ -125,17 +125,12 @@ def _rows(asked: _Sweep, processes: int) -> Iterator[Iterator[tuple[int, dict[st
         with warnings.catch_warnings():
             # Children of a process with threads compute alone, and take no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pool = multiprocessing.get_context("fork").Pool(processes, _deaf)
+            pool = multiprocessing.get_context("fork").Pool(processes, follow_parent)
         with pool:
             yield pool.imap_unordered(_forked_row, numbers, max(1, len(numbers) // (processes * _CHUNKS)))
     finally:
         gc.unfreeze()
         _forked = None
-
-
-def _deaf() -> None:
-    """Leave Ctrl-C to the process that ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _forked_row(number: int) -> tuple[int, dict[str, Any]]:

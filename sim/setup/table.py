@@ -32,6 +32,11 @@ class Table:
 
         return pd.DataFrame(self.to_dict())
 
+    def require_any(self) -> None:
+        """Raise InputError where rows have an ``error`` and all of them have one."""
+        if self.rows and all(row.get("error") for row in self.rows):
+            raise InputError(f"none of {len(self)} rows can be played; the first: {self.rows[0]['error']}")
+
     def __len__(self) -> int:
         return len(self.rows)
 

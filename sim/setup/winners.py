@@ -34,7 +34,7 @@ def winners(
     long that takes for a token, what bounds both, and ``why`` in a sentence. They are ``tied`` where that is no more
     than nine of ten ratios of measured steps were off; None where none were measured. What does not fit has lost; where
     nobody is left the winner is empty, and ``why`` is the reason of the first. Raises InputError for fewer than two
-    competitors, and as ``explore`` does.
+    competitors, where none can be played anywhere, and as ``explore`` does.
 
     >>> layer = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, jitter=0.0)
     >>> found = winners(layer, {"schedule": ["ring", "zigzag"]}, {"seq": "64K,128K"}, jobs=1)
@@ -47,6 +47,7 @@ def winners(
     if not across or field in map(field_of, across):
         raise InputError(f"`across` {dict(across)}: expected keys beside {field} such as seq, each with some values")
     played = explore(setup, {**across, field: names}, intervals=False, jobs=jobs, progress=progress)
+    played.require_any()
     keys = [field_of(key) for key in across]
     cells = groupby(played, key=lambda row: {key: row[key] for key in keys})
     return Table([_numbered(place) | _judged(list(rows), field) for place, rows in cells])

@@ -1,9 +1,15 @@
-"""Processes that call functions, one call each at a time, and can be ended in the midst of one."""
+"""Processes that call functions, one call each at a time, and can be ended in the midst of one.
+
+No process outlives the one that started it: see ``end_with_parent``, which pools of processes take, too.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -98,9 +104,27 @@ class Workers:
         return number, result
 
 
-def _serve(connection: Connection) -> None:
-    """Call what is asked for until the other end is closed. Ctrl-C is for the process that ends this one."""
+def follow_parent() -> None:
+    """Leave Ctrl-C to the process that started this one, and end when that does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that started it does, which a signal may end before it can say so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_for_it() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_it, daemon=True).start()
+
+
+def _serve(connection: Connection) -> None:
+    """Call what is asked for until the other end is closed."""
+    follow_parent()
     while True:
         try:
             call = connection.recv()

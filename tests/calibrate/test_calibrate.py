@@ -8,27 +8,33 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from calibrate import plan as plan_module
 from calibrate.cases import QUICK_CPU, kernel_cases
 from calibrate.fit import fitted_spec, together_of
+from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
 from calibrate.kernels import time_kernel
 from calibrate.leave_one_out import leave_one_out
 from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
-from calibrate.plan import Plan, software
+from calibrate.plan import Plan, Step, software
 from calibrate.residuals import repeat
+from experiments.verbs import calibrate as verb
 from runtime.processes.launch import Session
+from runtime.processes.rank import RankContext
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate
-from sim.profile import Machine, Point, Profile
+from sim.errors import RankError
+from sim.profile import Machine, Point, Profile, load_profile
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.proof.check import check
@@ -209,6 +215,102 @@ def test_ctrl_c_writes_the_points_so_far(tmp_path: Path) -> None:
     assert not profile.complete
     assert profile.points
     assert not list(tmp_path.glob(".*"))
+
+
+class Failing:
+    """A calibration in which one of four measurements fails, and which has no processes."""
+
+    def __init__(self, which: set[str], error: Exception) -> None:
+        self.which, self.error = which, error
+        self.made: list[str] = []
+        self.ended = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def steps(self) -> list[Step]:
+        return [Step(name, partial(self.make, name)) for name in ("launch", "copies", "clocks", "kernels", "f", "g")]
+
+    def make(self, name: str) -> None:
+        if name in self.which:
+            raise self.error
+        self.made.append(name)
+
+    def end_session(self) -> None:
+        self.ended += 1
+
+    def profile(self, *, complete: bool) -> Profile:
+        machine = Machine(gpu="CPU", cores=2, threads_per_rank=1, software={})
+        points = tuple(point("copy", (256 + n,), 1e-3) for n in range(len(self.made)))
+        cluster = msgspec.to_builtins(NOMINAL, str_keys=True)
+        return Profile(
+            name="x", created="", command="", complete=complete, machine=machine, cluster=cluster, points=points
+        )
+
+
+@pytest.mark.parametrize("error", [RankError("rank 0 ran out of memory"), ZeroDivisionError("division by zero")])
+def test_a_measurement_that_fails_does_not_end_a_calibration(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "made.json"
+
+    def calibrated(failing: set[str]) -> tuple[Failing, str]:
+        failing_one = Failing(failing, error)
+        monkeypatch.setattr(verb, "_calibration", lambda *_: failing_one)
+        monkeypatch.setattr(verb, "_summary", lambda *_: None)
+        with pytest.raises(RankError) as failed:
+            verb.calibrate(verb.Calibrate(out=str(out)), Console(quiet=True))
+        return failing_one, str(failed.value)
+
+    calibration, said = calibrated({"copies"})
+    assert calibration.made == ["launch", "clocks", "kernels", "f", "g"]
+    assert calibration.ended == 1
+    assert said == f"1 measurements failed: copies: {error}"
+    profile = msgspec.json.decode(out.read_bytes(), type=Profile)
+    assert (len(profile.points), profile.complete) == (5, False)
+    calibration, said = calibrated({"launch", "copies", "clocks", "kernels", "f", "g"})
+    assert calibration.ended == verb.FAILURES
+    assert said.startswith(f"{verb.FAILURES} measurements failed: launch: {error}; copies: ")
+
+
+def test_what_was_measured_is_written_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "made.json"
+
+    class Killed(Failing):
+        def make(self, name: str) -> None:
+            if name == "kernels":
+                assert len(msgspec.json.decode(out.read_bytes(), type=Profile).points) == 3
+                raise SystemExit(9)
+            super().make(name)
+
+    monkeypatch.setattr(verb, "_calibration", lambda *_: Killed(set(), ValueError()))
+    monkeypatch.setattr(verb, "KEPT_S", 0.0)
+    with pytest.raises(SystemExit):
+        verb.calibrate(verb.Calibrate(out=str(out)), Console(quiet=True))
+    assert len(load_profile(str(out)).points) == 3
+
+
+@pytest.mark.gloo
+def test_a_session_that_failed_is_replaced() -> None:
+    for calibration in (
+        HostCalibration(Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")),
+        GpuCalibration(Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test"), load_cluster("host")),
+    ):
+        with calibration:
+            with pytest.raises(RankError, match="invalid literal"):
+                calibration._on(1).call(_raises)
+            calibration.end_session()
+            assert calibration._on(1).call(_rank) == [0]
+
+
+def _raises(context: RankContext) -> int:
+    return int(f"rank {context.rank}")
+
+
+def _rank(context: RankContext) -> int:
+    return context.rank
 
 
 def test_versions_are_known_where_longstep_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,18 @@ def test_an_event_of_another_stream_is_late_by_its_draw(engine: Engine) -> None:
     assert row.posted_s == pytest.approx(max(behind, issued) + spec.gpu.launch_s * drawn[first], rel=1e-12)
 
 
+@pytest.mark.parametrize("speed", [1.0, 0.8])
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_makes_no_kernel_faster_than_its_peak(speed: float, seed: int) -> None:
+    """At the rates of datasheets attention takes its FLOPs at the peak: noise only lengthens it."""
+    setup = longstep.Setup(
+        "allgather", model="llama3-8b", cluster="l20-pcie", gpus=1, seq="64K", scope="attention", jitter=0.05,
+        seed=seed, seeds=1, set={"cluster.gpu[0].speed": speed},
+    )  # fmt: skip
+    found = setup.predicted()
+    assert found.step_time_s >= max(found.figures.floors.values())
+
+
 def test_the_step_is_the_median_of_its_seeds(zigzag: Checked) -> None:
     cluster, profile = Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm")
     alone = [simulate(zigzag, cluster, profile, Jitter(0.05, seed)) for seed in range(2, 7)]

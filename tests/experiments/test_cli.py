@@ -183,6 +183,27 @@ def test_a_step_says_what_training_takes(capsys: pytest.CaptureFixture[str]) -> 
     assert "GPU-hours" in printed
 
 
+@pytest.mark.sweep
+def test_degrees_losses_and_what_cannot_be_played_stand_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """USP of one ring is Ulysses, which its degrees say; 28 heads are no multiple of 8."""
+    step = ("simulate", "--model", "llama3-8b", "--cluster", "hgx-h100", "--layers", "1", "--seq", "32K")
+    printed = run(capsys, *step, "--schedule", "ulysses,usp")
+    assert "usp (U 8 x R 1)" in printed
+    assert "logits of all tokens (loss=whole), fp32 states (optimiser_states=fp32)" in printed
+    assert "chunked loss (loss=chunked)" in run(capsys, *step, "--set", "schedule.loss=chunked")
+    assert "chunked loss" not in run(capsys, *step, "--set", "schedule.loss=unfused")
+    heads = (*step, "--set", "model.num_heads=28", "--set", "model.num_kv_heads=4", "--schedule", "zigzag,ulysses")
+    printed = run(capsys, *heads)
+    assert re.search(r"│ zigzag +│ [\d.]+ ms", printed)
+    assert re.search(r"│ ulysses +│ +│", printed)
+    rows = json.loads(run(capsys, *heads, "--json"))
+    assert [(row["schedule"], bool(row["error"])) for row in rows] == [("zigzag", False), ("ulysses", True)]
+    assert "28" in rows[1]["error"]
+    assert "28" in fails(capsys, *heads[:-1], "ulysses,fpdt")
+    assert "(did you mean 'hgx-h200'?)" in fails(capsys, "simulate", "--cluster", "h200")
+    assert "(did you mean 'a100-pcie' or 'dgx-a100'?)" in fails(capsys, "simulate", "--cluster", "a100")
+
+
 def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU, and on a host, whose ranks share one memory; what is below it is not known to fit."""
     options = (*H100, "--model", "llama3-8b", "--schedule", "ulysses", "--set")
@@ -842,7 +863,17 @@ def test_validate_does_not_calibrate_under_torchrun(monkeypatch: pytest.MonkeyPa
 def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """With what a billion tokens cost; where nothing fits what is missing least."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
-    small = (*small, "--vary", "mlp=whole", "--vary", "activations=hbm", "--vary", "optimiser=gpu")
+    small = (
+        *small,
+        "--ulysses-degree",
+        "2",
+        "--vary",
+        "mlp=whole",
+        "--vary",
+        "activations=hbm",
+        "--vary",
+        "optimiser=gpu",
+    )
     printed = run(capsys, *small, "--price", "2.5", "--most", "1")
     assert "ulysses (U 2)" in printed
     assert "a billion tokens" in printed

@@ -6,8 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
+import time
 import venv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +124,91 @@ def test_a_part_that_fails_does_not_end_it(
     assert printed.count("done before, see") == len(recipe.GPU_PARTS) - 1
     assert {path.name for path in folder.glob("verify*")} == {"verify.txt"}
     assert len(swept) == len(SWEEPS)
+
+
+def test_a_part_that_was_ended_goes_on_where_it_was(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ended after two schedules, as by a kill: what was printed is there already; then for lack of time; then not."""
+    clock, verified = [0.0], list[str]()
+
+    def run(command: Run, console: Any) -> None:
+        name = f"{command.selection.schedule} of {command.selection.gpus}"
+        if len(verified) == 2 and clock[0] < 100:
+            raise KeyboardInterrupt
+        verified.append(name)
+        clock[0] += 100
+        console.print(f"exact: {name}")
+
+    monkeypatch.setattr(recipe, "run", run)
+    monkeypatch.setattr(recipe, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(recipe, "gpus_here", lambda _: 1)
+    clock[0] = -200
+    with pytest.raises(KeyboardInterrupt):
+        recipe.gpu(open_console(), "verify", out="out")
+    partly = Path("out", "verify-partly.txt").read_text()
+    assert [f"exact: {name}" in partly for name in verified] == [True, True]
+    clock[0] = 100
+    recipe.gpu(open_console(), "verify", "layers", out="out", seconds=150)
+    assert len(verified) == 4
+    assert "time was up; begin again to go on with verify, layers" in capsys.readouterr().out
+    assert {path.name for path in Path("out").iterdir()} == {"verify-partly.txt"}
+    recipe.gpu(open_console(), "verify", out="out")
+    assert len(verified) == len(SCHEDULES) + 1 + len(recipe.GpuPlan().stacks.split(","))
+    (left,) = Path("out").iterdir()
+    assert left.name == "verify.txt"
+    assert all(f"exact: {name}" in left.read_text() for name in verified)
+    with tarfile.open("out.tar.gz") as packed:
+        assert packed.getnames() == ["out", "out/verify.txt"]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_recipe_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """By SIGKILL, while it verifies and while it compares."""
+    command = [sys.executable, "-m", "tests.experiments.rehearsal"]
+    out = tmp_path / "out"
+
+    def killed_after(part: str, sign: Callable[[], bool]) -> None:
+        with subprocess.Popen([*command, part, "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            while not sign():
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+
+    partly = out / "verify-partly.txt"
+    killed_after("verify", lambda: partly.exists() and "done: " in partly.read_text())
+    first = partly.read_text().count("done: ")
+    subprocess.run([*command, "verify", "calibrate", "--out", str(out)], cwd=ROOT, check=True, capture_output=True)
+    said = (out / "verify.txt").read_text()
+    assert said.count("done already: ") == first
+    assert len(set(re.findall("(?m)^done: .*", said))) == said.count("done: ") == 5
+    killed_after("step", (out / "step.json").exists)
+    kept = read_record(str(out / "step.json")).comparisons
+    subprocess.run([*command, "step", "--out", str(out)], cwd=ROOT, check=True, capture_output=True)
+    record = read_record(str(out / "step.json")).comparisons
+    assert record[: len(kept)] == kept
+    assert [len(found) for _, found in record] == [1, 1]
+    assert (out / "step.txt").exists()
+
+
+@pytest.mark.gloo
+def test_plugins_of_the_machine_do_not_meet_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that pytest finds by itself, and that warns, which counts as an error here."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\ndef pytest_configure(): warnings.warn('old', DeprecationWarning)"
+    )
+    found = tmp_path / "warns-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[pytest11]\nwarns = warns\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/runtime/test_on_gpu.py"]
+    alone = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "DeprecationWarning" in alone.stdout + alone.stderr, "it is found"
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **named: popen([*command[:-1], tests[-1]], **named))
+    recipe.gpu_tests(open_console())
 
 
 def test_some_parts_of_it(toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from experiments.evidence.cells import Cell
+from experiments.evidence import cells as sweeps
+from experiments.evidence.cells import Cell, Repeated, compared
 from experiments.evidence.comparison import Comparison, measured
+from experiments.evidence.execution import Execution
 from experiments.evidence.record import (
     RECORD_FILE,
     Record,
@@ -27,10 +31,12 @@ from experiments.evidence.record import (
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
 from experiments.verbs.cells import CellSelection, cells_of, playable
-from experiments.verbs.cli import main, open_console
+from experiments.verbs.cli import main, open_console, parse
+from experiments.verbs.validate import validate
 from sim.errors import InputError, RankError
 from sim.profile import Machine, Profile
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.setup import Setup
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.experiments.test_comparison_page import make_comparison
 
@@ -296,6 +302,70 @@ def test_what_was_found_is_kept(
     assert read_record(str(out)).comparisons == [(RING, [found[0], found[2]]), (ULYSSES, [found[1]])]
     assert "1 of 1" in capsys.readouterr().out
     assert Read(html.read_text()).rows("tr") == [0, 1]
+
+
+def test_a_cell_that_fails_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on in a session of their own; what there is already, and what there is no time for, is not done."""
+    opened, done = list[int](), list[Cell]()
+    cells = [RING._replace(seq=seq) for seq in ("256", "512", "1K", "2K")]
+    clock = [0.0]
+
+    @contextmanager
+    def open_session(checked: Any, *_: object) -> Iterator[None]:
+        opened.append(checked.schedule.header.workload.seq)
+        yield
+
+    def compare(prediction: Any, *_: object) -> tuple[None, None]:
+        clock[0] += 10
+        if prediction.checked.schedule.header.workload.seq == 512:
+            raise RankError("rank 1 ran out of memory")
+        return None, None
+
+    def swept(**fields: Any) -> str:
+        opened.clear()
+        done.clear()
+        sweep = Repeated(cells, Setup(), 2, Execution(), **fields)
+        with pytest.raises(RankError) as failed:
+            compared(sweep, lambda cell, _: done.append(cell), lambda: None, None)
+        return str(failed.value)
+
+    monkeypatch.setattr(sweeps, "open_session", open_session)
+    monkeypatch.setattr(sweeps, "comparison", compare)
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    first, fails, third, last = cells
+    assert swept() == f"1 of 4 cells failed: {fails.name}: rank 1 ran out of memory"
+    assert done == [first, third, last] * 2
+    assert opened == [256, 1024, 256]
+    swept(had={first: 2, third: 1})
+    assert done == [last, third, last]
+    cells.remove(fails)
+    assert swept(seconds=25.0) == "time was up after 25 s: 3 comparisons are left; --out and --go-on go on"
+    assert done == cells
+
+
+def test_a_sweep_goes_on_with_what_its_record_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0)])
+    asked: list[dict[Cell, int]] = []
+
+    def once(sweep: Repeated, keep: Any, *_: object) -> None:
+        asked.append({cell: count for cell, count in sweep.had.items() if count})
+        for cell in sweep.cells:
+            if not sweep.had[cell]:
+                keep(cell, found[0 if cell == RING else 1])
+                return
+
+    monkeypatch.setattr(verb, "compared", once)
+    monkeypatch.setattr(verb, "begun", lambda *_: make_record({}))
+    monkeypatch.setattr(verb, "profile_names", lambda: ["host"])
+    out = str(tmp_path / "record.json")
+    command = ["validate", "--seq", "2K", "--ranks", "2", "--scope", "attention", "--schedule", "ring,ulysses"]
+    for _ in range(3):
+        main([*command, "--repeats", "1", "--out", out, "--go-on"])
+    assert asked == [{}, {RING: 1}, {RING: 1, ULYSSES: 1}]
+    assert read_record(out).comparisons == [(RING, [found[0]]), (ULYSSES, [found[1]])]
+    for wrong, says in ((["--go-on"], "name it by --out"), (["--seconds", "0"], "expected seconds above 0")):
+        with pytest.raises(InputError, match=says):
+            validate(parse([*command, *wrong])[1], open_console())
 
 
 @pytest.mark.sweep

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments.verbs.cli import main
+from sim.setup.search import Search
 from tests.experiments.test_cli import H100, fails, run
 
 pq = pytest.importorskip("pyarrow.parquet")  # which a machine that only runs GPU tests has not
@@ -149,6 +151,23 @@ def test_a_sweep_is_written_and_shown(capsys: pytest.CaptureFixture[str], tmp_pa
     run(capsys, *SWEEP, *vary, "--out", str(parquet))
 
 
+def test_a_table_whose_rows_all_failed_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whose file is written all the same."""
+    csv = tmp_path / "rows.csv"
+    several = ("--schedule", "zigzag,ulysses", "--vary", "seq=32K,64K", "--out", str(csv))
+    with pytest.raises(SystemExit) as stop:
+        main([*SWEEP, *several])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "none of 2 rows can be played; the first: unknown schedule 'zigzag,ulysses'" in captured.err
+    assert csv.read_text().count("unknown schedule") == 2
+    assert "unknown prefix 'typo'" in fails(capsys, "fit", "--set", "typo=1")
+    assert "unknown schedule 'fsdp'" in fails(capsys, "fit", "--schedule", "fsdp")
+    assert "unknown stack 'zigzag'" in fails(capsys, "fit", "--stack", "zigzag")
+    no_map = ("winners", "--schedule", "rng,zigzg", "--across", "seq=32K", "--jobs", "1")
+    assert "none of 2 rows can be played; the first: unknown schedule 'rng'" in fails(capsys, *no_map)
+
+
 def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     mine.write_text("a,b\n")
@@ -230,7 +249,7 @@ def test_the_doctor_lays_a_trace_beside_the_simulated_run(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ((), "nothing was measured: give --step-time, --tokens-per-s, --memory or --trace"),
+        ((), "nothing was measured: give --step-time, --tokens-per-s, --memory, --mfu or --trace"),
         (("--trace", "none.json"), "'none.json' cannot be read (No such file or directory); set it with --trace"),
         (("--step-time", "fast"), "--step-time fast: expected a time above 0 such as 41s or 350ms"),
         (("--step-time", "0"), "--step-time 0: expected a time"),
@@ -252,9 +271,11 @@ def test_the_doctor_refuses_what_is_no_measurement(
 def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) -> None:
     """The longest context, the fewest GPUs, the cheapest cluster; one question at a time, with what it needs."""
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--ulysses-degree", "2")
     for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
         small = (*small, "--vary", kept)
-    assert "The longest context is 8K: 8192 tokens, to 1 %" in run(capsys, *small, "--longest", "--until", "8K")
+    ended = "The longest context is at least 8K: 8192 tokens, where --until ends."
+    assert ended in run(capsys, *small, "--longest", "--until", "8K")
     printed = run(capsys, *small, "--longest", "--step-time", "1us")
     assert "Nothing that was tried is enough" in printed
     assert "what may fit takes" in printed
@@ -278,8 +299,45 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.sweep
+def test_a_search_that_was_cut_says_so_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer holds, since a configuration is known with it, and is no more than a bound."""
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--set", "cluster.hbm.capacity_bytes=4e9", "--jobs", "1", "--vary", "mlp=whole")
+    searched = Search.run
+    monkeypatch.setattr(Search, "run", cut(searched))
+    longest = run(capsys, *small, "--longest", "--until", "1M")
+    assert re.search(r"The longest context is at least \d+K?: \d+ tokens; the search was cut short, --limit", longest)
+    assert "tokens, to 1 %" not in longest
+    monkeypatch.setattr(Search, "run", cut(searched))
+    fewest = run(capsys, *small, "--fewest-gpus", "--counts", "1,2")
+    assert "The fewest GPUs are 2 or fewer; the search was cut short" in fewest
+    for printed in (longest, fewest):
+        assert printed.count("cut short") == 1
+        assert "1 simulated" in printed
+        assert "nothing" not in printed
+
+
+def cut(run_search: Callable[..., None]) -> Callable[..., None]:
+    """Return a search that has time for whether two GPUs do, at the first length that is asked for, and for nothing
+    else.
+    """
+    had: list[Search] = []
+
+    def some(search: Search, jobs: int, *, until_one: bool = False) -> None:
+        gpus = search.families[0].setup.gpus
+        if until_one and gpus == 2 and not had:
+            had.append(search)
+            run_search(search, jobs, until_one=True)
+
+    return some
+
+
+@pytest.mark.sweep
 def test_plan_decides_every_tensor_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "64K", "--schedule", "ulysses", "--layers", "2")
+    small = (*small, "--ulysses-degree", "2")
     for kept in ("mlp=whole", "optimiser=gpu"):
         small = (*small, "--vary", kept)
     found = json.loads(run(capsys, *small, "--memory-budget", "70GiB", "--tensors", "x,out", "--most", "1", "--json"))

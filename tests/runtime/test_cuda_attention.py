@@ -222,6 +222,35 @@ def package_3() -> ModuleType:
     return module
 
 
+def older_package_3() -> ModuleType:
+    """Return flash_attn_interface as hopper/ built it until 2025: a pair for the window, and no defaults."""
+    module, today = ModuleType("flash_attn_interface"), package_3()
+
+    def forward(  # noqa: PLR0917 - as it was
+        q: Tensor, k: Tensor, v: Tensor, k_new: None, qv: None, cu_seqlens_q: None, cu_seqlens_k: None,
+        max_seqlen_q: None, max_seqlen_k: None, softmax_scale: float, causal: bool,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0
+    ) -> Any:  # fmt: skip
+        assert (k_new, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softcap) == (*[None] * 6, 0)
+        sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+        return today._flash_attn_forward(q, k, v, softmax_scale=softmax_scale, causal=causal, **sides)
+
+    def backward(  # noqa: PLR0917
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: None,
+        cu_seqlens_k: None, max_seqlen_q: None, max_seqlen_k: None, dq: Tensor, dk: Tensor, dv: Tensor,
+        softmax_scale: float, causal: bool, window_size: tuple[int, int] = (-1, -1), deterministic: bool = False
+    ) -> None:  # fmt: skip
+        assert (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, deterministic) == (*[None] * 4, False)
+        sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+        today._flash_attn_backward(
+            dout, q, k, v, out, softmax_lse, dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale, is_causal=causal,
+            **sides
+        )  # fmt: skip
+
+    module._flash_attn_forward, module._flash_attn_backward = forward, backward  # type: ignore[attr-defined]
+    return module
+
+
 def aten_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> AttentionKernel:
     """Return a kernel of torch's whose ops are played by the reference, by their schemas of torch 2.13."""
 
@@ -285,13 +314,14 @@ def test_torch_gets_what_it_asks_for(
     held_against_the_reference(aten_of(kind, monkeypatch), draw(queries, keys, torch.float64), band, 1e-6)
 
 
-@pytest.fixture(params=["flash_attn", "flash_attn_interface"])
+@pytest.fixture(params=["flash_attn", "flash_attn_interface", "flash_attn_interface of 2025"])
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionKernel:
     if request.param == "flash_attn":
         monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", package_2())
         return FlashAttention2()
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", package_3())
+    module = package_3() if request.param == "flash_attn_interface" else older_package_3()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     return FlashAttention3()
 
 

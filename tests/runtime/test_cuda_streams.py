@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,7 +83,7 @@ class FakeEvent:
         self.device.run(lambda: self.reached == self.recorded)
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        return float(later.at - self.at)
+        return float(np.float32(later.at - self.at))  # as CUDA, in milliseconds
 
 
 @pytest.fixture
@@ -195,3 +196,23 @@ def test_a_wait_of_the_host_ends_when_the_host_goes_on(device: Device) -> None:
     assert moment.times() == (went_on_s, went_on_s)
     assert copy.times()[1] <= went_on_s < later.times()[1]
     streams.close()
+
+
+@pytest.mark.parametrize("device", [0], indirect=True)
+def test_what_an_op_took_is_as_exact_late_as_early(device: Device) -> None:
+    """Milliseconds since the start of a run are in fp32: after five hours they are one apart, and a clock ticks two."""
+
+    def work() -> list[torch.distributed.Work]:
+        device.current.put(lambda: None)
+        return []
+
+    streams = CudaStreams(torch.device("cuda"))
+    streams.start()
+    times = []
+    for late in (0, 2**26 + 1):
+        device.clock += late
+        event = streams.issue(COMPUTE, work, [])
+        event.wait()
+        posted_s, ended_s = event.times()
+        times.append(ended_s - posted_s)
+    assert times == pytest.approx([2e-3, 2e-3])

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.execution import unfused
 from runtime.execution.attention import CpuFlash, delta_of, merge, with_delta
 from runtime.execution.dense import rms_norm
+from runtime.execution.inputs import global_state
 from runtime.execution.reference import attention, relative_error
 from runtime.execution.state import square_sum
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
+from sim.schedule.model.scope import units
+from sim.workload import Workload
+from tests.helpers import make_model
 
 BANDS = [FULL, CAUSAL, Band(right=-1), Band(right=3), Band(left=2, right=0), Band(left=1, right=1)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -171,3 +177,25 @@ def test_a_norm_of_millions_keeps_its_digits(count: int) -> None:
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(0))
     exact = gradient.double().square().sum()
     assert abs(square_sum(gradient, torch.float32).double() - exact) <= 1e-6 * exact
+
+
+class DividingAsCuda(TorchDispatchMode):
+    """Divides by a number as torch's kernels for CUDA do: it multiplies by the reciprocal in fp32."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        divides = function in {torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor}
+        if divides and not isinstance(args[1], torch.Tensor):
+            multiply = torch.mul if function is torch.ops.aten.div.Tensor else torch.Tensor.mul_
+            return multiply(args[0], torch.tensor(float(args[1])).reciprocal().item())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.sweep
+def test_weights_have_the_bits_that_a_gpu_makes() -> None:
+    workload = Workload(model=make_model(6, 2), seq=64, scope="step", layers=1)
+    states = [state.name for unit in units(workload) for state in (*unit.states, unit.working, *unit.weights)]
+    here = [global_state(name, 0, workload) for name in states]
+    with DividingAsCuda():
+        assert not torch.equal(torch.arange(100.0).div_(49), torch.tensor([n / 49 for n in range(100)]))
+        there = [global_state(name, 0, workload) for name in states]
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))

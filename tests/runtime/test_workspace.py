@@ -12,12 +12,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.execution.attention import Backward, Saved
-from runtime.execution.cuda_attention import AtenFlash, Window
+from runtime.execution.attention import AttentionKernel, Backward, Saved
+from runtime.execution.attention_choice import NAMES, described
+from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
 from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
-from sim.memory import lifetimes
-from sim.schedule.derive.workspace import adopted, embed_backward_bytes, flash_backward_bytes, workspace_bytes
+from sim.memory import lifetimes, walk
+from sim.schedule.derive.workspace import (
+    REPEATING,
+    adopted,
+    embed_backward_bytes,
+    flash_backward_bytes,
+    repeated_bytes,
+    workspace_bytes,
+)
 from sim.schedule.ir.ops import Attend, AttendBackward, Kernel, TiledKernel, TiledMlp, TiledMlpBackward
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
@@ -97,7 +105,7 @@ class Held(NamedTuple):
     """Buffers that are not a result but hold it, and so are taken only after the kernel: what is said may be more."""
 
 
-def held(checked: Checked, rotations: Rotations) -> list[Held]:
+def held(checked: Checked, rotations: Rotations, attention: AttentionKernel = Flash()) -> list[Held]:
     """Play rank 0 of a schedule in the order of issue; return what each of its kernels held."""
     program = checked.schedule.program(0)
     memory, found = Storage(program, META, rotations=rotations), []
@@ -113,7 +121,7 @@ def held(checked: Checked, rotations: Rotations) -> list[Held]:
                 memory.write(view)
             continue
         with Allocations() as seen:
-            run_kernel(op, memory, Flash())
+            run_kernel(op, memory, attention)
         beside = before + seen.peak_bytes - memory.in_use_bytes
         parts = [view for view in op.writes if view.shape != program.buffers[view.buffer].shape]
         taken = memory.in_use_bytes - before if parts else 0
@@ -144,6 +152,34 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
         for op, seen, said, taken in held(folded, rotations):
             lse = folded.schedule.program(0).nbytes(op.lse) if isinstance(op, Attend | AttendBackward) else 0
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kernel", [Cudnn(), MemoryEfficient()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_kernels_that_repeat_keys_hold_them(kv_heads: int, kernel: AttentionKernel) -> None:
+    """To about one log-sum-exp, but for what the kernel itself allocates: delta, and dq in fp32, as flash-attention."""
+    workload = Workload(model=make_model(8, kv_heads, head_dim=64), seq=256, dtype="bf16", scope="layer", layers=1)
+    for name in ("single", "ulysses"):
+        checked = make_checked(name, workload, 1 if name == "single" else 2)
+        program, rotations = checked.schedule.program(0), dict[Any, Any]()
+        held(checked, rotations, kernel)  # their tables stay
+        attended = [one for one in held(checked, rotations, kernel) if isinstance(one.op, Attend | AttendBackward)]
+        assert len(attended) >= 2
+        for op, seen, said, _ in attended:
+            assert isinstance(op, Attend | AttendBackward)
+            copies = repeated_bytes(op, program)
+            assert copies == (2 * op.k.shape[1] * op.q.shape[2] * 64 * 2 if kv_heads < 8 else 0)
+            own = flash_backward_bytes("bf16", op.q.shape, op.q.shape) if isinstance(op, AttendBackward) else 0
+            assert abs(said + copies - own - seen) <= 1.25 * program.nbytes(op.lse), op.label
+        walked = [walk(program, checked.dependencies[0], attention) for attention in ("", kernel.name)]
+        more = [most - least for least, most in zip(*(one.in_use for one in walked), strict=True)]
+        assert more == [repeated_bytes(op, program) for op in program.ops]
+        assert kernel.name in REPEATING
+
+
+def test_kernels_that_repeat_keys_are_named() -> None:
+    assert {name for name in NAMES if described(name) != name} == set(REPEATING)
 
 
 @pytest.mark.sweep

@@ -13,11 +13,29 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import msgspec
 
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
-from sim.schedule.ir.ops import STREAMS, Accumulate, Copy, Message, Op, Zero
+from sim.schedule.ir.ops import (
+    STREAMS,
+    Accumulate,
+    AdamW,
+    Copy,
+    Fold,
+    Gemm,
+    HostAdamW,
+    Merge,
+    Message,
+    Op,
+    Pack,
+    ReduceScatter,
+    SquareSum,
+    StateSum,
+    Zero,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 
 LEFT_ALONE = {"label", "name"}
+SUMMING = (Accumulate, AdamW, Fold, Gemm, HostAdamW, Merge, Pack, ReduceScatter, SquareSum, StateSum)
+"""Ops that sum up what they read, or hand it on to a sum."""
 
 Path = tuple[str | int, ...]
 Item = Any
@@ -328,6 +346,32 @@ def another_of_its_kind(scene: Scene, items: Items, at: int) -> Items | None:
     return None if new is None else (*items[:at], new, *items[at + 1 :])
 
 
+def of_another_layer(scene: Scene, items: Items, at: int) -> Items | None:
+    """Return the ops with a view that an op of the same label, but for its numbers, has in the same place: of another
+    layer, chunk or hop, or where all of the label is the same of another micro-batch.
+    """
+    item, (path, view) = items[at], scene.draw.choice(found_in(items[at], View) or [((), None)])
+    name = _without_numbers(item.label)
+    others = [other for other in items if type(other) is type(item) and _without_numbers(other.label) == name]
+    found = [other for one in others for where, other in found_in(one, View) if where == path]
+    new = any_of(scene.draw, [other for other in found if other.shape == view.shape], view)
+    return None if new is None else (*items[:at], put(item, path, new), *items[at + 1 :])
+
+
+def _without_numbers(label: str) -> str:
+    return "".join(letter for letter in label if not letter.isdigit())
+
+
+def before_its_sum(scene: Scene, items: Items, at: int) -> Items | None:
+    """Return the ops with one that runs before the last op that adds to what it reads."""
+    read = {view.buffer for view in items[at].reads}
+    writers = [number for number in range(at) if read & {view.buffer for view in items[number].writes}]
+    if not writers:
+        return None
+    to = writers[-1]
+    return (*items[:to], items[at], *items[to:at], *items[at + 1 :])
+
+
 def of_another_rank(scene: Scene, items: Items, at: int) -> Items | None:
     """Return the ops with one as another rank has it in the same place."""
     others = [program.ops[at] for program in scene.schedule.programs if at < len(program.ops)]
@@ -373,22 +417,31 @@ def inserted(make: Callable[[Scene, Op, View, View], Op]) -> OfItems:
     return change
 
 
-def detour(fill: Callable[[Scene, View, View], list[dict[str, Any]]]) -> OfProgram:
-    """Return the change that lets an op read an operand from a new buffer; ``fill`` gives the copies to that."""
+def detour(fill: Callable[[Scene, View, View], list[dict[str, Any]]], *kinds: type[Op]) -> OfProgram:
+    """Return the change that lets an op, of some kinds if any are named, read an operand from a new buffer; ``fill``
+    gives the copies to that, which may go by further new ones.
+    """
 
     def change(scene: Scene) -> Program | None:
-        program = scene.program
-        at = scene.draw.randrange(len(program.ops))
-        op, buffers = program.ops[at], program.buffers
+        program, buffers = scene.program, scene.program.buffers
+        sites = [at for at, op in enumerate(program.ops) if not kinds or isinstance(op, kinds)]
+        if not sites:
+            return None
+        at = scene.draw.choice(sites)
+        op = program.ops[at]
         found = [(path, view) for path, view in found_in(op, View) if view in op.reads and view not in op.writes]
         if not found:
             return None
         path, view = scene.draw.choice(found)
         new = View(len(buffers), tuple((0, extent) for extent in view.shape))
         copies = [made(Copy, op, **fields) for fields in fill(scene, view, new)]
-        buffer = msgspec.structs.replace(buffers[view.buffer], shape=view.shape, place="hbm", category="other")
+        between = {one.buffer: one for copy in copies for one in copy.writes if one.buffer > new.buffer}
+        made_anew = [
+            msgspec.structs.replace(buffers[view.buffer], shape=one.shape, place="hbm", category="other")
+            for one in (new, *between.values())
+        ]
         ops = (*program.ops[:at], *copies, put(op, path, new), *program.ops[at + 1 :])
-        return program.replace(ops=ops, buffers=(*buffers, buffer))
+        return program.replace(ops=ops, buffers=(*buffers, *made_anew))
 
     return change
 
@@ -399,6 +452,36 @@ def reordered(scene: Scene, view: View, new: View) -> list[dict[str, Any]]:
     parts = 2 if view.shape[dim] % 2 == 0 else 1
     order = tuple(scene.draw.choices(range(parts), k=parts))
     return [{"source": Split(view, dim, parts), "target": Split(new, dim, parts), "order": order}]
+
+
+def halved(scene: Scene, view: View, new: View) -> list[dict[str, Any]]:
+    """Return a copy of one half, twice."""
+    dim = any_of(scene.draw, [dim for dim in range(min(3, len(view.slices))) if view.shape[dim] % 2 == 0], None)
+    if dim is None:
+        return [{"source": whole(view), "target": whole(new)}]
+    half = scene.draw.randrange(2)
+    return [{"source": Split(view, dim, 2), "target": Split(new, dim, 2), "order": (half, half)}]
+
+
+def turned(scene: Scene, view: View, new: View) -> list[dict[str, Any]]:
+    """Return copies of a view by way of a buffer where its parts lie along another dimension, their sizes spelled out
+    or not; and from there in their order or another one.
+    """
+    dims = range(min(3, len(view.slices)))
+    along, across = scene.draw.choice([(a, b) for a in dims for b in dims if a != b] or [(0, 0)])
+    parts = 1 if along == across else scene.draw.choice([n for n in (1, 2, 3, 4) if view.shape[along] % n == 0])
+    shape = list(view.shape)
+    shape[along], shape[across] = shape[along] // parts, shape[across] * parts
+    between = View(new.buffer + 1, tuple((0, extent) for extent in shape))
+
+    def split(of: View, dim: int) -> Split:
+        return Split(of, dim, parts, scene.draw.choice(((), (of.shape[dim] // parts,) * parts)))
+
+    order = tuple(scene.draw.choice((range(parts), scene.draw.sample(range(parts), parts))))
+    return [
+        {"source": split(view, along), "target": split(between, across)},
+        {"source": split(between, across), "target": split(new, along), "order": order},
+    ]
 
 
 def mixed(scene: Scene, view: View, new: View) -> list[dict[str, Any]]:
@@ -538,6 +621,11 @@ OPERATORS: dict[str, Operator] = {
     "inserted: sum": among(inserted(lambda _, op, view, other: made(Accumulate, op, source=other, into=view))),
     "detour: parts in another order": on_ranks(detour(reordered)),
     "detour: half of another": on_ranks(detour(mixed)),
+    "detour: parts along another dimension": on_ranks(detour(turned)),
+    "addend: one half of it twice": on_ranks(detour(halved, *SUMMING)),
+    "addend: mixed with another": on_ranks(detour(mixed, *SUMMING)),
+    "op: operand of another layer, chunk or micro-batch": among(of_another_layer),
+    "op: before the sum that it reads": among(before_its_sum),
     "port: dropped": among(dropped, *PORTS),
     "port: doubled": among(doubled, *PORTS),
     "port: another view of its shape": inside(View, view_of_its_shape, *PORTS),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sim.errors import InputError, ScheduleError
+from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
     AllGather,
@@ -48,14 +49,21 @@ from tests.schedule.mutation_operators import (
     among,
     another_of_its_kind,
     any_of,
+    before_its_sum,
+    detour,
     doubled,
     dropped,
     found_in,
+    halved,
+    inside,
     is_list,
     list_changed,
     made,
     moved,
     moved_view,
+    named,
+    of_another_layer,
+    on_ranks,
     put,
     repeated_later,
     stale_view,
@@ -92,9 +100,12 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         model = make_model(heads, kv_heads, head_dim=2)
         model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, tied_embeddings=tied)
         batch = chosen["micro_batches"] * draw.choice((1, 1, 2))
+        padding = draw.choice((0, 0, 3))
+        documents = draw.choice([(5, 11), (1, 8, 7), (2, 2, 9, 3)])
+        documents = (*documents[:-1], documents[-1] - padding) if documents[-1] > padding else (16 - padding,)
         workload = Workload(
             model=model, seq=16, batch=batch, scope="step", layers=draw.choice((1, 2)), dtype="fp64",
-            padding=draw.choice((0, 0, 3)),
+            padding=padding, documents=documents if draw.random() < 0.3 else msgspec.UNSET,
         )  # fmt: skip
         entry = SCHEDULES[schedule]
         try:
@@ -104,7 +115,8 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
             raise
         except InputError:
             continue
-        told = {name: value for name, value in chosen.items() if value != getattr(entry.options, name)}
+        told: dict[str, Any] = {"documents": workload.documents} if workload.documents else {}
+        told |= {name: value for name, value in chosen.items() if value != getattr(entry.options, name)}
         return (
             f"step of {schedule}, P = {ranks}, dp = {dp}, {heads}:{kv_heads}, batch {batch}, tied {tied}, {told}",
             checked,
@@ -182,10 +194,9 @@ def of_another_unit(scene: Scene, item: Item, view: View) -> View | None:
     return any_of(scene.draw, alike, view)
 
 
-def another_sequence(scene: Scene, port: Port, _: Any) -> Any:
+def another_sequence(scene: Scene, port: Port, _: Any) -> Span:
     """Return the sequences of another micro-batch or replica."""
-    size = port.batch.size
-    return port.batch._replace(start=port.batch.start + size, stop=port.batch.stop + size) if size else None
+    return port.batch.moved(scene.draw.choice((-1, 1)) * port.batch.size)
 
 
 STEP_OPERATORS: dict[str, Operator] = {
@@ -199,6 +210,8 @@ STEP_OPERATORS: dict[str, Operator] = {
     "state op: part beside its own": value_of(STATES, moved_view),
     "weights packed or unpacked in another order": value_of((Pack, Unpack), list_changed("swapped"), is_list),
     "weights packed or unpacked but for one": value_of((Pack, Unpack), list_changed("dropped"), is_list),
+    "state op: before the sum that it reads": of(STATES, before_its_sum),
+    "state op: an addend twice": on_ranks(detour(halved, *STATES)),
     "square of another gradient": of((SquareSum,), another_of_its_kind),
     "end: dropped": of(ENDS, dropped),
     "end: operand stale": of(ENDS, stale_view),
@@ -207,10 +220,13 @@ STEP_OPERATORS: dict[str, Operator] = {
     "end: mean over other tokens": value_of(
         (CrossEntropy,), lambda scene, _item, count: count + scene.draw.choice((-1, 1)), int
     ),
+    "end: operand of another micro-batch": of(ENDS, of_another_layer),
+    "end: port of another micro-batch": inside(named("batch"), another_sequence, "inputs", "outputs"),
     "end: repeated later": of(ENDS, repeated_later),
     "sum: dropped": of(SUMS, dropped),
     "sum: repeated later": of(SUMS, repeated_later),
     "sum: trades places with the next of its kind": of(SUMS, traded),
+    "sum: before the sum that it reads": of(SUMS, before_its_sum),
     "sum: of its own part only": of(SUMS, own_part_only),
     "sum: over another communicator": of(SUMS, other_collective),
     "sum: of another unit": value_of(SUMS, of_another_unit),

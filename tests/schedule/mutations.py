@@ -1,13 +1,14 @@
 """Random mutations of proved schedules: whatever ``check`` accepts has to be exact, and to play.
 
     python -m tests.schedule.mutations --count 3000 --seed 0
-    python -m tests.schedule.mutations --count 1000 --seed 0 --steps
+    python -m tests.schedule.mutations --count 1000 --seed 0 --of steps
 
-Every mutant is a schedule of the catalog with one change, on one rank, on two, or in the same way on all: of attention
-and layers (``mutation_operators``), or of training steps (``mutation_steps``). What ``check`` accepts is executed on
-the virtual cluster in fp64, in several random orders, and simulated. A table counts, per operator, the mutants tried,
-refused, accepted and exact, accepted and wrong, and other: tracebacks of ``check``, of the execution or of the
-simulator. The last two must be 0; mutant N of a seed is made again by ``--first N --count 1``.
+Every mutant is a schedule with one change, on one rank, on two, or in the same way on all, or of what stands above them
+(``mutation_headers``): attention and layers of the catalog (``mutation_operators``), training steps
+(``mutation_steps``), or packed documents under all planners and masks (``mutation_documents``). What ``check`` accepts
+is executed on the virtual cluster in fp64, in several random orders, and simulated. A table counts, per operator, the
+mutants tried, refused, accepted and exact, accepted and wrong, and other: tracebacks of ``check``, of the execution or
+of the simulator. The last two must be 0; mutant N of a seed is made again by ``--first N --count 1``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_cluster_spec, make_model
+from tests.schedule.mutation_documents import DOCUMENT_OPERATORS, drawn_documents
+from tests.schedule.mutation_headers import HEADER_OPERATORS
 from tests.schedule.mutation_operators import OPERATORS, Operator
 from tests.schedule.mutation_steps import STEP_OPERATORS, drawn_step
 from topology.cluster import Cluster
@@ -43,12 +46,14 @@ EXACT = 1e-9
 """Largest relative error in fp64 that counts as exact."""
 ORDERS = 3
 """Random orders in which an accepted mutant is executed."""
-PER_SCHEDULE = 5
+PER_SCHEDULE = 10
 """Mutants that are made of one schedule, since building and proving it takes as long as they do."""
 CELLS = 100
 """Schedules in which an operator has to find something to change."""
 
 Verdict = Literal["refused", "exact", "wrong", "other"]
+Sort = Literal["layers", "steps", "documents"]
+"""What is mutated: attention and layers, training steps, or packed documents."""
 
 
 class Mutant(NamedTuple):
@@ -61,42 +66,47 @@ class Mutant(NamedTuple):
     why: str
 
 
-def mutants(count: int, seed: int, first: int = 0, *, steps: bool = False) -> Iterator[Mutant]:
-    """Yield mutants number ``first`` on, of training steps or of all else; each depends on its number and the seed
-    only.
-    """
-    names = list(operators(steps=steps))
+def mutants(count: int, seed: int, first: int = 0, of: Sort = "layers") -> Iterator[Mutant]:
+    """Yield mutants number ``first`` on; each depends on its number, the seed and what is mutated only."""
+    names = list(operators(of))
     for number in range(first, first + count):
         operator = names[number % len(names)]
-        cell, original, changed = mutate(operator, number, seed, steps=steps)
+        cell, original, changed = mutate(operator, number, seed, of)
         yield Mutant(number, operator, cell, *verdict(changed, original, number))
 
 
-def operators(*, steps: bool) -> dict[str, Operator]:
-    """Return what changes training steps, or all else."""
-    return OPERATORS | STEP_OPERATORS if steps else OPERATORS
+def operators(of: Sort) -> dict[str, Operator]:
+    """Return what changes schedules of a sort, what is of this sort alone last."""
+    own: dict[Sort, dict[str, Operator]] = {"steps": STEP_OPERATORS, "documents": DOCUMENT_OPERATORS}
+    return OPERATORS | HEADER_OPERATORS | own.get(of, {})
 
 
-def mutate(operator: str, number: int, seed: int, *, steps: bool = False) -> tuple[str, Checked, Schedule]:
-    """Return a cell, its proved schedule, and the same with one change; other cells are drawn until one is found."""
-    draw = Random(f"{seed} {number}")
-    cell = number // PER_SCHEDULE
-    for _ in range(CELLS):
-        name, original = proved(f"{seed} {cell}", steps=steps)
+def mutate(operator: str, number: int, seed: int, of: Sort = "layers") -> tuple[str, Checked, Schedule]:
+    """Return a cell, its proved schedule, and the same with one change: the number's own cell, or the first of those
+    that follow in which there is something to change.
+    """
+    draw, first = Random(f"{seed} {number}"), number // PER_SCHEDULE
+    for cell in range(first, first + CELLS):
+        name, original = proved(f"{seed} {cell}", of)
         for _ in range(5):
-            changed = operators(steps=steps)[operator](draw, original.schedule)
-            if changed and (changed.header, changed.programs) != (original.schedule.header, original.schedule.programs):
+            changed = operators(of)[operator](draw, original.schedule)
+            if changed and _differs(changed, original.schedule):
                 return name, original, changed
-        cell = draw.randrange(10**9)
     raise AssertionError(f"operator {operator!r} finds nothing to change in {CELLS} schedules: does the field exist?")
 
 
-@lru_cache(maxsize=1)
-def proved(seed: str, *, steps: bool) -> tuple[str, Checked]:
-    """Return a schedule of the catalog for a random workload that it takes, with what people call it."""
-    draw = Random(seed)
-    if steps:
-        return drawn_step(draw)
+def _differs(changed: Schedule, original: Schedule) -> bool:
+    return changed.header != original.header or changed.programs != original.programs
+
+
+@lru_cache(maxsize=8)
+def proved(seed: str, of: Sort) -> tuple[str, Checked]:
+    """Return a schedule for a random workload that it takes, with what people call it."""
+    return {"layers": drawn_layers, "steps": drawn_step, "documents": drawn_documents}[of](Random(seed))
+
+
+def drawn_layers(draw: Random) -> tuple[str, Checked]:
+    """Return a proved schedule of the catalog, of attention or of layers, with what people call it."""
     while True:
         name, ranks = draw.choice([*VARIANTS, *OFFLOADED]), draw.choice((2, 3, 4, 8))
         if (VARIANTS | OFFLOADED)[name].schedule == "single":
@@ -154,14 +164,12 @@ def cluster(gpus: int) -> Cluster:
     return Cluster(make_cluster_spec(gpus, pcie=PcieSpec(bytes_per_s=1e9, latency_s=0.0), socket=socket))
 
 
-def main(count: int = 3000, seed: int = 0, first: int = 0, *, steps: bool = False) -> None:
-    """Print what became of so many mutants, number ``first`` on, of training steps or of all else; exits with 1 where
-    one is wrong or other.
-    """
+def main(count: int = 3000, seed: int = 0, first: int = 0, of: Sort = "layers") -> None:
+    """Print what became of so many mutants of a sort, number ``first`` on; exits with 1 where one is wrong or other."""
     torch.set_num_threads(1)
     console, begin = Console(), time.perf_counter()
     verdicts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
-    for mutant in mutants(count, seed, first, steps=steps):
+    for mutant in mutants(count, seed, first, of):
         verdicts[mutant.operator][mutant.verdict] += 1
         if mutant.verdict in {"wrong", "other"} or count == 1:
             console.print(*mutant, sep=" | ", markup=False, highlight=False)

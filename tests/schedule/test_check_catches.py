@@ -10,7 +10,7 @@ import pytest
 
 from sim.errors import InputError, ScheduleError
 from sim.mesh import Mesh
-from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span
+from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Span
 from sim.schedule.ir.ops import (
     COMPUTE,
     FETCH,
@@ -720,3 +720,60 @@ def test_dims_that_only_look_alike() -> None:
         b.copy(view, b.buffer("turned", "bhsd", view.shape, "fp32", "other"), "turn")
 
     refuses(schedule_of(program), "takes bshd for bhsd")
+
+
+def test_pairs_attended_twice_that_make_up_for_others() -> None:
+    """The second document has 36 pairs: 15 of its first two columns, and 21 that begin one column too early."""
+    second = Span(8, 16)
+
+    def overlapping(op: Op) -> Op:
+        assert isinstance(op, Attend | AttendBackward)
+        assert op.documents
+        rest = (DocumentBlock(second, Span(8, 10), CAUSAL), DocumentBlock(second, Span(9, 15), Band(right=-2)))
+        return msgspec.structs.replace(op, documents=(op.documents[0], *rest))
+
+    for kind in (Attend, AttendBackward):
+        schedule = changed("single", 1, kind, overlapping, rank=0, number=0, seq=16, documents=(8, 8))
+        refuses(
+            schedule,
+            "columns 8..10 and rows 8..16 x columns 9..15, which have a pair in common",
+        )
+
+
+@pytest.mark.parametrize("sizes", [((1, 1), ()), ((), (1, 1)), ((1, 1), (1, 1))])
+def test_parts_of_sizes_along_another_dimension(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def program(b: ProgramBuilder, over: Communicator) -> None:
+        source = given(b)[:, :, :2]
+        target = b.buffer("turned", "bshd", (2, 4, 1, source.shape[3]), "fp32", "other")
+        b.add(Copy(label="turn", source=Split(source, 2, 2, sizes[0]), target=Split(target, 0, 2, sizes[1])))
+
+    refuses(schedule_of(program), "along dimension 2 for parts along dimension 0")
+
+
+def test_a_split_along_no_dimension_of_its_view() -> None:
+    def outside(op: Op) -> Op:
+        assert isinstance(op, AllToAll)
+        return msgspec.structs.replace(op, sends=Split(op.sends.view, -1, op.sends.parts))
+
+    refuses(changed("ulysses", 4, AllToAll, outside, rank=1, number=0), "along dimension -1")
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=8), Mesh(dp=2, ring=4), Mesh(ring=4, ulysses=2), Mesh(ring=2)])
+def test_a_mesh_that_the_programs_are_not_of(mesh: Mesh) -> None:
+    """Builders look ranks up in groups, which have no others."""
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 4).schedule
+    header = msgspec.structs.replace(schedule.header, mesh=mesh)
+    refuses(Schedule(header, schedule.program), "has no rank 4: its mesh has 4|give each of ranks 0..1 one place")
+    written = schedule.to_json().replace(msgspec.json.encode(schedule.header), msgspec.json.encode(header))
+    with pytest.raises(InputError):
+        check(Schedule.from_json(written))
+
+
+@pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])
+def test_an_input_of_positions_that_there_are_not(heads: Span) -> None:
+    """A proof of classes of ranks writes far positions for what differs among them: none may come from outside."""
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    programs = schedule.programs
+    first, *rest = programs[1].inputs
+    programs[1] = programs[1].replace(inputs=(msgspec.structs.replace(first, heads=heads), *rest))
+    refuses(Schedule(schedule.header, programs.__getitem__), "positions begin at 0 and rise")

@@ -19,6 +19,7 @@ from sim.schedule.ir.ops import Accumulate, Copy, Kernel
 from sim.schedule.ir.program import Program, Schedule, alone
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.block import norm1
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Workload
@@ -209,3 +210,16 @@ def test_what_a_form_says_holds_of_each_of_its_ops(name: str) -> None:
                 assert workspace_bytes(form.op, alone(form)) == workspace_bytes(op, program)
             places = [form.places[number] for number in adopted(form.op, alone(form))]
             assert [buffers[start + place] for place in places] == adopted(op, program)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_call_of_a_later_layer_may_come_first(before: bool) -> None:
+    """Ports of a fragment count layers from that of its call, also where it gives no buffer another number."""
+    workload = Workload(model=make_model(8, 4), seq=8, scope="layer", layers=8)
+    b = ProgramBuilder(0, workload)
+    if before:
+        b.buffer("something", "n", (1,), "fp32", "other")
+    b.call("weights", 3, lambda: b.input_of(norm1.later(3), norm1.rows(workload.model)))
+    program = b.build()
+    assert [port.layer for port in program.inputs] == [3]
+    assert [port.layer for port in Program.of_calls(0, program.calls).inputs] == [3]

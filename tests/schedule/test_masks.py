@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.errors import ScheduleError
-from sim.schedule.ir.masks import CAUSAL, FULL, Band, Span, block_band, count_pairs, same_pairs
+from sim.schedule.ir.masks import (
+    CAUSAL,
+    FULL,
+    Band,
+    DocumentBlock,
+    Span,
+    block_band,
+    count_pairs,
+    same_pairs,
+    sharing_a_pair,
+)
 
 
 def spans(step: int | None = None) -> st.SearchStrategy[Span]:
@@ -69,3 +79,23 @@ def test_bands_that_differ_only_outside_the_block_are_the_same() -> None:
 def test_exact_counts_at_a_million_tokens() -> None:
     seq = 2**20
     assert count_pairs(CAUSAL, Span(0, seq), Span(0, seq)) == seq * (seq + 1) // 2
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> DocumentBlock:
+    (top, rows), (left, columns) = (draw(st.tuples(st.integers(0, 6), st.integers(1, 6))) for _ in range(2))
+    limits = st.none() | st.integers(-5, 5)
+    return DocumentBlock(Span(top, top + rows), Span(left, left + columns), Band(draw(limits), draw(limits)))
+
+
+@given(st.lists(parts(), min_size=1, max_size=4))
+def test_parts_that_share_a_pair_are_found_one_by_one(found: list[DocumentBlock]) -> None:
+    cells = [
+        {(i, j) for i in range(*rows) for j in range(*columns) if kept(band, i - rows.start, j - columns.start)}
+        for rows, columns, band in found
+    ]
+    shared = sharing_a_pair(tuple(found))
+    assert (shared is None) == (sum(map(len, cells)) == len(set().union(*cells)))
+    if shared:
+        (first, *_), (second, *_) = ([at for at, part in enumerate(found) if part == one] for one in shared)
+        assert shared[0] == shared[1] or cells[first] & cells[second]

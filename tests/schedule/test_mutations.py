@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from sim.schedule.proof import check
 from tests.helpers import slow_but
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.mutation_steps import STEP_OPERATORS
-from tests.schedule.mutations import mutants, operators
+from tests.schedule.mutations import Sort, mutants, operators
 
 SAMPLE = len(OPERATORS)
 
@@ -25,21 +26,31 @@ def test_no_mutant_is_accepted_that_is_wrong(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of", get_args(Sort))
 @pytest.mark.parametrize("seed", range(2))
-def test_no_mutant_of_a_step_is_accepted_that_is_wrong(seed: int) -> None:
-    every = operators(steps=True)
-    found = list(mutants(2 * len(every), seed=seed, steps=True))
+def test_no_mutant_of_any_sort_is_accepted_that_is_wrong(of: Sort, seed: int) -> None:
+    every = operators(of)
+    found = list(mutants(2 * len(every), seed=seed, of=of))
     assert [mutant for mutant in found if mutant.verdict in {"wrong", "other"}] == []
     assert {mutant.operator for mutant in found} == every.keys()
     assert Counter(mutant.verdict for mutant in found).keys() == {"refused", "exact"}
 
 
 @pytest.mark.sweep
-def test_some_mutants_of_steps() -> None:
-    """One of each way to change kernels of weights and of an optimiser."""
-    found = list(mutants(8, 2026, first=len(OPERATORS), steps=True))
-    assert {mutant.operator for mutant in found} == {name for name in STEP_OPERATORS if name.startswith("state op")}
-    assert {mutant.verdict for mutant in found} <= {"refused", "exact"}
+@pytest.mark.parametrize(
+    ("of", "kinds"),
+    [
+        ("layers", ("header", "addend")),
+        ("steps", ("state op",)),
+        ("documents", ("rectangles",)),
+    ],
+)
+def test_some_mutants_of_each_sort(of: Sort, kinds: tuple[str, ...]) -> None:
+    """One of each way to change headers, what is summed, kernels of weights and of an optimiser, and rectangles."""
+    named = [number for number, name in enumerate(operators(of)) if name.startswith(kinds)]
+    found = [mutant for number in named for mutant in mutants(1, 2026, number, of)]
+    assert len(found) == len(named) >= 5
+    assert {mutant.verdict for mutant in found} <= {"refused", "exact"}, found
 
 
 @pytest.mark.sweep
@@ -55,6 +66,7 @@ def test_what_a_blind_check_lets_through_is_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(check, "_check_claims", lambda *_: None)
     wrong = [mutant for mutant in mutants(len(OPERATORS), seed=2026) if mutant.verdict == "wrong"]
     assert len({mutant.operator for mutant in wrong}) >= 6, wrong
-    of_steps = mutants(len(STEP_OPERATORS), seed=2026, first=len(OPERATORS), steps=True)
+    own = list(operators("steps")).index(next(iter(STEP_OPERATORS)))
+    of_steps = mutants(len(STEP_OPERATORS), seed=2026, first=own, of="steps")
     wrong = [mutant for mutant in of_steps if mutant.verdict == "wrong"]
     assert len({mutant.operator for mutant in wrong}) >= 6, wrong

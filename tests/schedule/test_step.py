@@ -30,7 +30,7 @@ from sim.schedule.ir.ops import (
     Zero,
 )
 from sim.schedule.ir.program import Fragment, Port, Schedule
-from sim.schedule.ir.views import Split
+from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
@@ -294,6 +294,22 @@ def without(schedule: Schedule, label: str) -> Schedule:
         return found.replace(ops=tuple(op for op in found.ops if not op.label.startswith(label)))
 
     return Schedule(schedule.header, program)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_squares_of_one_half_twice(half: int) -> None:
+    """As many elements as there are, none of them of the other half: another norm, and another step."""
+    schedule = make_step("single", 1, step()).schedule
+    program = schedule.program(0)
+    at, op = next((at, op) for at, op in enumerate(program.ops) if isinstance(op, SquareSum))
+    new = View(len(program.buffers), op.gradient.slices)
+    sides = {"source": Split(op.gradient, 0, 2), "target": Split(new, 0, 2)}
+    copied = (Copy(label="copy", part=op.part, order=(half, half), **sides), msgspec.structs.replace(op, gradient=new))
+    buffer = msgspec.structs.replace(program.buffers[op.gradient.buffer], category="other")
+    wrong = program.replace(
+        buffers=(*program.buffers, buffer), ops=(*program.ops[:at], *copied, *program.ops[at + 1 :])
+    )
+    refuses(Schedule(schedule.header, [wrong].__getitem__), "square of .* twice")
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,10 @@ def test_what_is_wrong_in_a_batch() -> None:
 
 
 def test_a_planner_that_refuses_a_batch_leaves_the_others() -> None:
-    """More ranks than tokens: static layouts do not divide it, planners leave ranks without any."""
-    found = longstep.balance(ON_H100.replace(gpus=8), [5], [name for name in PLANNERS if name != "dcp"])
-    assert "set `seq`" in of_planner(found, "zigzag")["error"] or "divide" in of_planner(found, "zigzag")["error"]
+    """Beside a layout of one's own nothing is padded: static layouts do not divide it."""
+    others = ["zigzag", "groups"]
+    found = longstep.balance(ON_H100.replace(gpus=4), [12], others, order=[*range(12)], play=False)
+    assert "set `seq`" in of_planner(found, "zigzag")["error"]
     assert of_planner(found, "zigzag")["slowest_s"] is None
     assert not of_planner(found, "groups")["error"]
 
@@ -187,3 +188,16 @@ def test_patterns_are_simulated_by_static_schedules_and_by_messages() -> None:
     assert again.rows[0] == found.rows[0] | {"planning_s": again.rows[0]["planning_s"]}
     with pytest.raises(InputError, match="unknown mask 'lamda'"):
         longstep.balance(ON_H100, [8192], ["zigzag"], mask="lamda")
+
+
+@pytest.mark.sweep
+def test_lengths_need_be_multiples_of_nothing() -> None:
+    """All planners take them, with few tokens of padding, which is said."""
+    setup = Setup(model="llama3-8b", cluster="hgx-h100", gpus=4)
+    found = longstep.balance(setup, [1000, 777, 1112], play=False)
+    assert [row["error"] for row in found.rows] == [""] * len(found.rows)
+    assert found.batch.documents == (1000, 777, 1112, 7)
+    assert "7 tokens of padding, a document by themselves, make 2896: a multiple of two" in found.notes[0]
+    even = longstep.balance(setup, [1000, 776, 1112], ["ring"], play=False)
+    assert even.batch.documents == (1000, 776, 1112)
+    assert not [note for note in even.notes if "padding" in note]

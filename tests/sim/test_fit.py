@@ -122,6 +122,19 @@ def test_a_stack_is_its_options_and_its_schedule(stack: str) -> None:
     assert named.replace(schedule="zigzag", dp_degree=1).resolved().schedule == "zigzag"
 
 
+@pytest.mark.parametrize("schedule", ["fpdt", "upipe"])
+def test_a_schedule_is_played_where_it_is_named(schedule: str) -> None:
+    """Not a stack that its authors published with it, which has another name."""
+    (row,) = longstep.fit(with_memory(4), [schedule], ["32K"]).rows
+    assert row["step_time_s"] == with_memory(4, schedule=schedule, seeds=1).predicted().step_time_s
+
+
+def test_no_stack_is_named_as_a_schedule_is() -> None:
+    assert not {*STACKS} & {*longstep.names("schedules")}
+    with pytest.raises(InputError, match="unknown stack 'upipe'.*`schedule` upipe .*untied-ulysses and 5m"):
+        ON_TWO.replace(stack="upipe").resolved()
+
+
 def test_stacks_are_of_steps() -> None:
     with pytest.raises(InputError, match="`stack` fsdp is of training steps: set `scope` step"):
         Setup(stack="fsdp", gpus=1, scope="layer").resolved()

@@ -188,6 +188,24 @@ def test_what_is_set_of_a_cluster_counts_where_degrees_are_placed() -> None:
     assert "usp (U 2, R 2)" in [one.named for one in families(usp)]
 
 
+@pytest.mark.parametrize(("schedule", "degrees"), [("ring", 3), ("ulysses", 3), ("usp", 6), ("upipe", 6), (None, 23)])
+def test_a_schedule_that_is_named_has_all_of_its_degrees(schedule: str | None, degrees: int) -> None:
+    """Degree 1 among them, which is not varied where other schedules are: it is one of those."""
+    found = families(SMALL.replace(schedule=schedule))
+    meshes = [one.setup.resolved().mesh for one in found]
+    assert len(found) == len({one.named for one in found}) == degrees
+    assert {mesh.size for mesh in meshes} == {4}
+    assert sum(mesh.dp == 4 for mesh in meshes) == 1
+
+
+@pytest.mark.sweep
+def test_a_ring_of_one_in_replicas_is_the_fastest_over_pcie() -> None:
+    """Where links are slow and a sequence is short."""
+    setup = Setup("ring", model="llama3.2-3b", cluster="l20-pcie", gpus=4, seq="8K", layers=2)
+    found = longstep.plan(setup, options={"checkpoint": ["full"], "mlp": ["whole"]}, jobs=1).best
+    assert [row["schedule"] for row in found] == ["ring (4 replicas)", "ring (R 2, 2 replicas)", "ring (R 4)"]
+
+
 def test_bad_plans_are_refused() -> None:
     """With what is allowed."""
     with pytest.raises(InputError, match="no schedule has it"):

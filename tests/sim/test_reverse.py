@@ -12,6 +12,7 @@ import longstep
 from longstep import InputError, Setup
 from sim.setup.branches import Lost, Played, played
 from sim.setup.lengths import ROUND, last_enough, lengths_of_units
+from sim.setup.reverse import _on
 from sim.setup.room import room
 from sim.setup.space import Branch
 from tests.sim.test_plan import SMALL, random_setup, that_fit
@@ -127,6 +128,28 @@ def test_the_last_that_is_enough_is_found_in_few_steps(last: int) -> None:
 
         assert last_enough(100, known, reaches) == last
         assert len(asked) == len({*asked}) <= 14
+
+
+def test_a_part_of_a_socket_has_a_part_of_its_memory() -> None:
+    """Two of the four GPUs of a socket have half; what pins most of what there is is said to be unusual."""
+    whole = SMALL.resolved().spec.socket
+    assert whole is not None
+    for gpus, share in ((1, 0.25), (2, 0.5), (4, 1.0)):
+        socket = _on(SMALL, gpus).resolved().spec.socket
+        assert socket is not None
+        assert socket.dram.capacity_bytes == share * whole.dram.capacity_bytes
+
+
+@pytest.mark.sweep
+def test_what_no_one_would_run_is_said_to_be_that() -> None:
+    """More than half of a socket's memory pinned."""
+    on_host = SMALL.replace(schedule="ulysses", gpus=2, ulysses_degree=2, set={"schedule.optimiser": "host"})
+    options = {"checkpoint": ["full"], "mlp": ["whole"], "activations": ["hbm"]}
+    held = longstep.plan(on_host, options=options, jobs=1).best[0]
+    assert held["unusual"] == ""
+    little = {"cluster.socket.dram.capacity_bytes": int(1.5 * held["peak_socket_bytes"])}
+    tight = longstep.plan(on_host.replace(set=little), options=options, jobs=1).best[0]
+    assert tight["unusual"].startswith("it pins")
 
 
 def test_bad_questions_are_refused() -> None:

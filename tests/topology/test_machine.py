@@ -12,6 +12,7 @@ import pytest
 
 from experiments.verbs import cli
 from sim.errors import InputError
+from sim.setup.setup import Setup
 from topology.cluster import Cluster, load_cluster
 from topology.machine import Machine, machine
 from topology.specs import ClusterSpec
@@ -26,9 +27,9 @@ def printed(name: str) -> str:
     return (PRINTED / name).read_text()
 
 
-def read(name: str, gpus: str, *, ib: bool = True, like: str = "") -> Machine:
+def read(name: str, gpus: str, *, ib: bool = True, like: str = "", chip: str = "") -> Machine:
     rdma = read_rdma(printed(f"{name}.ib.txt")) if ib else ()
-    return machine(read_topology(printed(f"{name}.topo.txt")), read_gpus(printed(gpus)), rdma, like=like)
+    return machine(read_topology(printed(f"{name}.topo.txt")), read_gpus(printed(gpus)), rdma, like=like, chip=chip)
 
 
 def topology_of(
@@ -90,10 +91,44 @@ def test_a_gpu_without_a_preset_takes_the_figures_of_a_file() -> None:
         InputError, match=r"no preset has the GPU 'NVIDIA GeForce RTX 4090' of 26 GB: .*L20-48GB \(l20-pcie\)"
     ):
         read("workstation", "workstation.gpus.csv", ib=False)
-    found = read("workstation", "workstation.gpus.csv", ib=False, like="l20-pcie")
-    assert found.remarks == ["the GPU is NVIDIA GeForce RTX 4090; what is said of it here is said of L20-48GB"]
+    with pytest.raises(InputError, match="`like` l20-pcie: it has L20-48GB, and this node NVIDIA GeForce RTX 4090"):
+        read("workstation", "workstation.gpus.csv", ib=False, like="l20-pcie")
+    found = read("workstation", "workstation.gpus.csv", ib=False, like="l20-pcie", chip="L20")
+    assert [one.partition(";")[0] for one in found.remarks] == [
+        "the GPU is NVIDIA GeForce RTX 4090",
+        "its 24 GiB of memory are taken to be as fast as those of L20-48GB",
+    ]
+    assert (found.spec.gpu.name, found.spec.hbm.capacity_bytes) == ("L20-24GB", 24564 * 2**20)
     assert found.spec.socket is not None
     assert (found.spec.gpus_per_node, found.spec.socket.per_node, found.spec.nic) == (2, 1, None)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_another_chip_is_no_chip_of_the_preset(name: str) -> None:
+    """Unless it is named: then its memory still is that of this node."""
+    node = topology_of(8, {}, otherwise="NV18")
+    gpu = H100._replace(name=name, memory_bytes=97871 * 2**20)
+    with pytest.raises(InputError, match=f"`like` hgx-h100: it has H100-SXM-80GB, and this node {name}"):
+        machine(node, [gpu] * 8, like="hgx-h100")
+    with pytest.raises(InputError, match="or set `chip` H100-SXM"):
+        machine(node, [gpu] * 8, like="hgx-h100", chip="H200-SXM")
+    named = machine(node, [gpu] * 8, like="hgx-h100", chip="H100-SXM").spec
+    assert (named.gpu.name, named.hbm.capacity_bytes) == ("H100-SXM-96GB", 97871 * 2**20)
+
+
+@pytest.mark.sweep
+def test_what_the_driver_says_of_the_memory_counts() -> None:
+    """An A100 of 40 GiB is the chip of dgx-a100, whose profile it keeps, with another memory."""
+    gpu = GpuFacts("NVIDIA A100-SXM4-40GB", 40960 * 2**20, 400.0, 4, 16)
+    found = machine(topology_of(8, {}, otherwise="NV12"), [gpu] * 8, like="dgx-a100")
+    assert (found.spec.gpu.name, found.spec.hbm.capacity_bytes) == ("A100-SXM-40GB", 40 * 2**30)
+    assert (found.spec.hbm.bytes_per_s, found.spec.profile) == (1.555e12, "a100-sxm")
+    assert found.spec.sources["hbm.capacity_bytes"] == "nvidia-smi: memory.total"
+    step = Setup("ulysses", model="llama3-8b", gpus=8, layers=1, seq="1536K")
+    small, large = (step.replace(cluster=cluster).predicted() for cluster in (found.spec, "dgx-a100"))
+    assert (small.fits, large.fits) == (False, True)
+    assert small.report.evidence.profile == "a100-sxm"
+    assert small.step_time_s > large.step_time_s
 
 
 @pytest.mark.parametrize(("name", "gpus", "like"), [
@@ -101,7 +136,7 @@ def test_a_gpu_without_a_preset_takes_the_figures_of_a_file() -> None:
     ("workstation", "workstation.gpus.csv", "l20-pcie"),
 ])  # fmt: skip
 def test_the_file_is_read_as_what_was_written(name: str, gpus: str, like: str, tmp_path: Path) -> None:
-    found = read(name, gpus, ib=(PRINTED / f"{name}.ib.txt").exists(), like=like)
+    found = read(name, gpus, ib=(PRINTED / f"{name}.ib.txt").exists(), like=like, chip="L20" if like else "")
     file = tmp_path / "cluster.toml"
     file.write_text(found.toml())
     assert load_cluster(str(file)) == found.spec

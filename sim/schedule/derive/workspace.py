@@ -1,9 +1,10 @@
 """Workspace: GPU memory that a kernel holds while it runs, in addition to the buffers of its op.
 
-Of fused attention by the code of flash-attention, of all others by how ``runtime`` writes them out on CUDA: each
-temporary that is alive at the worst moment. Results that cannot become the buffer that they are for (a part of it, or
-of another data type) are copied there, and so held twice. So are those whose buffer was there before: the walk, which
-knows that, counts them.
+Of fused attention by the code of flash-attention, with ``repeated_bytes`` for kernels that know no heads that share
+keys; a log-sum-exp that is packed for a kernel takes the place of the one that flash-attention's is marked in. Of all
+others by how ``runtime`` writes them out on CUDA: each temporary that is alive at the worst moment. Results that cannot
+become the buffer that they are for (a part of it, or of another data type) are copied there, and so held twice. So are
+those whose buffer was there before: the walk, which knows that, counts them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,26 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.AdamW):
         return program.nbytes(op.gradient) + DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
     assert_never(op)
+
+
+REPEATING = ("aten-cudnn", "aten-efficient")
+"""Attention kernels of ``runtime`` that are given copies of shared keys and values for every query head."""
+
+
+def repeats(attention: str) -> bool:
+    """Return whether a kernel of a name, or any of what is said to have run, is given such copies."""
+    return any(name in attention for name in REPEATING)
+
+
+def repeated_bytes(op: ops.Op, program: Program) -> int:
+    """Return what such a kernel holds more than flash-attention, in bytes: k and v of every query head. dk and dv of
+    every query head are in ``flash_backward_bytes`` already.
+    """
+    if not isinstance(op, ops.Attend | ops.AttendBackward) or op.kernel != "flash":
+        return 0
+    batch, keys, kv_heads, head_dim = op.k.shape
+    heads = op.q.shape[2]
+    return 2 * batch * keys * heads * head_dim * DTYPE_BYTES[program.dtype(op.k)] if heads != kv_heads else 0
 
 
 def embed_backward_bytes(dtype: Dtype, dout_shape: tuple[int, ...], rows: int) -> int:

@@ -325,7 +325,8 @@ def keeps_parts(
     mask: Mask, parts: tuple[DocumentBlock, ...], queries: Span, keys: Span, first_row: int, first_column: int
 ) -> bool:
     """Return whether the parts of a block keep of these queries and keys, which lie from a row and a column of it on,
-    what the mask keeps: as many pairs, and all of them its own.
+    what the mask keeps: as many pairs, and all of them its own. No two parts may have a pair in common, which would
+    count twice (``sharing_a_pair``).
     """
     within = Documents(mask, (0, max(queries.stop, keys.stop))) if isinstance(mask, Band) else mask
     given = both = 0
@@ -349,6 +350,34 @@ def keeps_parts(
                 common = Band(_least(wanted.left, kept.left), _least(wanted.right, kept.right))
                 both += count_pairs(common, Span(0, q.size), Span(0, k.size))
     return given == both == count_pairs(mask, queries, keys)
+
+
+@lru_cache(maxsize=4096)
+def sharing_a_pair(parts: tuple[DocumentBlock, ...]) -> tuple[DocumentBlock, DocumentBlock] | None:
+    """Return two parts of a block with a pair in common, None if no two have any.
+
+    >>> sharing_a_pair((DocumentBlock(Span(0, 4), Span(0, 4), CAUSAL), DocumentBlock(Span(0, 2), Span(2, 4), FULL)))
+    """
+    reaching: list[DocumentBlock] = []
+    for part in sorted(parts, key=lambda part: part.rows):
+        reaching = [one for one in reaching if one.rows.stop > part.rows.start]
+        start, stop = part.columns.start, part.columns.stop
+        for one in reaching:
+            if one.columns.start < stop and start < one.columns.stop and _bands_meet(one, part):
+                return one, part
+        reaching.append(part)
+    return None
+
+
+def _bands_meet(a: DocumentBlock, b: DocumentBlock) -> bool:
+    """Return whether two parts keep the same pair of rows and columns that both have."""
+    first, last = max(a.rows.start, b.rows.start), min(a.rows.stop, b.rows.stop) - 1
+    low, high = max(a.columns.start, b.columns.start), min(a.columns.stop, b.columns.stop) - 1
+    bands = [moved_band(part.band, -part.rows.start, -part.columns.start) for part in (a, b)]
+    left, right = _least(bands[0].left, bands[1].left), _least(bands[0].right, bands[1].right)
+    least = low - last if left is None else max(low - last, -left)  # of column - row
+    most = high - first if right is None else min(high - first, right)
+    return least <= most
 
 
 @lru_cache(maxsize=4096)

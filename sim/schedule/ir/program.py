@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from sim.errors import InputError
+from sim.errors import InputError, ScheduleError
 from sim.garbage import garbage_collection_off
 from sim.kept import kept
 from sim.mesh import Mesh
@@ -468,8 +468,12 @@ class Schedule:
         return self.header.mesh.size
 
     def program(self, rank: int) -> Program:
-        """Return what ``rank`` does; built on the first call, the same object ever after."""
+        """Return what ``rank`` does; built on the first call, the same object ever after. Raises ScheduleError for a
+        rank that the mesh, or the builder, does not have.
+        """
         if rank not in self._programs:
+            if not 0 <= rank < self.num_ranks:
+                raise ScheduleError(f"schedule {self.header.name!r} has no rank {rank}: its mesh has {self.num_ranks}")
             self._programs[rank] = self._built(rank)
         return self._programs[rank]
 

@@ -13,7 +13,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, UNIT_KINDS, Unit, tensor_of, units, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs
+from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
 from sim.schedule.proof.token_rules import behind
 from sim.workload import ModelSpec, Workload
 
@@ -91,7 +91,7 @@ class StateRules(NamedTuple):
             if content.tensor != d(unit.flat).name or not self.attention.complete(content):
                 raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
             part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE), ((content.tokens, ONE),))
-            square = part if square is None else square._replace(seen=tuple(sorted((*square.seen, *part.seen))))
+            square = part if square is None else union(square, part)
         assert square is not None
         return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
 

@@ -14,11 +14,12 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import FULL
+from sim.schedule.ir.masks import FULL, sharing_a_pair
 from sim.schedule.ir.program import Header, Port, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import tensor_of, with_options
+from sim.schedule.proof.contents import FAR, spell
 from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
@@ -213,6 +214,9 @@ def _parts_of_documents(op: ops.Attend | ops.AttendBackward) -> str:
         for span, size in ((part.rows, op.q.shape[1]), (part.columns, op.k.shape[1])):
             if span.step != 1 or not 0 <= span.start < span.stop <= size:
                 return f"has a part {part} that is none of {op.q.shape[1]}x{op.k.shape[1]} queries and keys"
+    if shared := sharing_a_pair(op.documents or ()):
+        spelled = " and ".join(f"rows {spell(part.rows)} x columns {spell(part.columns)}" for part in shared)
+        return f"attends to {spelled}, which have a pair in common: it would count twice"
     if op.documents and (op.kernel != "flash" or op.band != FULL):
         return f"has several documents under {op.band} for the kernel {op.kernel!r}: allowed are FULL and flash"
     return ""
@@ -332,6 +336,9 @@ def _parts_problem(op: ops.Copy | ops.Fold) -> str:
 def _sizes_problem(op: ops.Copy | ops.Fold) -> str:
     """Return where parts of several sizes do not fall to parts of the same size."""
     source, target = op.source, op.target
+    if source.dim != target.dim:
+        along = f"dimension {source.dim} for parts along dimension {target.dim}"
+        return f"takes parts of sizes {source.sizes or target.sizes} along {along}: give both one dimension"
     shapes = [[split.part(number).shape for number in range(split.parts)] for split in (source, target)]
     order = op.order if isinstance(op, ops.Copy) and op.order else tuple(range(source.parts))
     if isinstance(op, ops.Fold) or not all(0 <= part < source.parts for part in order):
@@ -369,6 +376,8 @@ def _message_problem(op: ops.Communication, views: tuple[View, ...], program: Pr
             return "sends or receives a view with gaps; copy it into a buffer first"
     if isinstance(op, ops.Collective):
         for side in (op.given, op.taken):
+            if isinstance(side, Split) and not 0 <= side.dim < len(side.view.shape):
+                return f"cuts {side.view.shape} along dimension {side.dim}"
             if isinstance(side, Split) and not parts_are_contiguous(side, program.buffers[side.view.buffer]):
                 return f"cuts its view along dimension {side.dim}, which leaves gaps; copy first"
     return ""
@@ -395,6 +404,9 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     """Return where a port's view has not the shape of what it says it holds; empty if it has."""
     if problem := _view_problem(port.view, program):
         return problem
+    for span in (port.batch, port.heads, *port.tokens, *((port.features,) if port.features else ())):
+        if not (0 <= span.start <= span.stop < FAR // 2 and span.step >= 1):
+            return f"says that it holds {span}: positions begin at 0 and rise"
     dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
     tensor, tokens = tensor_of(port.tensor), num_tokens(port.tokens)
     width = port.features.size if port.features else tensor.features(model)

@@ -153,7 +153,7 @@ class ProgramBuilder:
     def _end(self, number: Mapping[int, int]) -> Fragment:
         """Return what has been written as a fragment whose buffers have these numbers."""
         writing, buffers = self._writing, self._buffers
-        moved = any(old != new for old, new in number.items())
+        moved = bool(writing.layer) or any(old != new for old, new in number.items())
         inputs, outputs = (
             [port.rebound(number, -writing.layer) for port in ports] if moved else ports
             for ports in (writing.inputs, writing.outputs)
