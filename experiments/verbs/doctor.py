@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 
 import longstep
 from experiments.evidence.units import percent, seconds, size
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_seconds, read_share
 from experiments.verbs.selection import FileSelection, listed
@@ -63,6 +64,8 @@ def doctor(command: Doctor, console: Console) -> None:
     if command.json:
         print_json(_json(found), console)
         return
+    for told in command.selection.told():
+        console.print(with_flags(told), markup=False)
     if found.traced:
         console.print(_kinds_table(found.traced))
     for line in lines(found):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import tyro
 
@@ -12,8 +13,10 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.setup.documents import BY_BLOCKS, planned_by
-from sim.setup.imports.imported import Imported, imported
 from sim.setup.names import OwnSchedule
+
+if TYPE_CHECKING:
+    from sim.setup.imports.imported import Imported
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -143,17 +146,32 @@ class FileSelection(StepSelection):
         """Return what was typed, on top of what files say."""
         return self.imported().setup(**self.typed()) if self.from_file else super().setup()
 
+    def told(self) -> Iterator[str]:
+        """Yield what was made of files, if there are any."""
+        if self.from_file:
+            from sim.setup.imports.facts import State
+
+            found = self.imported()
+            states = [row.state for row in found.rows(**self.typed())]
+            counted = ", ".join(f"{states.count(state)} {state}" for state in get_args(State))
+            yield f"from {found.title}: keys {counted}; longstep import shows them"
+            yield from (f"assumed: {line}" for line in found.answer(**self.typed()).assumptions)
+
     def imported(self) -> Imported:
         """Return what files say."""
+        from sim.setup.imports.imported import imported  # which loads a parser
+
         return imported(*self.from_file, framework=self.framework, anyway=self.anyway)
 
     def typed(self) -> dict[str, Any]:
         """Return the fields of a setup that were typed."""
-        defaults = {field.name: field.default for field in dataclasses.fields(StepSelection)}
-        fields = {name: getattr(self, name) for name in defaults}
+        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         found = {
             name: value
-            for name, value in fields.items()
-            if type(value) not in {Untyped, UntypedInt} and (value != defaults[name] or type(value) is not type(defaults[name]))
+            for name, (value, default) in fields.items()
+            if name in _SELECTED and (type(value) is not type(default) or value != default)
         }
         return found | ({"schedule": typed_schedule(self.schedule)} if self.schedule else {})
+
+
+_SELECTED = {field.name for field in dataclasses.fields(Selection)}

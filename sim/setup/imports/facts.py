@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sim.setup.imports.frameworks import Framework, Key, frameworks
-from sim.setup.imports.reading import File, shown
+from sim.setup.imports.reading import File
 
 State = Literal["taken", "ignored", "not sayable"]
 FACTS: dict[str, str] = {
@@ -45,6 +45,8 @@ FACTS: dict[str, str] = {
     "tied_embeddings": "whether the embedding is the LM head",
 }
 """What a key may say, beside ``schedule.KEY``, an option of the schedule."""
+MODEL = ("model", "family", "flavor", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+"""Of these, those that describe the model."""
 TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings")
 _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""
@@ -63,6 +65,8 @@ class Row(NamedTuple):
     state: State
     means: str
     """What it says here, or why it does not matter, or why it is not sayable."""
+    of_model: bool = False
+    """Whether it does not matter where the model is given otherwise."""
 
 
 class Said(NamedTuple):
@@ -115,7 +119,9 @@ def _joined(row: Row, said: Mapping[str, str], facts: dict[str, Said]) -> Row:
         if before is None or (fact in _LARGEST and value > before.value):
             facts[fact] = Said(value, row.key)
         elif before.value != value and fact not in _LARGEST:
-            return row._replace(state="not sayable", means=f"{before.key} says {before.value} of the same: leave one out")
+            return row._replace(
+                state="not sayable", means=f"{before.key} says {before.value} of the same: leave one out"
+            )
     return row
 
 
@@ -123,10 +129,10 @@ def _written(
     file: File, framework: Framework, names: set[str], *, anyway: bool
 ) -> Iterator[tuple[Row, Mapping[str, str]]]:
     """Yield what becomes of each key of a file, and the facts that it says."""
-    for name, value in file.given.items():
-        text = shown(value)
+    for name, text in file.given.items():
         if key := framework.key(name):
-            yield _row(name, text, key, names, anyway=anyway)
+            row, said = _row(name, text, key, names, anyway=anyway)
+            yield row._replace(of_model=_of_model(key)), said
         elif why := framework.ignored(name):
             yield Row(name, text, "ignored", why), {}
         elif text in _OPEN:
@@ -140,7 +146,11 @@ def _defaults(framework: Framework, keys: set[str], *, anyway: bool) -> Iterator
     for name, key in framework.keys.items():
         if key.default is not None and not {name, key.unless} & keys:
             row, said = _row(name, key.default, key, set(), anyway=anyway)
-            yield row._replace(value=f"({key.default})"), said
+            yield row._replace(value=f"({key.default})", of_model=_of_model(key)), said
+
+
+def _of_model(key: Key) -> bool:
+    return key.of_model or key.fact in MODEL
 
 
 def _row(name: str, text: str, key: Key, names: set[str], *, anyway: bool) -> tuple[Row, Mapping[str, str]]:

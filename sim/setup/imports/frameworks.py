@@ -36,6 +36,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the framework takes where the key is missing."""
     unless: str = ""
     """Another key that says the same: where it is there, that default is none."""
+    of_model: bool = False
+    """Whether it does not matter where the model is given otherwise."""
     file: str = ""
     """The framework whose file it names, which then has to be given, too."""
 

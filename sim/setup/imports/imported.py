@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import msgspec
 from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
-from sim.setup.imports.facts import Row, Understood, understood
+from sim.setup.imports.facts import Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
@@ -29,6 +29,9 @@ _DIMS = {
 _LIKE = "llama3-8b"
 """The model whose other figures are taken for one that is given by its sizes."""
 
+_MOST_REPLICAS = 4096
+"""That are tried as divisors of a batch."""
+
 
 class Answer(NamedTuple):
     """A setup, and what was taken for it that no file says."""
@@ -41,7 +44,8 @@ class Answer(NamedTuple):
 class Imported:
     """What one or several files say of a run.
 
-    ``setup`` is what to predict. ``rows`` say of each key what became of it.
+    ``setup`` is what to predict, ``rows`` say of each key what became of it. Both take fields of a setup that come
+    before what files say.
     """
 
     files: tuple[File, ...]
@@ -55,10 +59,12 @@ class Imported:
         """What they say, in words that frameworks share."""
         return understood(list(zip(self.files, self.frameworks, strict=True)), anyway=self.anyway)
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """What became of each key."""
-        return self.understood.rows
+    def rows(self, **given: Any) -> tuple[Row, ...]:
+        """Return what became of each key; a model that is ``given`` takes the place of what files say of it."""
+        rows = self.understood.rows
+        if "model" not in given:
+            return rows
+        return tuple(row._replace(state="ignored", means="the model is given") if row.of_model else row for row in rows)
 
     @property
     def title(self) -> str:
@@ -67,10 +73,8 @@ class Imported:
         return " and ".join(f"{file.path} ({frameworks()[name].title})" for file, name in named)
 
     def not_sayable(self, **given: Any) -> tuple[Row, ...]:
-        """Return the keys that matter and say what is not simulated. What is ``given`` of the model takes the place of
-        what files say of it.
-        """
-        return tuple(row for row in self.rows if row.state == "not sayable") + self._model_wrong(given)
+        """Return the keys that matter and say what is not simulated, and those that are missing."""
+        return tuple(row for row in self.rows(**given) if row.state == "not sayable") + tuple(self._missing(given))
 
     def setup(self, **given: Any) -> Setup:
         """Return what to predict; fields that are ``given`` come before what files say.
@@ -90,18 +94,19 @@ class Imported:
                 f"{self.title}: not sayable: {told}{more}; longstep import shows all keys; predict without these with "
                 f"`anyway`"
             )
-        return _Writer(self.understood, given).answer()
+        return _Writer(self.understood, given, anyway=self.anyway).answer()
 
-    def _model_wrong(self, given: Mapping[str, Any]) -> tuple[Row, ...]:
-        if "model" in given:
-            return ()
-        try:
-            _model_of(self.understood)
-        except InputError as error:
-            said = self.understood.facts.get("model") or self.understood.facts.get("flavor")
-            key, value = (said.key, said.value) if said else ("model", "(missing)")
-            return (Row(key, value, "not sayable", f"{error}"),)
-        return ()
+    def _missing(self, given: Mapping[str, Any]) -> Iterator[Row]:
+        """Yield what no answer does without: the model, and the length."""
+        facts = self.understood.facts
+        if "model" not in given:
+            try:
+                _model_of(self.understood)
+            except InputError as error:
+                said = facts.get("flavor") or facts.get("model") or Said("(missing)", "model")
+                yield Row(said.key, said.value, "not sayable", f"{error}")
+        if not {"seq", "documents"} & given.keys() and "seq" not in facts:
+            yield Row("seq", "(missing)", "not sayable", "no key says how long sequences are: set `seq`")
 
 
 def imported(*paths: str | Path, framework: str | None = None, anyway: bool = False) -> Imported:
@@ -153,8 +158,8 @@ def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
 class _Writer:
     """Writes the setup of a run, part by part, and what it takes for granted."""
 
-    def __init__(self, said: Understood, given: Mapping[str, Any]) -> None:
-        self.said, self.given = said, given
+    def __init__(self, said: Understood, given: Mapping[str, Any], *, anyway: bool) -> None:
+        self.said, self.given, self.anyway = said, given, anyway
         self.facts = {name: one.value for name, one in said.facts.items()}
         self.methods = said.framework.methods
         self.assumptions = list[str]()
@@ -172,8 +177,9 @@ class _Writer:
         self._shard(replicas, math.prod(degrees.values()))
         fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
         fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
-        fields |= {"dtype": self.facts["dtype"]} if "dtype" in self.facts else {}
         fields |= {name: value for name, value in model.items() if name != "set"} | self.given
+        if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
+            fields.setdefault("dtype", self.facts["dtype"])
         kept = self._kept(Setup(**fields))
         changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
         self._assume(kept)
@@ -191,7 +197,9 @@ class _Writer:
             said = dict(zip(("ulysses", "ring"), map(int, self.facts["factors"].split()), strict=True))
         cp = self._count("cp", math.prod(said.values()))
         if said and math.prod(said.values()) != cp:
-            raise InputError(f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them")
+            raise InputError(
+                f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them"
+            )
         method = self.methods.get(self.facts.get("method", ""))
         own = self.given.get("schedule") or ("stack" in self.given and stack_of(self.given["stack"]).schedule)
         if own:
@@ -223,6 +231,9 @@ class _Writer:
 
     def _gpus(self, cluster: Any, cp: int) -> int:
         """Return how many GPUs there are: as is said, as degrees say, or those of the cluster."""
+        spec = names.cluster_spec(cluster)
+        if "nodes" in self.given:
+            return spec.gpus_per_node * int(self.given["nodes"])
         if self._count("gpus", -1) > 0:
             return self._count("gpus")
         shard, replicate = self._count("shard", -1), self._count("replicate")
@@ -230,8 +241,7 @@ class _Writer:
             return self._count("gpus_per_node") * self._count("nodes")
         if shard > 0:
             return shard * replicate * cp
-        spec = names.cluster_spec(cluster)
-        nodes = self.given.get("nodes") or self._count("nodes", spec.nodes)
+        nodes = self._count("nodes", spec.nodes)
         gpus = spec.gpus_per_node * max(nodes, -(-cp * replicate // spec.gpus_per_node))
         self.assumptions.append(f"{gpus} GPUs: no key says how many; set `gpus`")
         return gpus
@@ -243,18 +253,23 @@ class _Writer:
         replicate = self._count("replicate")
         if replicate == 1 or self.options.get("zero_stage") == "0":
             return
-        if replicas % replicate or replicas // replicate > 1:
+        if replicas != replicate:
+            if self.anyway:
+                return
             raise InputError(
-                f"{self._named('replicate')} {replicate} of {replicas} replicas: weights are sharded over all ranks, or "
-                f"over the {cp} that share a sequence; change it to 1 or {replicas}"
+                f"{self._named('replicate')} {replicate} of {replicas} replicas: weights are sharded over all ranks "
+                f"here, or over the {cp} that share a sequence; change it to 1 or {replicas}"
             )
         self.options |= {"shards": "replica"} if cp > 1 else {"zero_stage": "0"}
 
     def _sequences(self, replicas: int) -> dict[str, Any]:
         """Return the length, and how many sequences each replica has; raises InputError where they do not divide."""
         if "seq" not in self.given and "seq" not in self.facts:
-            raise InputError("no key says how long sequences are: set `seq`")
-        seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", 1)))
+            if "documents" not in self.given:
+                raise InputError("no key says how long sequences are: set `seq`")
+            seq = sum(names.lengths_of(self.given["documents"]))
+        else:
+            seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", "")))
         if "batch" in self.given:
             return {"seq": seq}
         micro = self._of_tokens("micro", seq) or 1
@@ -262,7 +277,7 @@ class _Writer:
         turns = self._count("accumulation", (batch or 0) // (micro * replicas) or 1)
         if batch and micro * replicas * turns != batch:
             each = micro * self._count("accumulation")
-            fits = [n for n in range(1, batch // each + 1) if batch % (each * n) == 0]
+            fits = [n for n in range(1, min(batch // each, _MOST_REPLICAS) + 1) if batch % (each * n) == 0]
             near = ", ".join(map(str, sorted(sorted(fits, key=lambda n: abs(n - replicas))[:6])))
             raise InputError(
                 f"{self._named('global_batch')} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
@@ -277,7 +292,9 @@ class _Writer:
         tokens = self._count(f"{which}_tokens", -1)
         if tokens > 0:
             if tokens % seq:
-                raise InputError(f"{self._named(f'{which}_tokens')} {tokens} is no multiple of the length {seq}: set `seq`")
+                raise InputError(
+                    f"{self._named(f'{which}_tokens')} {tokens} is no multiple of the length {seq}: set `seq`"
+                )
             return tokens // seq
         count = self._count(f"{which}_batch", -1)
         return count if count > 0 else None

@@ -23,13 +23,16 @@ _MOST_BYTES, _MOST_LINE_BYTES, _MOST_KEYS = 2**18, 2**12, 4096
 _MOST_VALUE = 1024
 """Characters of a value behind its shell variables, which name each other."""
 
+_LARGE = 2**63
+"""From where on numbers are no counts, and take long to write out."""
+
 
 class File(NamedTuple):
     """What a file says."""
 
     path: str
-    given: Mapping[str, Any]
-    """Its values by their keys; those in tables have dotted ones."""
+    given: Mapping[str, str]
+    """Its values by their keys, as ``shown``; keys in tables are dotted."""
 
 
 def read(path: str) -> File:
@@ -44,8 +47,8 @@ def read(path: str) -> File:
         text = data.decode()
         found = _FORMATS.get(suffix, _text)(text)
         if not isinstance(found, dict):
-            raise TypeError("expected a table of keys")  # noqa: TRY004 - told below
-        given = dict(_flat(found))
+            raise TypeError("expected a table of keys")
+        given = {key: shown(value) for key, value in _flat(found)}
     except (ArithmeticError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
         raise InputError(f"configuration {path!r}: {said}; change it in that file") from error
@@ -64,9 +67,9 @@ def shown(value: object) -> str:
         return " ".join(map(shown, value))
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value in {"True", "False", "None"}):
         return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
         return str(int(value))
-    return str(value)
+    return f"{value:#x}" if isinstance(value, int) and abs(value) >= _LARGE else str(value)
 
 
 def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,7 +89,7 @@ class _Loader(yaml.SafeLoader):
             self._refuse("an alias (*NAME), which is not read: write out what it stands for")
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - as PyYAML has it
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         count = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [key for key, number in count.items() if number > 1]:
             raise ValueError(f"the key {twice[0]!r} stands twice")
@@ -137,7 +140,7 @@ def _words(text: str) -> list[str]:
         filled = filled if len(filled) <= _MOST_VALUE or len(filled) == len(word) else word
         name = re.match(r"([A-Za-z_]\w*)=(.*)", filled, re.DOTALL)
         if name is None:
-            found += [word] if "--" in filled and not word.startswith("--") else [filled]
+            found.append(";" if "--" in filled and not word.startswith("--") else filled)  # read where it was set
         elif "--" in name[2]:
             found += [";", *_split(name[2]), ";"]
             variables[name[1]] = name[2][:_MOST_VALUE]
@@ -159,7 +162,7 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, str]]:
     key, values = "", list[str]()
     for word in [*words, ";"]:
         is_value = not (re.match(r"-(?!\d)|[();<>|&]", word) or word.endswith(".py") or "[@]" in word or "[*]" in word)
-        if is_value and key and not re.match(r"\$\{?\w*ARGS", word):
+        if is_value and key:
             values.append(word)
             continue
         if key:
