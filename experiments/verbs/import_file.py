@@ -20,7 +20,6 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup import names
 from sim.setup.imports.facts import Row
-from sim.setup.names import OwnSchedule
 
 _ALWAYS = ("model", "cluster", "gpus", "seq")
 """Fields that stand in a command whatever they are."""
@@ -46,17 +45,17 @@ def import_file(command: Import, console: Console) -> None:
     if not command.from_file:
         raise InputError("import needs a configuration: name one file or more, such as train.toml")
     found, typed = command.imported(), command.typed()
-    rows, wrong = found.rows(**typed), found.not_sayable(**typed)
-    table = [*rows, *(row for row in wrong if row not in rows)]
+    rows = found.rows(**typed)
     if not command.json:
-        console.print(_table(found.title, table))
-    answer = None if command.json and wrong and not command.anyway else found.answer(**typed)
+        console.print(_table(found.title, rows))
+    refused = found.not_sayable(**typed) and not command.anyway
+    answer = None if refused and command.json else found.answer(**typed)
+    if answer:
+        answer.setup.resolved()  # or say what does not go together
     if command.json:
         said = {"setup": answer and _fields(answer.setup), "assumptions": answer and answer.assumptions}
-        print_json(
-            {"frameworks": found.frameworks, **said, "keys": [dict(zip(_COLUMNS, row, strict=False)) for row in table]},
-            console,
-        )
+        keys = [dict(zip(_COLUMNS, row, strict=False)) for row in rows]
+        print_json({"frameworks": found.frameworks, **said, "keys": keys}, console)
     elif answer:
         for told in answer.assumptions:
             console.print(f"assumed: {with_flags(told)}", markup=False)
@@ -106,8 +105,8 @@ def python_of(setup: Setup) -> str:
 
 def _literal(value: Any) -> str:
     """Return a value as it stands in a program."""
-    if isinstance(value, OwnSchedule):
-        return f"longstep.OwnSchedule({_literal(str(value))})"
+    if isinstance(value, str) and type(value) is not str:  # a schedule of one's own says that it is one
+        return f"longstep.{type(value).__name__}({_literal(str(value))})"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
 
 

@@ -60,21 +60,25 @@ class Imported:
         return understood(list(zip(self.files, self.frameworks, strict=True)), anyway=self.anyway)
 
     def rows(self, **given: Any) -> tuple[Row, ...]:
-        """Return what became of each key; a model that is ``given`` takes the place of what files say of it."""
-        rows = self.understood.rows
-        if "model" not in given:
-            return rows
-        return tuple(row._replace(state="ignored", means="the model is given") if row.of_model else row for row in rows)
+        """Return what became of each key, and what is missing; a model that is ``given`` takes the place of what files
+        say of it.
+        """
+        wrong = {row.key: row for row in self._missing(given)}
+        rows = [wrong.pop(row.key, row) for row in self.understood.rows]
+        if "model" in given:
+            ignored = {"state": "ignored", "means": "the model is given"}
+            rows = [row._replace(**ignored) if row.of_model else row for row in rows]
+        return (*rows, *wrong.values())
+
+    def not_sayable(self, **given: Any) -> tuple[Row, ...]:
+        """Return the keys that matter and say what is not simulated, and those that are missing."""
+        return tuple(row for row in self.rows(**given) if row.state == "not sayable")
 
     @property
     def title(self) -> str:
         """The files, and what they are of."""
         named = zip(self.files, self.frameworks, strict=True)
         return " and ".join(f"{file.path} ({frameworks()[name].title})" for file, name in named)
-
-    def not_sayable(self, **given: Any) -> tuple[Row, ...]:
-        """Return the keys that matter and say what is not simulated, and those that are missing."""
-        return tuple(row for row in self.rows(**given) if row.state == "not sayable") + tuple(self._missing(given))
 
     def setup(self, **given: Any) -> Setup:
         """Return what to predict; fields that are ``given`` come before what files say.
