@@ -104,7 +104,8 @@ def _asked(command: Fit, seq: str) -> Iterator[tuple[longstep.Setup, list[str]]]
         yield own.replace(schedule=None), [schedule_name(own.played)]
         return
     for row in _rows(command):
-        one = dataclasses.replace(plain, **{"stack" if row in STACKS else "schedule": row})
+        by_stack = row in STACKS
+        one = dataclasses.replace(plain, stack=row if by_stack else None, schedule=None if by_stack else row)
         yield one.setup().replace(schedule=None, stack=None), [row]
 
 

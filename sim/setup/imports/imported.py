@@ -66,8 +66,8 @@ class Imported:
         wrong = {row.key: row for row in self._missing(given)}
         rows = [wrong.pop(row.key, row) for row in self.understood.rows]
         if "model" in given:
-            ignored = {"state": "ignored", "means": "the model is given"}
-            rows = [row._replace(**ignored) if row.of_model else row for row in rows]
+            means = "the model is given"
+            rows = [row._replace(state="ignored", means=means) if row.of_model else row for row in rows]
         return (*rows, *wrong.values())
 
     def not_sayable(self, **given: Any) -> tuple[Row, ...]:
@@ -181,7 +181,7 @@ class _Writer:
         self._shard(replicas, math.prod(degrees.values()))
         fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
         fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
-        fields |= {name: value for name, value in model.items() if name != "set"} | self.given
+        fields |= {**{name: value for name, value in model.items() if name != "set"}, **self.given}
         if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
             fields.setdefault("dtype", self.facts["dtype"])
         kept = self._kept(Setup(**fields))
@@ -195,10 +195,13 @@ class _Writer:
 
     def _split(self) -> tuple[str | None, dict[str, int]]:
         """Return the schedule, and how many ranks share a sequence: in all, or by degrees."""
-        typed = {name: self.given[f"{name}_degree"] for name in ("ulysses", "ring") if f"{name}_degree" in self.given}
-        said = {name: self._count(name) for name in ("ulysses", "ring") if name in self.facts}
+        degrees = ("ulysses", "ring")
+        typed: dict[str, int] = {
+            name: self.given[f"{name}_degree"] for name in degrees if f"{name}_degree" in self.given
+        }
+        said: dict[str, int] = {name: self._count(name) for name in degrees if name in self.facts}
         if "factors" in self.facts:
-            said = dict(zip(("ulysses", "ring"), map(int, self.facts["factors"].split()), strict=True))
+            said = dict(zip(degrees, map(int, self.facts["factors"].split()), strict=True))
         cp = self._count("cp", math.prod(said.values()))
         if said and math.prod(said.values()) != cp:
             raise InputError(
@@ -209,7 +212,8 @@ class _Writer:
         if own:
             takes = names.entry(own).degrees
             cp = cp if takes else 1
-            return None if "schedule" not in self.given else own, typed or {(takes[0] if len(takes) == 1 else "cp"): cp}
+            by = takes[0] if len(takes) == 1 else "cp"
+            return self.given.get("schedule"), typed or {by: cp}
         if max([*typed.values(), cp]) == 1:
             return "single", {}
         if method is None:

@@ -42,10 +42,9 @@ def read(path: str) -> File:
         raise InputError(
             f"configuration {path!r}: expected at most {_MOST_BYTES} bytes, in lines of at most {_MOST_LINE_BYTES}"
         )
-    suffix = path.rpartition(".")[2].lower()
+    parsed: Callable[[str], Any] = _FORMATS.get(path.rpartition(".")[2].lower(), _text)
     try:
-        text = data.decode()
-        found = _FORMATS.get(suffix, _text)(text)
+        found = parsed(data.decode())
         if not isinstance(found, dict):
             raise TypeError("expected a table of keys")
         given = {key: shown(value) for key, value in _flat(found)}
@@ -81,7 +80,7 @@ def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """Reads YAML whose nodes each stand once: aliases, which few lines multiply to any size, are refused."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
