@@ -116,7 +116,8 @@ class Selection:
 
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        fields = {name: one.plain() if isinstance(one, Untyped | UntypedInt) else one for name, one in given.items()}
         found = Setup(**fields | {"schedule": self.schedule and typed_schedule(self.schedule)})
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
@@ -144,7 +145,11 @@ class FileSelection(StepSelection):
 
     def setup(self) -> Setup:
         """Return what was typed, on top of what files say."""
-        return self.imported().setup(**self.typed()) if self.from_file else super().setup()
+        if self.from_file:
+            return self.imported().setup(**self.typed())
+        if self.framework is not None or self.anyway:
+            raise InputError("`framework` and `anyway` are of a configuration: give its file with `from_file`")
+        return super().setup()
 
     def told(self) -> Iterator[str]:
         """Yield what was made of files, if there are any."""

@@ -363,7 +363,9 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     assert command.selection.typed() == {
         "seq": "8K", "batch": 1, "dp_degree": 1, "model": "tiny", "cluster": "host", "pad": True, "gpus": 8,
     }  # fmt: skip
-    assert FileSelection().setup() == longstep.Setup(scope="step")
+    found = FileSelection().setup()
+    assert found == longstep.Setup(scope="step")
+    assert {type(value) for value in vars(found).values()} <= {str, int, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep

@@ -24,10 +24,12 @@ CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
 _DIMS = {
     "layers": "num_layers", "hidden": "embed_dim", "ffn": "ffn_dim", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "vocab": "vocab_size", "tied_embeddings": "tied_embeddings",
+    "head_dim": "head_dim", "vocab": "vocab_size",
 }  # fmt: skip
 _LIKE = "llama3-8b"
 """The model whose other figures are taken for one that is given by its sizes."""
+_NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
+"""What models of the same sizes may differ in without taking another time."""
 
 _MOST_REPLICAS = 4096
 """That are tried as divisors of a batch."""
@@ -148,15 +150,14 @@ def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
     if facts.get("gqa") == "false":
         facts = {name: value for name, value in facts.items() if name != "kv_heads"}
     sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
-    found = {_DIMS[name]: value for name, value in sizes.items()}
+    changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
+    changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
+    own = names.model(_LIKE, set=changes)
+    compared = {*own.__struct_fields__} - _NOT_SIZES - ({"vocab_size"} if "vocab" not in facts else set())
     for preset in names.names("models"):
-        spec = names.model(preset)
-        if all(getattr(spec, field) == value for field, value in found.items()):
+        if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
             return {"model": preset}
-    tied = {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
-    changes = {f"model.{field}": value for field, value in {"name": "imported", **found, **tied}.items()}
-    names.model(_LIKE, set={key.removeprefix("model."): value for key, value in changes.items()})
-    return {"model": _LIKE, "set": changes}
+    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
 
 
 class _Writer:
