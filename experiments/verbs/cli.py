@@ -52,7 +52,6 @@ class _Verb(NamedTuple):
 _VERBS = {
     "list": _Verb("show", "List", "list_names"),
     "show": _Verb("show", "Show", "show"),
-    "import": _Verb("import_file", "Import", "import_file"),
     "simulate": _Verb("simulate", "Simulate", "simulate"),
     "doctor": _Verb("doctor", "Doctor", "doctor"),
     "sweep": _Verb("sweep", "Sweep", "sweep"),
@@ -69,6 +68,7 @@ _VERBS = {
     "validate": _Verb("validate", "Validate", "validate"),
     "lab": _Verb("lab", "Lab", "lab"),
     "report": _Verb("report", "Report", "report"),
+    "import": _Verb("import_file", "Import", "import_file"),
     "machine": _Verb("machine", "MachineFile", "machine_file"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
 }

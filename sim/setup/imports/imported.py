@@ -48,6 +48,10 @@ class Imported:
 
     ``setup`` is what to predict, ``rows`` say of each key what became of it. Both take fields of a setup that come
     before what files say.
+
+    >>> found = Imported((File("run.json", {"sequence_parallel_size": "4"}),), ("deepspeed",), anyway=False)
+    >>> found.setup(model="tiny", seq="8K", gpus=8).ulysses_degree
+    4
     """
 
     files: tuple[File, ...]
@@ -120,6 +124,12 @@ def imported(*paths: str | Path, framework: str | None = None, anyway: bool = Fa
 
     Which framework each is of is seen by its keys, or said for all of them. Raises InputError for what is no
     configuration, and for a framework that is not known.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
+    >>> _ = path.write_text('{"zero_optimization": {"stage": 2}, "sequence_parallel_size": 4}')
+    >>> imported(path).setup(model="tiny", seq="8K", gpus=8).set
+    ('schedule.zero_stage=2', 'schedule.checkpoint=none')
     """
     if not paths:
         raise InputError("`from_file`: expected a configuration file")
