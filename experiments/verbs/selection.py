@@ -117,7 +117,9 @@ class Selection:
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
-        fields = {name: one.plain() if isinstance(one, Untyped | UntypedInt) else one for name, one in given.items()}
+        fields: dict[str, Any] = {
+            name: one.plain() if isinstance(one, Untyped | UntypedInt) else one for name, one in given.items()
+        }
         found = Setup(**fields | {"schedule": self.schedule and typed_schedule(self.schedule)})
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
