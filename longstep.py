@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sim.setup.explore import explore
     from sim.setup.fabric import fabric
     from sim.setup.fit import fit, ladder, what_helps
+    from sim.setup.imports.imported import Imported, imported
     from sim.setup.measured import Measured
     from sim.setup.memory_price import memory_prices
     from sim.setup.names import OwnSchedule, cluster, mesh, model, names, profile, workload
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from sim.setup.winners import winners
 
 __all__ = [
-    "Answer", "Comparison", "Diagnosis", "InputError", "LongstepError", "Measured", "OwnSchedule", "Prediction",
-    "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explore",
-    "fabric", "fewest_gpus", "fit", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model",
-    "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate", "sweep", "table", "verify",
-    "what_helps", "winners", "workload",
+    "Answer", "Comparison", "Diagnosis", "Imported", "InputError", "LongstepError", "Measured", "OwnSchedule",
+    "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor",
+    "execute", "explore", "fabric", "fewest_gpus", "fit", "imported", "ladder", "longest_context", "machine_balance",
+    "memory_prices", "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate",
+    "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -56,6 +57,7 @@ _HOMES = {
     "sim.setup.explore": ("explore",),
     "sim.setup.fabric": ("fabric",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),
+    "sim.setup.imports.imported": ("Imported", "imported"),
     "sim.setup.measured": ("Measured",),
     "sim.setup.memory_price": ("memory_prices",),
     "sim.setup.names": ("OwnSchedule", "cluster", "mesh", "model", "names", "profile", "workload"),

@@ -34,6 +34,7 @@ from tests.experiments.test_executed_cases import RING, on_h100
 from tests.helpers import slow_but
 from tests.reading_code import ROOT, places
 
+CONFIGURATIONS = ROOT / "tests" / "sim" / "imports"
 PRINTED = ROOT / "tests" / "topology" / "printed"
 CONFIG = ROOT / "tests" / "sim" / "hugging_face" / "llama-3-8b.json"
 RESULTS = ROOT / "experiments" / "results"
@@ -258,6 +259,14 @@ READERS = {
         "longstep sweep": code}), command("report", "FILE", "--out", "FILE.html")),
     "table, over it": Reader("rows.parquet", lambda code: parquet({"schedule": [code]}),
         command("sweep", *SMALL, "--vary", "seq=1K", "--step-only", "--jobs", "1", "--out", "FILE")),
+    "configuration, TOML": Reader("run.toml", lambda code: (CONFIGURATIONS / "torchtitan-llama3-8b.toml").read_bytes()
+        .replace(b'"alltoall"', f'"{code}"'.encode()), command("import", "FILE", "--anyway")),
+    "configuration, JSON": Reader("run.json", as_json(lambda code: loaded(CONFIGURATIONS / "trainer-fsdp.json") | {
+        "model_name_or_path": code, "deepspeed": code}), command("import", "FILE")),
+    "configuration, YAML": Reader("run.yaml", lambda code: f"base_model: {code}\nplugins: ['{code}', 'evil.build']\n"
+        "sequence_len: !!python/object/apply:evil.build []\n".encode(), command("import", "FILE", "--anyway")),
+    "configuration, shell": Reader("run.sh", lambda code: f"python {code} --num-layers $(python {code}) `{code}` "
+        f"--hidden-size 64 --spec {code}\n".encode(), command("simulate", "--from", "FILE", "--anyway")),
     "schedule": Reader("schedule.json", schedule_json, as_program),
     "schedule, over it": Reader("schedule.json", schedule_json,
         command("show", "--gpus", "2", "--format", "json", "--out", "FILE")),
@@ -337,6 +346,11 @@ PLACES: dict[str, str] = {
     "sim/profile.py:profile_bytes": "profile",
     "sim/schedule/ir/program.py:from_json": "schedule",
     "sim/setup/block_masks.py:block_mask_of": "block mask",
+    "sim/setup/imports/frameworks.py:frameworks": OURS,
+    "sim/setup/imports/reading.py": "configuration, YAML",
+    "sim/setup/imports/reading.py:_json": "configuration, JSON",
+    "sim/setup/imports/reading.py:_toml": "configuration, TOML",
+    "sim/setup/imports/reading.py:read": "configuration, shell",
     "sim/setup/journal.py:__init__": "journal",
     "sim/setup/journal.py:_head": "journal",
     "sim/setup/journal.py:_portion": "journal",
@@ -354,6 +368,7 @@ PLACES: dict[str, str] = {
 none has to."""
 _DECODES = re.compile(
     r"msgspec\.(json|toml|yaml|msgpack)\.(decode|Decoder)|msgspec\.convert|(json|tomllib|marshal|yaml)\.(loads?|\w+_load)"
+    r"|yaml\.\w*Loader"
     r"|(torch|numpy)\.(load|fromfile|loadtxt|genfromtxt|memmap)|csv\.(reader|DictReader)|gzip\.(open|decompress|GzipFile)"
     r"|xml\.etree\.ElementTree\.(fromstring|parse|XML|iterparse)|(pandas|polars)\.read_\w+|ast\.literal_eval"
     r"|pyarrow(\.parquet)?\.(ParquetFile|ParquetDataset|read_\w+|feather\w*|ipc\w*|csv\w*|json\w*)"

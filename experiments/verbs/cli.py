@@ -68,6 +68,7 @@ _VERBS = {
     "validate": _Verb("validate", "Validate", "validate"),
     "lab": _Verb("lab", "Lab", "lab"),
     "report": _Verb("report", "Report", "report"),
+    "import": _Verb("import_file", "Import", "import_file"),
     "machine": _Verb("machine", "MachineFile", "machine_file"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
 }
@@ -240,7 +241,8 @@ def _fields(owner: type) -> Iterator[str]:
 def _flags() -> dict[str, str]:
     """Return the flag of every field that an error may name."""
     fields = (name for verb, one in _VERBS.items() if verb != "list" for name in _fields(one.parses_to()))
-    return {name: f"--{name.replace('_', '-')}" for name in fields} | {"passes": "--pass", "kind": "longstep list"}
+    others = {"passes": "--pass", "from_file": "--from", "kind": "longstep list"}
+    return {name: f"--{name.replace('_', '-')}" for name in fields} | others
 
 
 def _one_line(box: str) -> str:

@@ -11,9 +11,10 @@ from rich.table import Table as RichTable
 
 import longstep
 from experiments.evidence.units import percent, seconds, size
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_seconds, read_share
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import FileSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError, none_of
@@ -29,7 +30,7 @@ _SHOWN = 6
 class Doctor:
     """Say whether what a run measured is possible with its configuration, and what it points to."""
 
-    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    selection: Annotated[FileSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=FileSelection)
     step_time: OptionalText = None
     """Measured seconds of a step: 41s, 350ms."""
     tokens_per_s: OptionalFloat = None
@@ -63,6 +64,8 @@ def doctor(command: Doctor, console: Console) -> None:
     if command.json:
         print_json(_json(found), console)
         return
+    for told in command.selection.told():
+        console.print(with_flags(told), markup=False)
     if found.traced:
         console.print(_kinds_table(found.traced))
     for line in lines(found):

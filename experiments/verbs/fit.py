@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import tyro
@@ -14,14 +15,16 @@ from experiments.evidence.peaks import PEAK, beside, spec_of
 from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import StepSelection, listed
+from experiments.verbs.selection import FileSelection, StepSelection, listed
 from experiments.verbs.terminal import print_json, progress
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, unknown
 from sim.files import require_outputs
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
@@ -30,7 +33,7 @@ LENGTHS = "32K,64K,128K,256K,512K,1M,2M,4M,8M"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit(StepSelection):
+class Fit(FileSelection):
     """Show which schedules and stacks fit at which length: the seconds of a training step, or what to switch on."""
 
     seq: str = LENGTHS
@@ -68,13 +71,16 @@ def fit(command: Fit, console: Console) -> None:
         raise InputError(f"`documents` {command.documents}: `fit` goes over lengths; leave it out, or use simulate")
     lengths = listed(command.seq, "`seq`", LENGTHS)
     with progress("predicting") as show:
-        base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
-        found = longstep.fit(base, _rows(command), lengths, progress=show)
+        asked = list(_asked(command, lengths[0]))
+        tables = [longstep.fit(base, rows, lengths, progress=show) for base, rows in asked]
+    found = longstep.Table([row for table in tables for row in table])
     found.require_any()
     if command.json:
         print_json(found.rows, console)
         return
-    title = f"training steps of {command.model} on {command.cluster}"
+    for told in dataclasses.replace(command, seq=lengths[0], schedule=None, stack=None).told():
+        console.print(with_flags(told), markup=False)
+    title = f"training steps of {asked[0][0].model} on {asked[0][0].cluster}"
     table = Table("", *(length(row["seq"]) for row in found.rows[: len(lengths)]), title=title, title_justify="left")
     for start in range(0, len(found.rows), len(lengths)):
         cells = found.rows[start : start + len(lengths)]
@@ -83,6 +89,24 @@ def fit(command: Fit, console: Console) -> None:
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
         console.print(f"- {error}", markup=False)
     console.print("~ at the limit. What is missing stands with a minus, and below it what to switch on.", markup=False)
+
+
+def _asked(command: Fit, seq: str) -> Iterator[tuple[longstep.Setup, list[str]]]:
+    """Yield setups with the rows that are asked of each: one, or where files say options, one for each row, which by
+    default is the file's own schedule.
+    """
+    plain = dataclasses.replace(command, seq=seq, schedule=None, stack=None)
+    if not command.from_file:
+        yield plain.setup(), _rows(command)
+        return
+    if command.schedule is None and command.stack is None:
+        own = plain.setup()
+        yield own.replace(schedule=None), [schedule_name(own.played)]
+        return
+    for row in _rows(command):
+        by_stack = row in STACKS
+        one = dataclasses.replace(plain, stack=row if by_stack else None, schedule=None if by_stack else row)
+        yield one.setup().replace(schedule=None, stack=None), [row]
 
 
 def _rows(command: Fit) -> list[str]:

@@ -17,3 +17,17 @@ if TYPE_CHECKING:
 else:
     Texts = Annotated[tuple, tyro.conf.UseAppendAction]
 """As often as wanted."""
+
+
+class Untyped(str):
+    """A default that gives way to what a file says; what was typed is a plain text."""
+
+    __slots__ = ()
+    plain = str.__str__
+
+
+class UntypedInt(int):
+    """The same of a number."""
+
+    __slots__ = ()
+    plain = int.__int__

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import tyro
 
-from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
+from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts, Untyped, UntypedInt
 from longstep import Setup
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.setup.documents import BY_BLOCKS, planned_by
 from sim.setup.names import OwnSchedule
+
+if TYPE_CHECKING:
+    from sim.setup.imports.imported import Imported
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -42,17 +46,17 @@ def typed_values(key: str, values: str) -> str | list[str]:
 class Selection:
     """What to look at. Lengths take K = 1024 and M = 1024^2."""
 
-    model: str = "tiny"
+    model: str = Untyped("tiny")
     """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = "host"
+    cluster: str = Untyped("host")
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml; host is this machine."""
     nodes: OptionalInt = None
     """Nodes of the cluster; by default as many as --gpus needs."""
     gpus: OptionalInt = None
     """GPUs in all; on a host, processes. By default the product of the degrees, or one node (a host: its cores)."""
-    seq: str = "8K"
+    seq: str = Untyped("8K")
     """Global sequence length."""
-    batch: int = 1
+    batch: int = UntypedInt(1)
     """Sequences per context-parallel group."""
     schedule: OptionalText = None
     """NAME, or my_module.py:build for a schedule of your own; by default that of --stack, or ring. With --documents
@@ -64,7 +68,7 @@ class Selection:
     """Ranks that split the heads."""
     ring_degree: OptionalInt = None
     """Ranks that split the sequence."""
-    dp_degree: int = 1
+    dp_degree: int = UntypedInt(1)
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
@@ -112,7 +116,10 @@ class Selection:
 
     def setup(self) -> Setup:
         """Return what was typed as the library takes it."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        fields: dict[str, Any] = {
+            name: one.plain() if isinstance(one, Untyped | UntypedInt) else one for name, one in given.items()
+        }
         found = Setup(**fields | {"schedule": self.schedule and typed_schedule(self.schedule)})
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
@@ -123,3 +130,55 @@ class StepSelection(Selection):
 
     scope: str = "step"
     """What is played: a training step with its optimiser (step), whole layers (layer), or attention of one layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileSelection(StepSelection):
+    """What to look at, by default a training step, and as the configuration of a framework says."""
+
+    from_file: Annotated[Texts, tyro.conf.arg(name="from")] = ()
+    """What a run was configured with, as of torchtitan, Megatron-LM, DeepSpeed, accelerate, axolotl, ms-swift, nanotron
+    or Megatron-Bridge; as often as there are files. Options that are typed come before what it says: longstep import
+    shows that."""
+    framework: OptionalText = None
+    """Which framework the file is of; by default seen by its keys."""
+    anyway: bool = False
+    """Leave out what a file says and is not simulated, instead of refusing it."""
+
+    def setup(self) -> Setup:
+        """Return what was typed, on top of what files say."""
+        if self.from_file:
+            return self.imported().setup(**self.typed())
+        if self.framework is not None or self.anyway:
+            raise InputError("`framework` and `anyway` are of a configuration: give its file with `from_file`")
+        return super().setup()
+
+    def told(self) -> Iterator[str]:
+        """Yield what was made of files, if there are any."""
+        if self.from_file:
+            from sim.setup.imports.facts import State
+
+            found = self.imported()
+            states = [row.state for row in found.rows(**self.typed())]
+            counted = ", ".join(f"{states.count(state)} {state}" for state in get_args(State))
+            yield f"from {found.title}: keys {counted}; longstep import shows them"
+            yield from (f"assumed: {line}" for line in found.answer(**self.typed()).assumptions)
+
+    def imported(self) -> Imported:
+        """Return what files say."""
+        from sim.setup.imports.imported import imported  # which loads a parser
+
+        return imported(*self.from_file, framework=self.framework, anyway=self.anyway)
+
+    def typed(self) -> dict[str, Any]:
+        """Return the fields of a setup that were typed."""
+        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        found = {
+            name: value
+            for name, (value, default) in fields.items()
+            if name in _SELECTED and (type(value) is not type(default) or value != default)
+        }
+        return found | ({"schedule": typed_schedule(self.schedule)} if self.schedule else {})
+
+
+_SELECTED = {field.name for field in dataclasses.fields(Selection)}

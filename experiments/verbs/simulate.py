@@ -12,8 +12,9 @@ from rich.console import Console
 import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.evidence.provenance import evidence_lines
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, typed_schedule
+from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
@@ -40,7 +41,7 @@ _PRICES_S = 20.0
 class Simulate(Writes):
     """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
 
-    selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
+    selection: Annotated[FileSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=FileSelection)
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
@@ -59,20 +60,25 @@ class Simulate(Writes):
 
 def simulate(command: Simulate, console: Console) -> None:
     """Predict one step, and print what came out."""
-    setup = command.selection.setup()
+    schedules = [name.strip() for name in (command.selection.schedule or "").split(",")]
+    several = [dataclasses.replace(command.selection, schedule=name) for name in schedules if len(schedules) > 1]
+    selections = several or [command.selection]
+    setups = [one.setup() for one in selections]
+    setup = setups[0]
     trace = command.output(command.trace, CHROME_TRACE)
     require_outputs([trace])
-    if command.sensitivity and (command.vary or "," in (command.selection.schedule or "")):
-        raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
+    if len(setups) > 1 or command.vary:
+        _require_several(len(setups), command)
+    for told in () if command.json else selections[0].told():
+        console.print(with_flags(told), markup=False)
     if command.neighbours:
         _neighbours(setup, command, console)
         return
     if command.vary:
         _varied(setup, command, console)
         return
-    named = [name.strip() for name in (command.selection.schedule or "").split(",")]
-    if len(named) > 1:
-        _several([setup.replace(schedule=typed_schedule(name)) for name in named], command, console)
+    if len(setups) > 1:
+        _several(setups, command, console)
         return
     predicted = setup.predicted()
     if trace:
@@ -95,6 +101,14 @@ def simulate(command: Simulate, console: Console) -> None:
             console.print(told, markup=False)
     for line in lines:
         console.print(line, markup=False)
+
+
+def _require_several(schedules: int, command: Simulate) -> None:
+    """Raise InputError for what is asked of one step, where there are several."""
+    if command.sensitivity:
+        raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
+    if command.vary and schedules > 1:
+        raise InputError("`vary` is of one schedule: leave it out, or all but one `schedule`")
 
 
 def _prices(setup: longstep.Setup) -> longstep.Table:

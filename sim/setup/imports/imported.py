@@ -1,0 +1,348 @@
+"""A setup from what a run was configured with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sim.errors import InputError
+from sim.options import OF_STEPS
+from sim.setup import names
+from sim.setup.imports.facts import Row, Said, Understood, understood
+from sim.setup.imports.frameworks import framework_of, frameworks
+from sim.setup.imports.reading import File, read
+from sim.setup.setup import Setup
+from sim.setup.stacks import stack_of
+
+CLUSTER = "hgx-h100"
+"""What is asked where nobody says which GPUs there are: files of frameworks do not."""
+_DIMS = {
+    "layers": "num_layers", "hidden": "embed_dim", "ffn": "ffn_dim", "heads": "num_heads", "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim", "vocab": "vocab_size",
+}  # fmt: skip
+_LIKE = "llama3-8b"
+"""The model whose other figures are taken for one that is given by its sizes."""
+_NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
+"""What models of the same sizes may differ in without taking another time."""
+
+_MOST_REPLICAS = 4096
+"""That are tried as divisors of a batch."""
+
+
+class Answer(NamedTuple):
+    """A setup, and what was taken for it that no file says."""
+
+    setup: Setup
+    assumptions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """What one or several files say of a run.
+
+    ``setup`` is what to predict, ``rows`` say of each key what became of it. Both take fields of a setup that come
+    before what files say.
+
+    >>> found = Imported((File("run.json", {"sequence_parallel_size": "4"}),), ("deepspeed",), anyway=False)
+    >>> found.setup(model="tiny", seq="8K", gpus=8).ulysses_degree
+    4
+    """
+
+    files: tuple[File, ...]
+    frameworks: tuple[str, ...]
+    """Of each file."""
+    anyway: bool
+    """Whether what is not sayable is left out."""
+
+    @cached_property
+    def understood(self) -> Understood:
+        """What they say, in words that frameworks share."""
+        return understood(list(zip(self.files, self.frameworks, strict=True)), anyway=self.anyway)
+
+    def rows(self, **given: Any) -> tuple[Row, ...]:
+        """Return what became of each key, and what is missing; a model that is ``given`` takes the place of what files
+        say of it.
+        """
+        wrong = {row.key: row for row in self._missing(given)}
+        rows = [wrong.pop(row.key, row) for row in self.understood.rows]
+        if "model" in given:
+            means = "the model is given"
+            rows = [row._replace(state="ignored", means=means) if row.of_model else row for row in rows]
+        return (*rows, *wrong.values())
+
+    def not_sayable(self, **given: Any) -> tuple[Row, ...]:
+        """Return the keys that matter and say what is not simulated, and those that are missing."""
+        return tuple(row for row in self.rows(**given) if row.state == "not sayable")
+
+    @property
+    def title(self) -> str:
+        """The files, and what they are of."""
+        named = zip(self.files, self.frameworks, strict=True)
+        return " and ".join(f"{file.path} ({frameworks()[name].title})" for file, name in named)
+
+    def setup(self, **given: Any) -> Setup:
+        """Return what to predict; fields that are ``given`` come before what files say.
+
+        Raises InputError where a key that matters is not sayable, unless ``anyway``, and where files and what is given
+        do not go together.
+        """
+        return self.answer(**given).setup
+
+    def answer(self, **given: Any) -> Answer:
+        """Return it with what was assumed; raises InputError as ``setup`` does."""
+        wrong = self.not_sayable(**given)
+        if wrong and not self.anyway:
+            told = "; ".join(f"{row.key} = {row.value}: {row.means}" for row in wrong[:4])
+            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise InputError(
+                f"{self.title}: not sayable: {told}{more}; longstep import shows all keys; predict without these with "
+                f"`anyway`"
+            )
+        return _Writer(self.understood, given, anyway=self.anyway).answer()
+
+    def _missing(self, given: Mapping[str, Any]) -> Iterator[Row]:
+        """Yield what no answer does without: the model, and the length."""
+        facts = self.understood.facts
+        if "model" not in given:
+            try:
+                _model_of(self.understood)
+            except InputError as error:
+                said = facts.get("flavor") or facts.get("model") or Said("(missing)", "model")
+                yield Row(said.key, said.value, "not sayable", f"{error}")
+        if not {"seq", "documents"} & given.keys() and "seq" not in facts:
+            yield Row("seq", "(missing)", "not sayable", "no key says how long sequences are: set `seq`")
+
+
+def imported(*paths: str | Path, framework: str | None = None, anyway: bool = False) -> Imported:
+    """Return what one or several files say of a run, such as a DeepSpeed JSON and the arguments of its trainer.
+
+    Which framework each is of is seen by its keys, or said for all of them. Raises InputError for what is no
+    configuration, and for a framework that is not known.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
+    >>> _ = path.write_text('{"zero_optimization": {"stage": 2}, "sequence_parallel_size": 4}')
+    >>> imported(path).setup(model="tiny", seq="8K", gpus=8).set
+    ('schedule.zero_stage=2', 'schedule.checkpoint=none')
+    """
+    if not paths:
+        raise InputError("`from_file`: expected a configuration file")
+    files = tuple(read(str(path)) for path in paths)
+    return Imported(files, tuple(framework_of(file, framework) for file in files), anyway)
+
+
+def _model_of(said: Understood) -> dict[str, Any]:
+    """Return the model that files say, as fields of a setup; raises InputError where it is none that is known."""
+    facts = {name: one.value for name, one in said.facts.items()}
+    if "flavor" in facts:
+        facts["model"] = f"{facts.get('family', '')}-{facts['flavor']}".lower()
+    if {"layers", "hidden", "heads"} <= facts.keys():
+        return _by_sizes(facts)
+    if "model" not in facts:
+        raise InputError("no key says which model it is: set `model`")
+    name = facts["model"]
+    if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
+        raise InputError(f"{name!r} is a path, which is not opened: set `model`")
+    return {"model": name} if names.model(name) else {}
+
+
+def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
+    """Return a model by its sizes: the preset that has them all, or another one with these set."""
+    heads, hidden = int(facts["heads"]), int(facts["hidden"])
+    ffn = int(4 * hidden * 2 / 3) // 64 * 64  # of SwiGLU, Megatron-LM arguments.py
+    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
+    if facts.get("gqa") == "false":
+        facts = {name: value for name, value in facts.items() if name != "kv_heads"}
+    sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
+    changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
+    changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
+    own = names.model(_LIKE, set=changes)
+    compared = {*own.__struct_fields__} - _NOT_SIZES - ({"vocab_size"} if "vocab" not in facts else set())
+    for preset in names.names("models"):
+        if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
+            return {"model": preset}
+    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+
+
+class _Writer:
+    """Writes the setup of a run, part by part, and what it takes for granted."""
+
+    def __init__(self, said: Understood, given: Mapping[str, Any], *, anyway: bool) -> None:
+        self.said, self.given, self.anyway = said, given, anyway
+        self.facts = {name: one.value for name, one in said.facts.items()}
+        self.methods = said.framework.methods
+        self.assumptions = list[str]()
+        self.options = {name.partition(".")[2]: value for name, value in self.facts.items() if "." in name}
+        """Of the schedule."""
+
+    def answer(self) -> Answer:
+        """Return the setup; raises InputError where what is said does not go together."""
+        model = {} if "model" in self.given else _model_of(self.said)
+        cluster = self.given.get("cluster", CLUSTER)
+        if "cluster" not in self.given:
+            self.assumptions.append(f"cluster {CLUSTER}: files do not say which GPUs there are; set `cluster`")
+        schedule, degrees = self._split()
+        gpus, replicas = self._ranks(cluster, math.prod(degrees.values()))
+        self._shard(replicas, math.prod(degrees.values()))
+        fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
+        fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
+        fields |= {**{name: value for name, value in model.items() if name != "set"}, **self.given}
+        if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
+            fields.setdefault("dtype", self.facts["dtype"])
+        kept = self._kept(Setup(**fields))
+        changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
+        self._assume(kept)
+        setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
+        return Answer(setup, tuple(self.assumptions))
+
+    def _count(self, fact: str, default: int = 1) -> int:
+        return int(self.facts.get(fact, default))
+
+    def _split(self) -> tuple[str | None, dict[str, int]]:
+        """Return the schedule, and how many ranks share a sequence: in all, or by degrees."""
+        degrees = ("ulysses", "ring")
+        typed: dict[str, int] = {
+            name: self.given[f"{name}_degree"] for name in degrees if f"{name}_degree" in self.given
+        }
+        said: dict[str, int] = {name: self._count(name) for name in degrees if name in self.facts}
+        if "factors" in self.facts:
+            said = dict(zip(degrees, map(int, self.facts["factors"].split()), strict=True))
+        cp = self._count("cp", math.prod(said.values()))
+        if said and math.prod(said.values()) != cp:
+            raise InputError(
+                f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them"
+            )
+        method = self.methods.get(self.facts.get("method", ""))
+        own = self.given.get("schedule") or ("stack" in self.given and stack_of(self.given["stack"]).schedule)
+        if own:
+            takes = names.entry(own).degrees
+            cp = cp if takes else 1
+            by = takes[0] if len(takes) == 1 else "cp"
+            return self.given.get("schedule"), typed or {by: cp}
+        if max([*typed.values(), cp]) == 1:
+            return "single", {}
+        if method is None:
+            raise InputError(f"no key says how {cp} ranks share a sequence: set `schedule`")
+        self.options |= method.options
+        return method.schedule, typed or said or {method.degree or "cp": cp}
+
+    def _degrees(self, schedule: str | None, degrees: Mapping[str, int]) -> dict[str, int]:
+        """Return degrees as fields; those that the schedule divides by itself have none."""
+        return {f"{name}_degree": count for name, count in degrees.items() if name != "cp" and schedule != "single"}
+
+    def _ranks(self, cluster: Any, cp: int) -> tuple[int, int]:
+        """Return GPUs and replicas."""
+        if "dp_degree" in self.given:
+            return self.given.get("gpus", self.given["dp_degree"] * cp), self.given["dp_degree"]
+        gpus = self.given.get("gpus") or self._gpus(cluster, cp)
+        if gpus % cp:
+            raise InputError(
+                f"`gpus` {gpus} is no multiple of the {cp} ranks that share a sequence: set `gpus` to "
+                f"{max(1, gpus // cp) * cp}, or the degrees"
+            )
+        return gpus, gpus // cp
+
+    def _gpus(self, cluster: Any, cp: int) -> int:
+        """Return how many GPUs there are: as is said, as degrees say, or those of the cluster."""
+        spec = names.cluster_spec(cluster)
+        if "nodes" in self.given:
+            return spec.gpus_per_node * int(self.given["nodes"])
+        if self._count("gpus", -1) > 0:
+            return self._count("gpus")
+        shard, replicate = self._count("shard", -1), self._count("replicate")
+        if "gpus_per_node" in self.facts:
+            return self._count("gpus_per_node") * self._count("nodes")
+        if shard > 0:
+            return shard * replicate * cp
+        nodes = self._count("nodes", spec.nodes)
+        gpus = spec.gpus_per_node * max(nodes, -(-cp * replicate // spec.gpus_per_node))
+        self.assumptions.append(f"{gpus} GPUs: no key says how many; set `gpus`")
+        return gpus
+
+    def _shard(self, replicas: int, cp: int) -> None:
+        """Say over which ranks weights are sharded; raises InputError for groups that are no replicas."""
+        if self.facts.get("reshard") == "false" and self.options.get("zero_stage") == "3":
+            self.options["zero_stage"] = "2"  # weights are whole from their first use to their last one
+        replicate = self._count("replicate")
+        if replicate == 1 or self.options.get("zero_stage") == "0":
+            return
+        if replicas != replicate:
+            if self.anyway:
+                return
+            raise InputError(
+                f"{self._named('replicate')} {replicate} of {replicas} replicas: weights are sharded over all ranks "
+                f"here, or over the {cp} that share a sequence; change it to 1 or {replicas}"
+            )
+        self.options |= {"shards": "replica"} if cp > 1 else {"zero_stage": "0"}
+
+    def _sequences(self, replicas: int) -> dict[str, Any]:
+        """Return the length, and how many sequences each replica has; raises InputError where they do not divide."""
+        if "seq" not in self.given and "seq" not in self.facts:
+            if "documents" not in self.given:
+                raise InputError("no key says how long sequences are: set `seq`")
+            seq = sum(names.lengths_of(self.given["documents"]))
+        else:
+            seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", "")))
+        if "batch" in self.given:
+            return {"seq": seq}
+        micro = self._of_tokens("micro", seq) or 1
+        batch = self._of_tokens("global", seq)
+        turns = self._count("accumulation", (batch or 0) // (micro * replicas) or 1)
+        if batch and micro * replicas * turns != batch:
+            each = micro * self._count("accumulation")
+            fits = [n for n in range(1, min(batch // each, _MOST_REPLICAS) + 1) if batch % (each * n) == 0]
+            near = ", ".join(map(str, sorted(sorted(fits, key=lambda n: abs(n - replicas))[:6])))
+            raise InputError(
+                f"{self._named('global_batch')} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
+                f"turns: of its divisors {near or 'none'} replicas would do; set `gpus`, or `batch`"
+            )
+        if turns > 1:
+            self.options["micro_batches"] = str(turns)
+        return {"seq": seq, "batch": micro * turns}
+
+    def _of_tokens(self, which: str, seq: int) -> int | None:
+        """Return a number of sequences that is said as such, or in tokens; None where it is left to the others."""
+        tokens = self._count(f"{which}_tokens", -1)
+        if tokens > 0:
+            if tokens % seq:
+                raise InputError(
+                    f"{self._named(f'{which}_tokens')} {tokens} is no multiple of the length {seq}: set `seq`"
+                )
+            return tokens // seq
+        count = self._count(f"{which}_batch", -1)
+        return count if count > 0 else None
+
+    def _kept(self, setup: Setup) -> dict[str, str]:
+        """Return the options that the schedule has at this scope; those of a stack that was asked for come from it."""
+        has = msgspec.to_builtins(names.entry(setup.played).options or {})
+        own = stack_of(setup.stack).options if setup.stack is not None else {}
+        lacks = OF_STEPS if setup.scope != "step" else ()
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name in has and name not in {*own, *lacks} and str(has[name]).lower() != value
+        }
+
+    def _assume(self, kept: Mapping[str, str]) -> None:
+        """Note what no key says and is taken for granted."""
+        if self.facts.get("packed") == "true" and "documents" not in self.given:
+            self.assumptions.append(
+                "one document a sequence, though they are packed: attention takes the longest it can; set `documents`"
+            )
+        for fact, why in self.said.assumed.items():
+            option = fact.removeprefix("schedule.")
+            if (option == "micro_batch" and "batch" in self.given) or option == "method":
+                continue
+            if option == fact or option in kept or option in self.options:
+                self.assumptions.append(f"{fact.removeprefix('schedule.')} {self.facts[fact]}: {why}")
+
+    def _named(self, fact: str) -> str:
+        """Return the key that says a fact."""
+        one = self.said.facts.get(fact) or self.said.facts.get(fact.replace("batch", "tokens"))
+        return one.key if one and one.key else fact
