@@ -41,7 +41,7 @@ from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
-from sim.workload import Dtype, Workload
+from sim.workload import Dtype, Scope, Workload
 from tests.helpers import make_checked, make_model
 
 Change = Callable[[Op], Op | None]
@@ -556,7 +556,7 @@ def test_shapes_that_do_not_fit() -> None:
         ports = [msgspec.structs.replace(port, view=port.view[:, :1]) for port in program.outputs]
         return program.replace(outputs=tuple(ports))
 
-    refuses(Schedule(schedule.header, clipped), "holds 1 along 's', but says 8")
+    refuses(Schedule(schedule.header, clipped), "holds 1 along 's' where 8 is needed")
 
 
 def test_an_op_that_writes_what_it_sends() -> None:
@@ -767,6 +767,31 @@ def test_a_mesh_that_the_programs_are_not_of(mesh: Mesh) -> None:
     written = schedule.to_json().replace(msgspec.json.encode(schedule.header), msgspec.json.encode(header))
     with pytest.raises(InputError):
         check(Schedule.from_json(written))
+
+
+@pytest.mark.parametrize("scope", ["attention", "layer"])
+@pytest.mark.parametrize(("field", "by"), [("head_dim", 2), ("num_heads", 2), ("ffn_dim", 2), ("embed_dim", 2)])
+def test_a_model_that_the_programs_are_not_of(scope: Scope, field: str, by: int) -> None:
+    """Inputs and outputs have the sizes that the model of the header gives them, along every dimension."""
+    workload = Workload(model=make_model(8, 4), seq=32, scope=scope, layers=1)
+    schedule = make_checked("zigzag", workload, 2).schedule
+    model = msgspec.structs.replace(workload.model, **{field: by * getattr(workload.model, field)})
+    header = msgspec.structs.replace(schedule.header, workload=msgspec.structs.replace(workload, model=model))
+    asked = Schedule(header, schedule.program)
+    if scope == "attention" and field in {"ffn_dim", "embed_dim"}:
+        check(asked)  # which attention alone has not
+    else:
+        refuses(asked, "is needed|cells of .* have an owner|wrong key/value heads")
+
+
+def test_an_input_whose_dimensions_are_in_another_order() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    programs = schedule.programs
+    at = programs[1].inputs[0].view.buffer
+    buffers = list(programs[1].buffers)
+    buffers[at] = msgspec.structs.replace(buffers[at], dims="bsdh")
+    programs[1] = programs[1].replace(buffers=tuple(buffers))
+    refuses(Schedule(schedule.header, programs.__getitem__), "has dims 'bsdh': those of q are 'bshd'")
 
 
 @pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])
