@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
@@ -792,6 +794,29 @@ def test_an_input_whose_dimensions_are_in_another_order() -> None:
     buffers[at] = msgspec.structs.replace(buffers[at], dims="bsdh")
     programs[1] = programs[1].replace(buffers=tuple(buffers))
     refuses(Schedule(schedule.header, programs.__getitem__), "has dims 'bsdh': those of q are 'bshd'")
+
+
+@pytest.mark.parametrize(
+    ("options", "buffer", "message"),
+    [
+        ({"zero_stage": 3}, "wq", "takes for weights a view of buffer 'wq' with gaps"),
+        ({"zero_stage": 3}, "dw_head 1", "takes for gradients a view of buffer 'dw_head 1' with gaps"),
+        ({}, "ids", "takes for ids a view of buffer 'ids' with gaps"),
+        ({"mlp": "tiled"}, "h2", "takes for x a view of buffer 'h2' with gaps"),
+    ],
+)
+def test_a_view_with_gaps_for_a_kernel_that_sees_one_row(options: dict[str, Any], buffer: str, message: str) -> None:
+    workload = Workload(model=make_model(8, 4), seq=16, batch=2, scope="step", layers=1)
+    method = SCHEDULES["ring"]
+    chosen = dataclasses.replace(method.options, **options)
+    schedule = method.schedule(workload, method.mesh(2, workload.model), chosen)
+    programs = schedule.programs
+    buffers = tuple(
+        msgspec.structs.replace(one, shape=(*one.shape[:-1], one.shape[-1] + 1)) if one.name == buffer else one
+        for one in programs[0].buffers
+    )
+    programs[0] = programs[0].replace(buffers=buffers)
+    refuses(Schedule(schedule.header, programs.__getitem__), message)
 
 
 @pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])

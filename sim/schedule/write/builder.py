@@ -309,8 +309,8 @@ class ProgramBuilder:
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
-        dtype = dtype_of(tensor, self.workload.dtype)
-        return self.buffer(name, tensor.dims, (self.batch.size, extent, *shape), dtype, "saved" if is_saved else "other")
+        shape, dtype = (self.batch.size, extent, *shape), dtype_of(tensor, self.workload.dtype)
+        return self.buffer(name, tensor.dims, shape, dtype, "saved" if is_saved else "other")
 
     def input_of(self, tensor: Tensor, tokens: Tokens, place: Place = "hbm") -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
