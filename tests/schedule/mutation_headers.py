@@ -14,7 +14,10 @@ from sim.mesh import AXES
 from sim.schedule.ir.program import Schedule
 from sim.workload import ModelSpec, Workload
 from tests.schedule.mutation_operators import Operator, any_of, put
+from tests.schedule.test_blocks import FEATURES
 
+FEATURED = 0.4
+"""How many models of those that are drawn have more than Llama's."""
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -54,9 +57,20 @@ def _other_workloads(draw: Random, old: Workload) -> Iterator[dict[str, Any]]:
     model = old.model
     others: list[tuple[str, Any]] = [("tied_embeddings", True), ("tied_embeddings", msgspec.UNSET)]
     others += [(name, by * getattr(model, name)) for name in ("rope_theta", "norm_epsilon") for by in (0.5, 2.0)]
-    for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size"):
+    others += [(name, value) for fields in FEATURES.values() for name, value in fields.items()]
+    others += [(name, msgspec.UNSET) for name in sorted({name for fields in FEATURES.values() for name in fields})]
+    for name in ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "ffn_dim", "vocab_size"):
         others += [(name, 2 * getattr(model, name)), (name, getattr(model, name) // 2)]
     yield from ({"model": changed} for name, value in others if (changed := _other_model(model, name, value)))
+
+
+def featured(draw: Random, model: ModelSpec) -> tuple[str, ModelSpec]:
+    """Return a model that may have what Llama has not, and what people call it."""
+    feature = draw.choice(sorted(FEATURES)) if draw.random() < FEATURED else ""
+    fields = FEATURES.get(feature, {})
+    if "rotary_dims" in fields:
+        fields = fields | {"rotary_dims": model.head_dim // 2}
+    return feature, msgspec.structs.replace(model, **fields)
 
 
 def _other_model(model: ModelSpec, name: str, value: Any) -> ModelSpec | None:

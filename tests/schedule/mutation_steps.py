@@ -39,6 +39,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
 from tests.helpers import make_model
+from tests.schedule.mutation_headers import featured
 from tests.schedule.mutation_operators import (
     Item,
     Items,
@@ -97,8 +98,8 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         chosen: dict[str, Any] = {name: draw.choice(values) for name, values in OPTIONS.items()}
         heads, kv_heads = draw.choice([(4, 4), (4, 2), (8, 2)])
         tied = draw.choice((msgspec.UNSET, msgspec.UNSET, True))
-        model = make_model(heads, kv_heads, head_dim=2)
-        model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, tied_embeddings=tied)
+        feature, model = featured(draw, make_model(heads, kv_heads, head_dim=4))
+        model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, tied_embeddings=model.tied_embeddings or tied)
         batch = chosen["micro_batches"] * draw.choice((1, 1, 2))
         padding = draw.choice((0, 0, 3))
         documents = draw.choice([(5, 11), (1, 8, 7), (2, 2, 9, 3)])
@@ -117,10 +118,8 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
             continue
         told: dict[str, Any] = {"documents": workload.documents} if workload.documents else {}
         told |= {name: value for name, value in chosen.items() if value != getattr(entry.options, name)}
-        return (
-            f"step of {schedule}, P = {ranks}, dp = {dp}, {heads}:{kv_heads}, batch {batch}, tied {tied}, {told}",
-            checked,
-        )
+        of = f"{heads}:{kv_heads}, {feature}, batch {batch}, tied {tied}"
+        return f"step of {schedule}, P = {ranks}, dp = {dp}, {of}, {told}", checked
 
 
 STATES = (Unpack, Pack, SquareSum, AdamW, HostAdamW)

@@ -30,13 +30,13 @@ from rich.table import Table
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.engine.simulate import simulate
-from sim.errors import LongstepError
+from sim.errors import InputError, LongstepError, ScheduleError
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.workload import Workload
-from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_cluster_spec, make_model
+from tests.helpers import OFFLOADED, VARIANTS, make_checked, make_cluster_spec, make_model
 from tests.schedule.mutation_documents import DOCUMENT_OPERATORS, drawn_documents
-from tests.schedule.mutation_headers import HEADER_OPERATORS
+from tests.schedule.mutation_headers import HEADER_OPERATORS, featured
 from tests.schedule.mutation_operators import OPERATORS, Operator
 from tests.schedule.mutation_steps import STEP_OPERATORS, drawn_step
 from topology.cluster import Cluster
@@ -116,10 +116,15 @@ def drawn_layers(draw: Random) -> tuple[str, Checked]:
         fields |= {"batch": draw.choice((1, 2)), "scope": "layer", "layers": 2, "passes": "both"}
         if name in VARIANTS and draw.random() < 0.6:
             fields |= {"scope": "attention", "layers": 1, "passes": draw.choice(["both"] * 4 + ["forward", "backward"])}
-        workload = Workload(model=make_model(*heads, head_dim=4), seq=48, dtype="fp64", **fields)
-        checked = checked_or_refused(name, workload, ranks)
-        if checked is not None:
-            return f"{name}, P = {ranks}, {heads[0]}:{heads[1]}, {mask}, {fields}", checked
+        feature, model = featured(draw, make_model(*heads, head_dim=4))
+        try:
+            workload = Workload(model=model, seq=48, dtype="fp64", **fields)
+            checked = make_checked(name, workload, ranks)
+        except ScheduleError:
+            raise
+        except InputError:
+            continue
+        return f"{name}, P = {ranks}, {heads[0]}:{heads[1]}, {mask}, {feature}, {fields}", checked
 
 
 def verdict(changed: Schedule, original: Checked, order_seed: int) -> tuple[Verdict, str]:

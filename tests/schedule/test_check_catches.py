@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,11 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
-from sim.workload import Dtype, Workload
+from sim.workload import Dtype, Scope, Workload
 from tests.helpers import make_checked, make_model
 
 Change = Callable[[Op], Op | None]
@@ -556,7 +558,7 @@ def test_shapes_that_do_not_fit() -> None:
         ports = [msgspec.structs.replace(port, view=port.view[:, :1]) for port in program.outputs]
         return program.replace(outputs=tuple(ports))
 
-    refuses(Schedule(schedule.header, clipped), "holds 1 along 's', but says 8")
+    refuses(Schedule(schedule.header, clipped), "holds 1 along 's' where 8 is needed")
 
 
 def test_an_op_that_writes_what_it_sends() -> None:
@@ -767,6 +769,54 @@ def test_a_mesh_that_the_programs_are_not_of(mesh: Mesh) -> None:
     written = schedule.to_json().replace(msgspec.json.encode(schedule.header), msgspec.json.encode(header))
     with pytest.raises(InputError):
         check(Schedule.from_json(written))
+
+
+@pytest.mark.parametrize("scope", ["attention", "layer"])
+@pytest.mark.parametrize(("field", "by"), [("head_dim", 2), ("num_heads", 2), ("ffn_dim", 2), ("embed_dim", 2)])
+def test_a_model_that_the_programs_are_not_of(scope: Scope, field: str, by: int) -> None:
+    """Inputs and outputs have the sizes that the model of the header gives them, along every dimension."""
+    workload = Workload(model=make_model(8, 4), seq=32, scope=scope, layers=1)
+    schedule = make_checked("zigzag", workload, 2).schedule
+    model = msgspec.structs.replace(workload.model, **{field: by * getattr(workload.model, field)})
+    header = msgspec.structs.replace(schedule.header, workload=msgspec.structs.replace(workload, model=model))
+    asked = Schedule(header, schedule.program)
+    if scope == "attention" and field in {"ffn_dim", "embed_dim"}:
+        check(asked)  # which attention alone has not
+    else:
+        refuses(asked, "is needed|cells of .* have an owner|wrong key/value heads")
+
+
+def test_an_input_whose_dimensions_are_in_another_order() -> None:
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    programs = schedule.programs
+    at = programs[1].inputs[0].view.buffer
+    buffers = list(programs[1].buffers)
+    buffers[at] = msgspec.structs.replace(buffers[at], dims="bsdh")
+    programs[1] = programs[1].replace(buffers=tuple(buffers))
+    refuses(Schedule(schedule.header, programs.__getitem__), "has dims 'bsdh': those of q are 'bshd'")
+
+
+@pytest.mark.parametrize(
+    ("options", "buffer", "message"),
+    [
+        ({"zero_stage": 3}, "wq", "takes for weights a view of buffer 'wq' with gaps"),
+        ({"zero_stage": 3}, "dw_head 1", "takes for gradients a view of buffer 'dw_head 1' with gaps"),
+        ({}, "ids", "takes for ids a view of buffer 'ids' with gaps"),
+        ({"mlp": "tiled"}, "h2", "takes for x a view of buffer 'h2' with gaps"),
+    ],
+)
+def test_a_view_with_gaps_for_a_kernel_that_sees_one_row(options: dict[str, Any], buffer: str, message: str) -> None:
+    workload = Workload(model=make_model(8, 4), seq=16, batch=2, scope="step", layers=1)
+    method = SCHEDULES["ring"]
+    chosen = dataclasses.replace(method.options, **options)
+    schedule = method.schedule(workload, method.mesh(2, workload.model), chosen)
+    programs = schedule.programs
+    buffers = tuple(
+        msgspec.structs.replace(one, shape=(*one.shape[:-1], one.shape[-1] + 1)) if one.name == buffer else one
+        for one in programs[0].buffers
+    )
+    programs[0] = programs[0].replace(buffers=buffers)
+    refuses(Schedule(schedule.header, programs.__getitem__), message)
 
 
 @pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])

@@ -35,20 +35,26 @@ class Operand(NamedTuple):
     read_if: str = ""
     """The flag by which an op also reads what it writes."""
     numbers: Numbers = "alike"
+    contiguous: bool = False
+    """Whether its views have to lie in memory in one piece."""
 
     def is_read_by(self, op: Data) -> bool:
         """Return whether an op reads it."""
         return self.is_read or bool(self.read_if and getattr(op, self.read_if))
 
 
-def In(letters: str = "", numbers: Numbers = "alike") -> Operand:  # noqa: N802 - stands in annotations, as a type does
+def In(  # noqa: N802 - stands in annotations, as a type does
+    letters: str = "", numbers: Numbers = "alike", *, contiguous: bool = False
+) -> Operand:
     """Return the declaration of what an op reads."""
-    return Operand(letters, is_read=True, is_written=False, numbers=numbers)
+    return Operand(letters, is_read=True, is_written=False, numbers=numbers, contiguous=contiguous)
 
 
-def Out(letters: str = "", numbers: Numbers = "alike", *, read_if: str = "") -> Operand:  # noqa: N802
+def Out(  # noqa: N802
+    letters: str = "", numbers: Numbers = "alike", *, read_if: str = "", contiguous: bool = False
+) -> Operand:
     """Return the declaration of what an op writes."""
-    return Operand(letters, is_read=False, is_written=True, read_if=read_if, numbers=numbers)
+    return Operand(letters, is_read=False, is_written=True, read_if=read_if, numbers=numbers, contiguous=contiguous)
 
 
 def InOut(letters: str = "", numbers: Numbers = "alike") -> Operand:  # noqa: N802

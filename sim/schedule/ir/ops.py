@@ -443,11 +443,11 @@ class TiledMlp(_Kernel, frozen=True, kw_only=True):
     """
 
     meta = Meta("t", "tiled mlp", "matrix product")
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bse", contiguous=True)]
     w_gate: Annotated[View, In("ef")]
     w_up: Annotated[View, In("ef")]
     w_down: Annotated[View, In("fe")]
-    out: Annotated[View, Out("bse")]
+    out: Annotated[View, Out("bse", contiguous=True)]
     tile: int
 
 
@@ -457,12 +457,12 @@ class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     """
 
     meta = Meta("b", "tiled mlp backward", "matrix product")
-    x: Annotated[View, In("bse")]
+    x: Annotated[View, In("bse", contiguous=True)]
     w_gate: Annotated[View, In("ef")]
     w_up: Annotated[View, In("ef")]
     w_down: Annotated[View, In("fe")]
-    dout: Annotated[View, In("bse")]
-    dx: Annotated[View, Out("bse")]
+    dout: Annotated[View, In("bse", contiguous=True)]
+    dx: Annotated[View, Out("bse", contiguous=True)]
     dw_gate: Annotated[View, Out("ef")]
     dw_up: Annotated[View, Out("ef")]
     dw_down: Annotated[View, Out("fe")]
@@ -474,8 +474,8 @@ class Embed(_Kernel, frozen=True, kw_only=True):
 
     meta = Meta("e", "embed", "other", "embedding")
     table: Annotated[View, In("io")]
-    ids: Annotated[View, In("bs", "int64")]
-    out: Annotated[View, Out("bs*o")]
+    ids: Annotated[View, In("bs", "int64", contiguous=True)]
+    out: Annotated[View, Out("bs*o", contiguous=True)]
 
 
 class EmbedBackward(_Kernel, frozen=True, kw_only=True):
@@ -510,14 +510,14 @@ class Unpack(_Kernel, frozen=True, kw_only=True):
 
     meta = Meta("U", "unpack", "copy", "copy")
     flat: Annotated[View, In("i")]
-    weights: Annotated[tuple[View, ...], Out()]
+    weights: Annotated[tuple[View, ...], Out(contiguous=True)]
 
 
 class Pack(_Kernel, frozen=True, kw_only=True):
     """flat = the elements of all gradients, one behind the other, in its data type or wider."""
 
     meta = Meta("P", "pack", "copy", "copy")
-    gradients: Annotated[tuple[View, ...], In()]
+    gradients: Annotated[tuple[View, ...], In(contiguous=True)]
     flat: Annotated[View, Out("i", "alike or wide")]
 
 

@@ -37,6 +37,15 @@ class Tensor(NamedTuple):
         """Whether it is a weight, its gradient, or what an optimiser has of them."""
         return self.kind not in OF_TOKENS
 
+    @property
+    def dims(self) -> str:
+        """The letters of its dimensions in a buffer, see ``Buffer``; statistics of heads have no head dim."""
+        if self.of_weight:
+            return "io"[: len(self.axes) or 1]
+        if self.axes in {("heads",), ("kv_heads",)}:
+            return "bhs" if self.numbers == "accumulation" else "bshd"
+        return "bse"[: 2 + len(self.axes)]
+
     def later(self, layers: int) -> Tensor:
         """Return the same tensor so many layers later."""
         return self._replace(layer=self.layer + layers)

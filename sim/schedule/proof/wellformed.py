@@ -81,7 +81,7 @@ def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], schedule
         return problem or _message_problem(op, (*reads, *writes), program)
     problem = problem or _shape_problem(op, program)
     if isinstance(op, ops.Kernel | ops.HostAdamW):
-        problem = problem or _dtype_problem(op, program, workload)
+        problem = problem or _gap_problem(op, program) or _dtype_problem(op, program, workload)
     if isinstance(op, ops.Kernel):
         problem = problem or _rule_problem(op, program, schedule)
     return problem
@@ -180,6 +180,16 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
         needed = tuple(extents.setdefault(letter, extent) for letter, extent in zip(wanted, shape, strict=True))
         if shape != needed:
             return f"has {name} of shape {shape} where {needed} is needed"
+    return ""
+
+
+def _gap_problem(op: ops.Kernel | ops.HostAdamW, program: Program) -> str:
+    """Return where a view does not lie in one piece for a kernel that needs it so."""
+    for name, mark in operands(type(op)).items():
+        for view in views_in(getattr(op, name)) if mark.contiguous else ():
+            if not is_contiguous(view, program.buffers[view.buffer]):
+                buffer = program.buffers[view.buffer].name
+                return f"takes for {name} a view of buffer {buffer!r} with gaps; copy it into a buffer first"
     return ""
 
 
@@ -428,15 +438,15 @@ def port_problem(port: Port, program: Program, model: ModelSpec) -> str:
     for span in (port.batch, port.heads, *port.tokens, *((port.features,) if port.features else ())):
         if not (0 <= span.start <= span.stop < FAR // 2 and span.step >= 1):
             return f"says that it holds {span}: positions begin at 0 and rise"
-    dims = dict(zip(program.buffers[port.view.buffer].dims, port.view.shape, strict=True))
-    tensor, tokens = tensor_of(port.tensor, model), num_tokens(port.tokens)
+    dims, tensor = program.buffers[port.view.buffer].dims, tensor_of(port.tensor, model)
+    if dims != tensor.dims:
+        return f"has dims {dims!r}: those of {port.tensor} are {tensor.dims!r}"
     width = port.features.size if port.features else tensor.features(model)
-    wanted = {"b": port.batch.size, "s": tokens, "i": tokens, "h": port.heads.size, "e": width, "o": width}
-    for dim, extent in dims.items():
-        if dim in wanted and extent != wanted[dim]:
-            return f"holds {extent} along {dim!r}, but says {wanted[dim]}"
-    if ("h" in dims) != (tensor.heads(model) is not None):
-        return f"has dims {''.join(dims)!r}, which are not those of {port.tensor}"
+    tokens, sequences, heads = num_tokens(port.tokens), port.batch.size, port.heads.size
+    wanted = {"b": sequences, "s": tokens, "i": tokens, "h": heads, "d": model.head_dim, "e": width, "o": width}
+    for dim, extent in zip(dims, port.view.shape, strict=True):
+        if extent != wanted[dim]:
+            return f"holds {extent} along {dim!r} where {wanted[dim]} is needed"
     return ""
 
 

@@ -304,14 +304,13 @@ class ProgramBuilder:
         model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
         if tensor.of_weight:
             category = _CATEGORIES[tensor.kind]
-            dims, dtype = "io"[: len(shape)], dtype_of(tensor, self.workload.dtype)
-            return self.buffer(name, dims, (extent, *shape[1:]), dtype, category, place, tensor.layer)
+            dtype = dtype_of(tensor, self.workload.dtype)
+            return self.buffer(name, tensor.dims, (extent, *shape[1:]), dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
-        dims, shape = "bse"[: 2 + len(shape)], (self.batch.size, extent, *shape)
-        dtype = dtype_of(tensor, self.workload.dtype)
-        return self.buffer(name, dims, shape, dtype, "saved" if is_saved else "other")
+        shape, dtype = (self.batch.size, extent, *shape), dtype_of(tensor, self.workload.dtype)
+        return self.buffer(name, tensor.dims, shape, dtype, "saved" if is_saved else "other")
 
     def input_of(self, tensor: Tensor, tokens: Tokens, place: Place = "hbm") -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""
