@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 import shutil
 import sys
@@ -282,8 +281,8 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
     ):
         task = bar.add_task(doing, total=None)
 
-        def show(done: int, count: int, left_s: float | None = None, *_: object) -> None:
-            told = doing if left_s in {None, math.inf} else f"{seconds(left_s)} left"
+        def show(done: int, count: int, left_s: float | None = None) -> None:
+            told = doing if left_s is None else f"{seconds(left_s)} left"
             bar.update(task, completed=done, total=count, description=told, refresh=True)
 
         yield show

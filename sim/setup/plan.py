@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from sim.engine.room import Room
 from sim.errors import InputError
-from sim.setup.branches import Played
+from sim.setup.branches import Lost, Played
 from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
 from sim.setup.names import at_least_one
+from sim.setup.remedies import remedies
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Setup
 from sim.setup.space import OPTIONS, Family, families
@@ -38,6 +39,9 @@ class Plan(NamedTuple):
     configurations: int
     shortage: str
     """Where nothing fits, what is missing least; else empty."""
+    remedies: Sequence[str] = ()
+    """Where nothing fits, changes each of which would make something fit, by the memory of one rank: of options, of the
+    number of GPUs, of the length."""
     interrupted: bool = False
     """Whether Ctrl-C has cut the search."""
 
@@ -83,10 +87,13 @@ def plan(
         tensors = TENSORS if tensors is None else tensors
     if tensors is not None:
         require_tensors(tensors)
-    found = families(setup, options, tensors=tensors or ())
-    search = Search(found, most, CpuTime(limit_s), progress)
+    search = Search(families(setup, options, tensors=tensors or ()), most, CpuTime(limit_s), progress)
     search.run(num_jobs(jobs))
-    return told(search, most, {} if price is None else {setup.cluster: price})
+    found = told(search, most, {} if price is None else {setup.cluster: price})
+    least = _least_short(search)
+    if found.best.rows or least is None or found.interrupted:
+        return found
+    return found._replace(remedies=remedies(setup, least.branch.leanest, options))
 
 
 def _within(setup: Setup, memory_budget: float) -> Setup:
@@ -138,20 +145,25 @@ def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: boo
         len(search.played),
         search.count,
         "" if search.best else shortage(search),
-        search.interrupted,
+        interrupted=search.interrupted,
     )
 
 
 def shortage(search: Search) -> str:
     """Return what is missing least."""
-    if not (short := [found for found in search.lost if found.memory]):
+    least = _least_short(search)
+    if least is None:
         return "nothing is known yet"
-    least = min(short, key=lambda found: found.missing_bytes)
     branch = least.branch.leanest
     return (
         f"{branch.family.named} with {branch.named} needs {least.missing_bytes / 2**30:.3g} GiB more of {least.memory} "
         f"memory"
     )
+
+
+def _least_short(search: Search) -> Lost | None:
+    """Return the branch that lacks least memory, of those that do not fit."""
+    return min((found for found in search.lost if found.memory), key=lambda found: found.missing_bytes, default=None)
 
 
 def _lost(search: Search, family: Family, first_s: float | None, words: tuple[str, str]) -> dict[str, Any]:

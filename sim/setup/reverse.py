@@ -98,14 +98,18 @@ class _Asked(NamedTuple):
         """Return the last of some lengths at which a configuration reaches what it has to, as it does at a known one:
         the last that its bounds allow, or the next shorter one at which it does.
         """
-        allowed = last_enough(len(lengths), known, partial(self._may_reach, setup, lengths, winner))
-        if allowed == known:
-            return known
 
         def misses(short: int) -> bool:
             return not self._reaches(setup, lengths, winner, allowed - short)
 
-        return allowed if not misses(0) else allowed - 1 - last_enough(allowed - known, 0, misses)
+        try:
+            allowed = last_enough(len(lengths), known, partial(self._may_reach, setup, lengths, winner))
+            if allowed == known or not misses(0):
+                return allowed
+            return allowed - 1 - last_enough(allowed - known, 0, misses)
+        except KeyboardInterrupt:
+            self.cpu.interrupted = True
+            return known
 
     def _reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
         """Return whether a configuration fits at one of some lengths, and reaches the target there; no when it is too

@@ -34,7 +34,7 @@ def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> 
     leaves: list[Branch] = []
     stays = [*STAYS]
     for size in sorted({_size(family) for family in families}, reverse=True):
-        there = sorted((one for one in families if _size(one) == size), key=_unusual)
+        there = sorted((one for one in families if _size(one) == size), key=unusual)
         while stays and not is_late():
             leaf, fits = _of_first(there, stays[0])
             if leaf is None:
@@ -75,7 +75,7 @@ def _size(family: Family) -> int:
     return (family.setup.gpus or 1) // family.setup.dp_degree
 
 
-def _unusual(family: Family) -> tuple[int, bool, int]:
+def unusual(family: Family) -> tuple[int, bool, int]:
     """Return how unusual a family is: its schedule, heads that are split between nodes, and few parts of heads."""
     name, ulysses = family.named.partition(" ")[0], family.setup.ulysses_degree or 1
     order = USUAL.index(name) if name in USUAL else len(USUAL)
