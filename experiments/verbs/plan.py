@@ -18,7 +18,7 @@ from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import Printer, Ticker, print_json
+from experiments.verbs.terminal import Ticker, print_json, printable
 from sim.errors import InputError
 from sim.setup.branches import Played
 from sim.setup.plan import Plan as Found
@@ -105,7 +105,7 @@ def plan(command: Plan, console: Console) -> None:
 @contextlib.contextmanager
 def _live() -> Iterator[Progress | None]:
     """Yield what shows on a terminal the best so far, and how far the search is; None where stderr is none."""
-    console = Printer(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         yield None
         return
@@ -126,7 +126,11 @@ def _best_so_far(best: Sequence[Played]) -> Table:
         setup, room = one.branch.setup, one.room
         count = setup.batch * setup.dp_degree
         step = f"{seconds(one.step_s)} for {count} sequence{'s' * (count > 1)}"
-        table.add_row(f"{one.branch.family.named}\n{one.branch.named}", step, size(room.free_bytes) if room else "")
+        table.add_row(
+            printable(one.branch.family.named) + "\n" + printable(one.branch.named),
+            step,
+            size(room.free_bytes) if room else "",
+        )
     return table
 
 

@@ -59,7 +59,7 @@ def _shorter(least: Branch) -> list[str]:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(least.setup.replace(seq=tokens * middle // PARTS)) else (low, middle)
-    return [f"a sequence of {tokens * low // PARTS} tokens"] if low else []
+    return [f"a sequence of {tokens * low // PARTS} tokens, {low}/{PARTS} of this one"] if low else []
 
 
 def _fits(setup: Setup) -> bool:
