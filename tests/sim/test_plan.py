@@ -262,6 +262,7 @@ def test_a_limit_is_of_cpu_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
 def test_the_front_page_has_an_answer_within_seconds_of_cpu_time() -> None:
     """In processes of its own, from nothing: 5 s beside two busy loops, more where many processes share caches."""
     asked = ["plan", "--model", "llama3-70b", "--cluster", "hgx-h100", "--nodes", "8", "--seq", "2M", "--limit", "1"]
