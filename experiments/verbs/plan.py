@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
 import longstep
@@ -14,8 +18,9 @@ from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import Ticker, print_json, printable
 from sim.errors import InputError
+from sim.setup.branches import Played
 from sim.setup.plan import Plan as Found
 from sim.setup.search import Progress
 from sim.setup.space import OPTIONS
@@ -62,8 +67,9 @@ class Plan(StepSelection):
     price: OptionalText = None
     """Price of a GPU-hour, in any currency: then a billion tokens have a cost. With --cheapest also of several
     clusters, to choose among these: hgx-h100=2.5,dgx-a100=1.3."""
-    limit: float = 45.0
-    """Seconds of searching, after which the best so far are shown, with how much faster others may be; 0 for none."""
+    limit: float = 60.0
+    """Seconds of CPU time, of all processes together, after which the best so far are shown, as after Ctrl-C, with how
+    much faster others may be; 0 for none."""
     jobs: OptionalInt = None
     """Processes; by default as many as there are cores."""
     json: bool = False
@@ -83,7 +89,7 @@ def plan(command: Plan, console: Console) -> None:
         raise InputError(f"`limit` {command.limit:g}: expected 0 seconds or more")
     prices = None if command.price is None else read_prices(command.price, command.cluster)
     _require_one_question(command, prices)
-    with progress("searching") as show:
+    with _live() as show:
         answer, found = _found(command, prices, show)
     if command.json:
         told = {} if found is None else {**found._asdict(), "best": found.best.rows, "lost": found.lost.rows}
@@ -94,6 +100,38 @@ def plan(command: Plan, console: Console) -> None:
         _print_answer(command, answer, console)
     if found is not None:
         _print_plan(command, found, answer, console)
+
+
+@contextlib.contextmanager
+def _live() -> Iterator[Progress | None]:
+    """Yield what shows on a terminal the best so far, and how far the search is; None where stderr is none."""
+    console = Console(stderr=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        yield None
+        return
+    with Ticker.hushed(), Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def show(done: int, count: int, left_s: float, best: Sequence[Played]) -> None:
+            left = "" if left_s == math.inf else f", {seconds(left_s)} of CPU time left"
+            told = f"{done} of {count} configurations are settled{left}; Ctrl-C ends the search with the best so far"
+            live.update(Group(*([_best_so_far(best)] if best else []), told), refresh=True)
+
+        yield show
+
+
+def _best_so_far(best: Sequence[Played]) -> Table:
+    """Return the best of a search that goes on."""
+    table = Table("schedule", "step", "left", title="the best so far", title_justify="left")
+    for one in best:
+        setup, room = one.branch.setup, one.room
+        count = setup.batch * setup.dp_degree
+        step = f"{seconds(one.step_s)} for {count} sequence{'s' * (count > 1)}"
+        table.add_row(
+            printable(one.branch.family.named) + "\n" + printable(one.branch.named),
+            step,
+            size(room.free_bytes) if room else "",
+        )
+    return table
 
 
 def _require_one_question(command: Plan, prices: dict[str, float] | None) -> None:
@@ -118,7 +156,7 @@ def _require_one_question(command: Plan, prices: dict[str, float] | None) -> Non
 
 
 def _found(
-    command: Plan, prices: dict[str, float] | None, show: Progress
+    command: Plan, prices: dict[str, float] | None, show: Progress | None
 ) -> tuple[longstep.Answer | None, Found | None]:
     """Return the answer to a question asked the other way round, if one was, and a plan."""
     setup = command.setup()
@@ -190,12 +228,16 @@ def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, con
     else:
         said = "nothing was found so far that fits" if found.slack else "nothing fits"
         console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)
+        if found.remedies:
+            told = "".join(f"\n- {one}" for one in found.remedies)
+            console.print(f"any of these would do, by the memory of one rank:{told}", markup=False)
     if found.slack:
         better = "cheaper" if command.cheapest else "faster"
         rest = f"at most {100 * found.slack:.2g} % {better} by its lower bound" if found.slack < 1 else "not known yet"
         said = f"what was not simulated is {rest}"
         known = answer and not answer.sure  # by the sentence above
-        console.print(f"- {said}" if known else f"The search was cut short: {said}; --limit gives it longer.")
+        cut = "interrupted" if found.interrupted else "cut short"
+        console.print(f"- {said}" if known else f"The search was {cut}: {said}; --limit gives it longer.")
     table = Table("schedule", "configurations", "simulated", "with", "why it loses", title="all", title_justify="left")
     by_schedule: dict[str, list[dict[str, Any]]] = {}
     for row in found.lost:

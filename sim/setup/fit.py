@@ -189,7 +189,7 @@ def _seconds(setup: Setup) -> float:
 
 def _helping(setup: Setup, free_bytes: int) -> list[str]:
     """Return the technique to switch on, or those that it takes; none where all together are not enough."""
-    off = _switched_off(setup)
+    off = switched_off(setup)
     alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
     enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
     if enough:
@@ -207,7 +207,7 @@ def _helping(setup: Setup, free_bytes: int) -> list[str]:
     return taken
 
 
-def _switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
+def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
     """Return the techniques of the schedule's options that are off, with what switches them on."""
     options = setup.resolved().options
     return {

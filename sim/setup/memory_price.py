@@ -62,7 +62,7 @@ def memory_prices(
     memory (``free_bytes``), and the ``elasticity``, d ln(step time) / d ln(capacity), by the ``more_bytes`` that win
     most for each byte, with what the step then takes: 0 where the memory does not bind, since no faster way needs more
     of it alone. Where nothing fits, times and elasticity are None, and ``more_bytes`` are what is missing least.
-    Kernels take their median times. After ``limit_s`` seconds of playing rows are not ``sure``: more may be
+    Kernels take their median times. After ``limit_s`` seconds of CPU time rows are not ``sure``: more may be
     bought. Raises InputError below the scope of a step, on one device, and where no way can be built.
 
     >>> small = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
@@ -73,7 +73,7 @@ def memory_prices(
     able = [way for way in ways if isinstance(way, _Way)]
     if not able:
         raise InputError(f"no way of this schedule can be built; the first: {ways[0]}")
-    asked = _Asked(able, math.inf if limit_s is None else time.monotonic() + limit_s)
+    asked = _Asked(able, math.inf if limit_s is None else time.process_time() + limit_s)
     now = asked.fastest()
     memories = dict.fromkeys(name for way in able for name in way.limits)
     return Table([asked.price(memory, now) for memory in memories])
@@ -132,7 +132,7 @@ class _Asked:
     def _played(self, way: _Way) -> _Way | None:
         """Return a way with what its step takes; None where builders refuse it, or the time is over."""
         if id(way) not in self._known:
-            if time.monotonic() > self._ends:
+            if time.process_time() > self._ends:
                 self.sure = False
                 return None
             try:

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 from sim.engine.room import Room
 from sim.errors import InputError
-from sim.setup.branches import Played
+from sim.setup.branches import Lost, Played
+from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
 from sim.setup.names import at_least_one
+from sim.setup.remedies import remedies
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Setup
 from sim.setup.space import OPTIONS, Family, families
 from sim.setup.table import Table
 from sim.setup.tensors import TENSORS, require_tensors
+from sim.setup.usual import is_usual
 from topology.host import num_cores
 
 
@@ -36,6 +39,11 @@ class Plan(NamedTuple):
     configurations: int
     shortage: str
     """Where nothing fits, what is missing least; else empty."""
+    remedies: Sequence[str] = ()
+    """Where nothing fits, changes each of which would make something fit, by the memory of one rank: of options, of the
+    number of GPUs, of the length."""
+    interrupted: bool = False
+    """Whether Ctrl-C has cut the search."""
 
 
 def plan(
@@ -54,9 +62,10 @@ def plan(
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
     open. Each replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a
-    ``price`` of a GPU-hour rows have the cost of a billion tokens. After ``limit_s`` seconds the search ends with what
-    it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as
-    many as there are cores. Kernels take their median times (no jitter).
+    ``price`` of a GPU-hour rows have the cost of a billion tokens. A usual configuration that fits is looked for first.
+    After ``limit_s`` seconds of CPU time, of this process and of those that it starts, or Ctrl-C, the search ends with
+    what it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as many as there are
+    cores. Kernels take their median times (no jitter).
 
     A ``memory_budget`` is what a GPU may use, in bytes, of its memory, contexts of libraries included. With it, or with
     ``tensors``, what becomes of the tensors of a block is not one option for all: each group, as ``"gate+up"``, is
@@ -79,10 +88,13 @@ def plan(
         require_tensors(tensors, setup.model_spec)
     elif memory_budget is not None:
         tensors = TENSORS
-    found = families(setup, options, tensors=tensors or ())
-    search = Search(found, most, limit_s, progress)
+    search = Search(families(setup, options, tensors=tensors or ()), most, CpuTime(limit_s), progress)
     search.run(num_jobs(jobs))
-    return told(search, most, {} if price is None else {setup.cluster: price})
+    found = told(search, most, {} if price is None else {setup.cluster: price})
+    least = _least_short(search)
+    if found.best.rows or least is None or found.interrupted:
+        return found
+    return found._replace(remedies=remedies(setup, least.branch.leanest, options))
 
 
 def _within(setup: Setup, memory_budget: float) -> Setup:
@@ -134,19 +146,25 @@ def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: boo
         len(search.played),
         search.count,
         "" if search.best else shortage(search),
+        interrupted=search.interrupted,
     )
 
 
 def shortage(search: Search) -> str:
     """Return what is missing least."""
-    if not (short := [found for found in search.lost if found.memory]):
+    least = _least_short(search)
+    if least is None:
         return "nothing is known yet"
-    least = min(short, key=lambda found: found.missing_bytes)
     branch = least.branch.leanest
     return (
         f"{branch.family.named} with {branch.named} needs {least.missing_bytes / 2**30:.3g} GiB more of {least.memory} "
         f"memory"
     )
+
+
+def _least_short(search: Search) -> Lost | None:
+    """Return the branch that lacks least memory, of those that do not fit."""
+    return min((found for found in search.lost if found.memory), key=lambda found: found.missing_bytes, default=None)
 
 
 def _lost(search: Search, family: Family, first_s: float | None, words: tuple[str, str]) -> dict[str, Any]:
@@ -225,14 +243,10 @@ def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, An
 def _unusual(room: Room) -> str:
     """Return why no one would run a configuration that fits; empty where nothing is known against it."""
     for limit in room.limits:
-        if limit.memory == "host" and limit.held_bytes > PINNED * limit.capacity_bytes:
+        if limit.memory == "host" and not is_usual(limit):
             pinned, has = (nbytes / 2**30 for nbytes in (limit.held_bytes, limit.capacity_bytes))
             return f"it pins {pinned:.3g} of {has:.3g} GiB of a socket's memory"
     return ""
-
-
-PINNED = 0.5
-"""Which share of the host's memory is pinned at most where others need some: files, data, the system (assumed)."""
 
 
 def _is_tie(first: Played, other: Played) -> bool:

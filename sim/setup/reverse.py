@@ -7,7 +7,6 @@ and reaches the target ends at the first that does; that none does, bounds prove
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from sim.errors import InputError
 from sim.setup import names
 from sim.setup.branches import Open, Played, opened, played
+from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
 from sim.setup.lengths import PER_OCTAVE, ROUND, last_enough, lengths_of_units
 from sim.setup.plan import Plan, num_jobs, require_any_built, require_price, require_searchable, shortage, told
@@ -59,16 +59,14 @@ class _Asked(NamedTuple):
     options: Mapping[str, Sequence[str]]
     target: Target
     most: int
-    ends: float | None
-    limit_s: float | None
+    cpu: CpuTime
     jobs: int
     progress: Progress | None
 
-    def left_s(self, kept: float = 0.0) -> float | None:
-        """Return the seconds that are left, without a share that is kept."""
-        if self.ends is None or self.limit_s is None:
-            return None
-        return max(1e-3, self.ends - time.monotonic() - kept * self.limit_s)
+    @property
+    def kept_s(self) -> float:
+        """What is kept for the plan."""
+        return 0.0 if self.cpu.limit_s == math.inf else LAST * self.cpu.limit_s
 
     def families(self, setup: Setup) -> list[Family]:
         """Return the configurations of a setup."""
@@ -86,8 +84,9 @@ class _Asked(NamedTuple):
         search = Search(
             found,
             1,
-            self.left_s(LAST),
+            self.cpu,
             self.progress,
+            kept_s=self.kept_s,
             leanest_first=lean,
             enough_s=enough_s,
             at_once=AT_ONCE if hopes else None,
@@ -99,14 +98,18 @@ class _Asked(NamedTuple):
         """Return the last of some lengths at which a configuration reaches what it has to, as it does at a known one:
         the last that its bounds allow, or the next shorter one at which it does.
         """
-        allowed = last_enough(len(lengths), known, partial(self._may_reach, setup, lengths, winner))
-        if allowed == known:
-            return known
 
         def misses(short: int) -> bool:
             return not self._reaches(setup, lengths, winner, allowed - short)
 
-        return allowed if not misses(0) else allowed - 1 - last_enough(allowed - known, 0, misses)
+        try:
+            allowed = last_enough(len(lengths), known, partial(self._may_reach, setup, lengths, winner))
+            if allowed == known or not misses(0):
+                return allowed
+            return allowed - 1 - last_enough(allowed - known, 0, misses)
+        except KeyboardInterrupt:
+            self.cpu.interrupted = True
+            return known
 
     def _reaches(self, setup: Setup, lengths: Sequence[int], winner: Branch, number: int) -> bool:
         """Return whether a configuration fits at one of some lengths, and reaches the target there; no when it is too
@@ -123,7 +126,7 @@ class _Asked(NamedTuple):
 
     @property
     def _is_late(self) -> bool:
-        return self.ends is not None and time.monotonic() > self.ends - LAST * (self.limit_s or 0.0)
+        return self.cpu.left_s() <= self.kept_s
 
     def _at(self, setup: Setup, seq: int | str, winner: Branch) -> Branch:
         """Return a configuration at another length."""
@@ -134,7 +137,7 @@ class _Asked(NamedTuple):
         """Return the fastest of a setup that reach the target: that one which is known to, where time is over before
         any is found.
         """
-        search = Search(self.families(setup), self.most, self.left_s(), self.progress)
+        search = Search(self.families(setup), self.most, self.cpu, self.progress)
         search.run(self.jobs)
         if not search.best and isinstance(known := played(self._at(setup, setup.seq, winner), math.inf), Played):
             search.know(known)
@@ -278,7 +281,7 @@ def cheapest(
             found += families(_on(of_cluster, gpus), options, target, hourly, beside)
     if not found:
         raise InputError("no schedule takes any of these numbers of GPUs: set `gpus`, or its degrees")
-    search = Search(found, most, limit_s, progress)
+    search = Search(found, most, CpuTime(limit_s), progress)
     search.run(num_jobs(jobs))
     return told(search, most, prices, by_cost=True)
 
@@ -293,8 +296,7 @@ def _asked(
 ) -> _Asked:
     require_searchable(most, limit_s)
     target.require()
-    ends = None if limit_s is None else time.monotonic() + limit_s
-    return _Asked(options, target, most, ends, limit_s, num_jobs(jobs), progress)
+    return _Asked(options, target, most, CpuTime(limit_s), num_jobs(jobs), progress)
 
 
 def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:

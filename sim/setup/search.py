@@ -4,24 +4,31 @@
 
 A branch, a schedule with its degrees and its first options, is as slow at least as the configuration in it that
 recomputes and copies least, and holds as much at least as the one that holds least (``bounds``, from one rank's
-program). What is looked at first is only a guess: the bound, and what links add where nothing hides them, or added in
+program). A usual configuration that fits is simulated first (``usual``), and its family is searched before others.
+What is looked at next is only a guess: the bound, and what links add where nothing hides them, or added in
 the same family. The search ends where no bound is below the last of the best, or with its time.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from sim.setup.branches import Lost, Open, Played, opened, parts, played
+from sim.setup.cpu_time import CpuTime
 from sim.setup.space import Branch, Family
+from sim.setup.usual import first_that_fits
 from sim.setup.workers import Workers
 
-Progress = Callable[[int, int, float | None], object]
-"""Told how many configurations are settled, of how many, and the seconds that are left at most, if there is a limit."""
+Progress = Callable[[int, int, float, Sequence[Played]], object]
+"""Told how many configurations are settled, of how many, the seconds of CPU time that are left, and the best so far, of
+which the fastest is first."""
 
 NEAR = 1.02
 """How much slower by its bound what is looked at may be than the fastest, while nothing is known that fits."""
+
+_SOON_S = 0.05
+"""How soon it is asked again at the earliest how much CPU time is left."""
 
 LARGE = 4
 """How many times the ops of the smallest program one has that is looked at last, where any that fits will do."""
@@ -34,19 +41,20 @@ class Search:
         self,
         families: list[Family],
         most: int,
-        limit_s: float | None,
+        cpu: CpuTime,
         progress: Progress | None,
         *,
+        kept_s: float = 0.0,
         leanest_first: bool = False,
         enough_s: float = 0.0,
         at_once: int | None = None,
     ) -> None:
         """Take families, of which so many are asked for bounds ``at_once``, by default all; the others in their order
-        once nothing is left of what is known.
+        once nothing is left of what is known. Of the CPU time ``kept_s`` are left for others.
         """
         self.families, self._most, self._progress = families, most, progress
         self._leanest_first, self._enough_s = leanest_first, enough_s
-        self._ends = None if limit_s is None else time.monotonic() + limit_s
+        self._cpu, self._kept_s = cpu, kept_s
         self.count = sum(family.num_leaves for family in families)
         self.open: list[Open] = [Open(Branch(family)) for family in families]
         self._unasked = {id(found) for found in self.open}
@@ -58,6 +66,8 @@ class Search:
         self.lost: list[Lost] = []
         self._added_s: dict[str, float] = {}
         """Per family what a configuration took at least beyond its bound."""
+        self._usual = ""
+        """The family of the usual configuration that was looked for first."""
         self._turn = 0
         self._ops: dict[str, int] = {}
         """Per family how many ops a rank has."""
@@ -94,34 +104,62 @@ class Search:
         """Search until no bound is below the last of the best, or the time is over; or ``until_one`` is known that fits
         and reaches what it has to.
         """
+        try:
+            self._begin()  # before there are workers, which find loaded what it has loaded
+            with Workers(jobs) as workers:
+                try:
+                    self._search(workers, jobs, until_one)
+                finally:
+                    self._cpu.add(workers.cpu_s)
+        except KeyboardInterrupt:
+            self._cpu.interrupted = True
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has ended it."""
+        return self._cpu.interrupted and bool(self.open)
+
+    def _begin(self) -> None:
+        """Look for a usual configuration that fits, so that something is known at once."""
+        if not self._leanest_first and not self._enough_s:
+            found = first_that_fits(self.families, lambda: self._left_s() <= 0)
+            if found is not None and found.reaches:
+                self.know(found)
+                self._usual = found.branch.family.named
+                self._tell(self._left_s())
+
+    def _left_s(self, workers_s: float = 0.0) -> float:
+        return self._cpu.left_s(workers_s) - self._kept_s
+
+    def _search(self, workers: Workers, jobs: int, until_one: bool) -> None:
         running: dict[int, Open] = {}
-        with Workers(jobs) as workers:
-            while True:
-                while workers.idle and (found := self._pick(running)):
-                    if id(found) in self._unasked:
-                        number = workers.submit(opened, found.branch)
-                    elif found.branch.is_leaf:
-                        number = workers.submit(played, found.branch, self.beaten_at)
-                    else:
-                        number = workers.submit(parts, found)
-                    running[number] = found
-                if not running:
-                    return
-                done = workers.wait(None if self._ends is None else self._ends - time.monotonic())
-                if done is None:
-                    return
-                number, result = done
-                self._take(running.pop(number), result)
-                self._tell()
-                if (until_one and self.best) or (self._ends is not None and time.monotonic() > self._ends):
-                    return
+        while (left_s := self._left_s(workers.cpu_s)) > 0:
+            while workers.idle and (found := self._pick(running)):
+                if id(found) in self._unasked:
+                    number = workers.submit(opened, found.branch)
+                elif found.branch.is_leaf:
+                    number = workers.submit(played, found.branch, self.beaten_at)
+                else:
+                    number = workers.submit(parts, found)
+                running[number] = found
+            if not running:
+                return
+            done = workers.wait(None if left_s == math.inf else max(_SOON_S, left_s / jobs))
+            if done is None:
+                continue
+            number, result = done
+            self._take(running.pop(number), result)
+            self._tell(self._left_s(workers.cpu_s))
+            if until_one and self.best:
+                return
 
     def _take(self, asked: Open, result: Open | Lost | Played | list[Open | Lost]) -> None:
         self.open = [found for found in self.open if found is not asked]
         self._unasked.discard(id(asked))
         for one in result if isinstance(result, list) else [result]:
             if isinstance(one, Open):
-                self.open.append(one)
+                if not self._is_known(one.branch):
+                    self.open.append(one)
                 if one.fastest is not None:
                     self._ops.setdefault(one.branch.family.named, one.fastest.ops)
             elif isinstance(one, Lost):
@@ -131,6 +169,10 @@ class Search:
                 name, added_s = asked.branch.family.named, one.batch_s - asked.least_s
                 self._added_s[name] = min(added_s, self._added_s.get(name, added_s))
 
+    def _is_known(self, branch: Branch) -> bool:
+        """Return whether a configuration was simulated, as a usual one is before all others."""
+        return any(one.branch == branch for one in self.played)
+
     def know(self, one: Played) -> None:
         """Take a configuration with what its step takes."""
         self.played.append(one)
@@ -138,13 +180,16 @@ class Search:
             self.best = sorted([*self.best, one], key=lambda found: found.batch_s)
 
     def _pick(self, running: dict[int, Open]) -> Open | None:
-        """Return what to look at next: all branches without bounds; then what may be the fastest, of those within
-        ``NEAR`` of each other the smallest, so that something is known soon that fits, and last those whose memory may
-        just not do; then in turn a configuration and a branch. Where it is only asked whether anything fits, what holds
-        least; where ``enough_s`` will do, that of all that may take so little.
+        """Return what to look at next: in the family of the usual configuration that fits; then all branches without
+        bounds; then what may be the fastest, of those within ``NEAR`` of each other the smallest, so that something is
+        known soon that fits, and last those whose memory may just not do; then in turn a configuration and a branch.
+        Where it is only asked whether anything fits, what holds least; where ``enough_s`` will do, that of all that may
+        take so little.
         """
         taken = {id(found) for found in running.values()}
         waiting = [found for found in self.open if id(found) not in taken and found.least_s < self.beaten_at]
+        if self.best and (kin := [found for found in waiting if found.branch.family.named == self._usual]):
+            waiting = kin
         unasked = [found for found in waiting if id(found) in self._unasked]
         if soon := [found for found in unasked if id(found) in self._at_once]:
             return soon[0]
@@ -168,11 +213,10 @@ class Search:
         """Return what a branch may take: its bound, and what links added in its family, or may add."""
         return found.least_s + self._added_s.get(found.branch.family.named, found.exposed_s)
 
-    def _tell(self) -> None:
+    def _tell(self, left_s: float) -> None:
         if self._progress is not None:
-            left = None if self._ends is None else max(0.0, self._ends - time.monotonic())
             settled = len(self.played) + sum(found.branch.num_leaves for found in self.lost)
-            self._progress(settled, self.count, left)
+            self._progress(settled, self.count, max(0.0, left_s), self.best[: self._most])
 
     def _ease(self, found: Open) -> tuple[bool, float, int]:
         """Return how soon a branch may say that something fits, where most does so soonest: what holds least, but last

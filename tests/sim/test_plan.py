@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,6 +17,7 @@ from longstep import InputError, Setup
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.bounds import least_of_any, least_room
 from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
+from sim.setup.cpu_time import CpuTime
 from sim.setup.room import room
 from sim.setup.space import OPTIONS, Branch, Family, families
 from sim.setup.workers import Workers
@@ -178,6 +184,93 @@ def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
     missing = float(found.shortage.split("needs ")[1].split(" GiB")[0]) * 2**30
     more = tight.replace(set={"cluster.hbm.capacity_bytes": int(4e9 + 1.01 * missing)})
     assert len(longstep.plan(more, options={"checkpoint": ["full"]}).best) == 1
+
+
+@pytest.mark.sweep
+def test_what_would_make_it_fit_does() -> None:
+    """Each alone: an option that is not varied, more GPUs, a shorter sequence; where nothing would there is none."""
+    tight = SMALL.replace(
+        schedule="ulysses", gpus=2, seq="256K", set={"cluster.hbm.capacity_bytes": 7e9, "schedule.loss": "chunked"}
+    )
+    how: dict[str, Any] = {"options": {"checkpoint": ["full"]}, "most": 1, "jobs": 1}
+    found = longstep.plan(tight, **how)
+    assert [one.partition(" ")[0] for one in found.remedies] == ["tiled", "4", "a"]
+    same = tight.replace(ulysses_degree=2, set={"schedule.checkpoint": "full"})
+    gpus = int(found.remedies[1].split()[0])
+    setups = [
+        same.replace(set={"schedule.mlp": "tiled"}),
+        same.replace(gpus=gpus, ulysses_degree=gpus),
+        same.replace(seq=found.remedies[2].split()[3]),
+    ]
+    assert room(same.resolved()).free_bytes < 0
+    assert all(room(one.resolved()).free_bytes >= 0 for one in setups)
+    assert not longstep.plan(tight.replace(set={"cluster.hbm.capacity_bytes": 3.2e9}), **how).remedies
+
+
+@pytest.mark.sweep
+def test_a_usual_configuration_that_fits_is_known_first() -> None:
+    """Before any other is, and it is in the result once."""
+    told: list[Played | None] = []
+
+    def show(done: int, count: int, left_s: float, best: Sequence[Played]) -> None:
+        told.append(best[0] if best else None)
+
+    some = SMALL.replace(schedule="ulysses", gpus=2, layers=1)
+    found = longstep.plan(some, options={"checkpoint": ["none", "full"]}, most=99, jobs=1, progress=show)
+    first = told[0]
+    assert first is not None
+    assert first.branch.family.named == "ulysses (2 replicas)"
+    assert len({(row["schedule"], row["options"]) for row in found.best}) == len(found.best) == found.simulated
+
+
+@pytest.mark.sweep
+def test_an_interrupted_plan_has_the_best_so_far() -> None:
+    """Ctrl-C at the first result: what is known is the answer, and says what it may miss."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    some = SMALL.replace(schedule="ulysses", gpus=2, layers=1)
+    found = longstep.plan(some, options={"checkpoint": ["none", "full"]}, jobs=1, progress=interrupt)
+    assert found.interrupted
+    assert found.simulated == len(found.best) == 1
+    assert found.slack > 0
+    assert not longstep.plan(some, options={"checkpoint": ["full"]}, jobs=1).interrupted
+
+
+def spin(seconds: float) -> None:
+    """Take so much of a processor."""
+    ends = time.process_time() + seconds
+    while time.process_time() < ends:
+        pass
+
+
+def test_a_limit_is_of_cpu_time() -> None:
+    """Of this process and of workers, and not of waiting."""
+    cpu = CpuTime(10.0)
+    with Workers(2) as workers:
+        workers.submit(spin, 0.05)
+        workers.submit(time.sleep, 0.2)
+        while workers.wait(10) is None or workers.wait(10) is None:
+            pass
+        assert 0.05 <= workers.cpu_s < 0.15
+        assert 9.5 < cpu.left_s(workers.cpu_s) < 9.95
+        cpu.add(workers.cpu_s)
+    assert cpu.left_s() < 9.95
+    cpu.interrupted = True
+    assert cpu.left_s() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_the_front_page_has_an_answer_within_seconds_of_cpu_time() -> None:
+    """In processes of its own, from nothing: 5 s beside two busy loops, more where many processes share caches."""
+    asked = ["plan", "--model", "llama3-70b", "--cluster", "hgx-h100", "--nodes", "8", "--seq", "2M", "--limit", "1"]
+    before = os.times()
+    ran = subprocess.run([sys.executable, "-m", "longstep", *asked], capture_output=True, text=True, check=True)
+    after = os.times()
+    assert "doubling one figure of the machine saves the first" in ran.stdout
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 8
 
 
 def test_what_is_set_of_a_cluster_counts_where_degrees_are_placed() -> None:
