@@ -16,7 +16,7 @@ from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import print_json, progress, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, unknown
 from sim.files import require_outputs
@@ -67,8 +67,9 @@ def fit(command: Fit, console: Console) -> None:
     if command.documents:
         raise InputError(f"`documents` {command.documents}: `fit` goes over lengths; leave it out, or use simulate")
     lengths = listed(command.seq, "`seq`", LENGTHS)
+    base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
+    tell_assumed(base, console, json=command.json)
     with progress("predicting") as show:
-        base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
         found = longstep.fit(base, _rows(command), lengths, progress=show)
     found.require_any()
     if command.json:
@@ -112,6 +113,7 @@ def ladder(command: Ladder, console: Console) -> None:
     require_outputs([out])
     setup = command.selection.setup()
     chosen = TECHNIQUES if command.techniques is None else listed(command.techniques, "`techniques`", "FSDP,offload")
+    tell_assumed(setup, console, json=command.json)
     with progress("predicting") as show:
         found = longstep.ladder(setup, most=command.most, techniques=list(chosen), progress=show)
     title = f"techniques of training {command.selection.model} on {command.selection.cluster}"

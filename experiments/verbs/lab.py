@@ -120,7 +120,7 @@ def lab(command: Lab, console: Console) -> None:
     )
     for name in ("repeats", "gpus"):
         at_least_one(name, getattr(command, name))
-    base = longstep.Setup(model=command.model, scope=command.scope, layers=1)
+    base = longstep.Setup(model=command.model, cluster="host", scope=command.scope, layers=1)
     _require_cells(cells, base, command.gpus)
     kept = command.calibration and Path(command.calibration).exists()
     keep = None if kept else command.output(command.calibration, PROFILE_FILE)

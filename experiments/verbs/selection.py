@@ -12,7 +12,7 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.setup.documents import BY_BLOCKS, planned_by
-from sim.setup.names import OwnSchedule
+from sim.setup.names import CLUSTER, CLUSTER_HERE, MODEL, MODEL_HERE, OwnSchedule
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -42,9 +42,9 @@ def typed_values(key: str, values: str) -> str | list[str]:
 class Selection:
     """What to look at. Lengths take K = 1024 and M = 1024^2."""
 
-    model: str = "tiny"
+    model: str = MODEL_HERE
     """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = "host"
+    cluster: str = CLUSTER_HERE
     """NAME or FILE.toml; host is this machine."""
     nodes: OptionalInt = None
     """Nodes of the cluster; by default as many as --gpus needs."""
@@ -119,7 +119,12 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSelection(Selection):
-    """What to look at, by default a training step: what is predicted, not executed or drawn."""
+    """What to look at, by default a training step of what people have: what is predicted, not executed or drawn."""
+
+    model: str = MODEL
+    """NAME, FILE.toml, or a config.json of Hugging Face."""
+    cluster: str = CLUSTER
+    """NAME or FILE.toml; host is this machine."""
 
     scope: str = "step"
     """What is played: a training step with its optimiser (step), whole layers (layer), or attention of one layer."""
