@@ -22,6 +22,7 @@ from sim.errors import InputError, unknown
 from sim.files import require_outputs
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.answer import what_fits
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
@@ -80,6 +81,7 @@ def fit(command: Fit, console: Console) -> None:
     for start in range(0, len(found.rows), len(lengths)):
         cells = found.rows[start : start + len(lengths)]
         table.add_row(cells[0]["row"], *map(_cell, cells))
+    console.print(what_fits(found), markup=False)
     console.print(table)
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
         console.print(f"- {error}", markup=False)

@@ -22,7 +22,7 @@ from rich.console import Console
 from experiments.evidence.provenance import command_line
 from experiments.verbs.cli import main
 from experiments.verbs.validate import Validate, validate
-from longstep import predict
+from longstep import predict, table
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.presets import preset_names
@@ -130,6 +130,7 @@ def test_an_answer_is_a_sentence_with_what_it_rests_on(capsys: pytest.CaptureFix
     assert repr(p).startswith(first)
     for line in (first, *printed[-3:]):
         assert html.escape(line) in p._repr_html_()
+    assert table(p)._repr_html_().startswith("<table><tr><th>schedule</th>")
     everything = run(capsys, "simulate", *step, "--evidence")
     assert "beyond the measured range: " not in "".join(printed)
     assert "beyond the measured range: " in everything
