@@ -79,8 +79,8 @@ def plan(command: Plan, console: Console) -> None:
         raise InputError(f"`limit` {command.limit:g}: expected 0 seconds or more")
     prices = None if command.price is None else read_prices(command.price, command.cluster)
     _require_one_question(command, prices)
-    asked = command.setup().replace(cluster=next(iter(prices))) if prices else command.setup()
-    tell_assumed(asked, console, json=command.json)
+    setup = command.setup().replace(cluster=next(iter(prices))) if prices else command.setup()
+    tell_assumed(setup, console, json=command.json)
     with progress("searching") as show:
         answer, found = _found(command, prices, show)
     if command.json:
