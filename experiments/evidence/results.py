@@ -38,7 +38,7 @@ _OBJECTS = {
     "study": {"question", "conclusion", "rows"},
     "compare": {"kinds", "step", "report"},
     "run": {"step_times_s", "critical_rank", "error_bound"},
-    "simulate": {"answer", "rests_on", "floors", "evidence"},
+    "simulate": {"step_time_s", "floors", "evidence"},
 }
 """Keys that tell an object; the first that has all of its keys is meant."""
 _LISTS = {

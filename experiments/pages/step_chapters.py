@@ -149,7 +149,9 @@ def simulate_chapter(result: Result) -> Chapter:
     rows += [{"figure": f"floor of {name}", "value": seconds(value)} for name, value in found["floors"].items()]
     return Chapter(
         title=f"Predicted step: {result.name}",
-        says=[found["answer"], *found["rests_on"]],
+        says=[found["answer"], *found["rests_on"]]
+        if "answer" in found
+        else [f"{seconds(found['step_time_s'])} a step"],
         charts=charts,
         tables=[table("figures", rows)],
         evidence=_evidence(found["evidence"]),

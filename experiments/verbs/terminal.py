@@ -73,8 +73,8 @@ class Printer(Console):
 def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
     """Print what nobody named and is assumed, as options; JSON has no such line."""
     if setup.assumed and not json:
-        named = " ".join(f"--{name} {value}" for name, value in setup.assumed.items())
-        console.print(f"assumed: {named}", markup=False)
+        options = " ".join(f"--{name} {value}" for name, value in setup.assumed.items())
+        console.print(f"assumed: {options}", markup=False)
 
 
 def tell_basis(predictions: Sequence[Prediction], console: Console, *, everything: bool = False) -> None:
