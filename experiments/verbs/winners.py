@@ -16,6 +16,7 @@ from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
 from experiments.verbs.terminal import print_json, progress, tell_assumed
 from sim.errors import InputError
+from sim.setup.answer import who_wins
 from sim.setup.axes import field_of
 
 
@@ -49,6 +50,7 @@ def winners(command: Winners, console: Console) -> None:
         print_json(found.rows, console)
         return
     keys = [field_of(key) for key in axes]
+    console.print(who_wins(found), markup=False)
     console.print(_map(found.rows, keys))
     for row in found.rows:
         console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {row['why']}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,25 @@ def what_fits(found: Table) -> str:
     never = [name for name in dict.fromkeys(row["row"] for row in found) if name not in longest]
     others += [f"{', '.join(never)} at none of these lengths"] if never else []
     return "; ".join([f"Longest fits {length(most)}, {of}", *others])
+
+
+def who_wins(found: Table) -> str:
+    """Return what the rows of ``winners`` say: how many places each wins.
+
+    >>> from sim.setup.table import Table
+    >>> places = [{"winner": name, "tied": name == "ring"} for name in ("ring", "ulysses", "ulysses", "")]
+    >>> print(who_wins(Table(places)))
+    Of 4 places ulysses wins 2, ring 1; ties among these: 1; nothing fits at 1
+    """
+    places = Counter(row["winner"] for row in found)
+    won = ", ".join(
+        f"{name} {'' if number else 'wins '}{count}"
+        for number, (name, count) in enumerate((name, count) for name, count in places.most_common() if name)
+    )
+    ties = sum(bool(row["tied"]) for row in found)
+    rest = [f"ties among these: {ties}"] if ties else []
+    rest += [f"nothing fits at {places['']}"] if places[""] else []
+    return f"Of {len(found)} places {won or 'none is won'}{'; ' if rest else ''}{'; '.join(rest)}"
 
 
 def rests_on(prediction: Prediction) -> list[str]:
