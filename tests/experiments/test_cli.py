@@ -96,6 +96,7 @@ def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixtu
     assert found["step_time_s"] >= max(found["floors"].values())
 
 
+@pytest.mark.sweep
 def test_what_nobody_named_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     """First of all; what executes is of this machine, and says nothing."""
     step = ("--seq", "16K", "--layers", "1", "--schedule", "ulysses")
@@ -113,6 +114,7 @@ def test_what_nobody_named_is_assumed_and_said(capsys: pytest.CaptureFixture[str
     assert "attention of tiny" in run(capsys, "show", "--seq", "1K", "--gpus", "2")
 
 
+@pytest.mark.sweep
 def test_an_answer_is_a_sentence_with_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
     """The same in a terminal, as JSON, in Python and in a notebook."""
     step = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "512K", "--layers", "1", "--schedule", "ulysses")
@@ -134,6 +136,32 @@ def test_an_answer_is_a_sentence_with_what_it_rests_on(capsys: pytest.CaptureFix
     everything = run(capsys, "simulate", *step, "--evidence")
     assert "beyond the measured range: " not in "".join(printed)
     assert "beyond the measured range: " in everything
+
+
+@pytest.mark.sweep
+def test_the_sentence_is_of_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    step = (
+        "simulate",
+        "--cluster",
+        "hgx-h100",
+        "--model",
+        "llama3-8b",
+        "--seq",
+        "64K",
+        "--layers",
+        "1",
+        "--seeds",
+        "1",
+    )
+    several = (*step, "--schedule", "ring,zigzag")
+    both = run(capsys, *several).splitlines()[0]
+    assert re.search(r"^Zigzag trains fastest: .*; fits with .* left; ring takes [\d.]+ times as long$", both)
+    rows = json.loads(run(capsys, *several, "--json"))
+    assert rows[0]["answer"].startswith("Ring takes")
+    none = run(capsys, *several, "--set", f"cluster.hbm.capacity_bytes={rows[0]['peak_hbm_bytes'] // 2}").splitlines()[
+        0
+    ]
+    assert re.search(r"^None of 2 fits; nearest comes (ring|zigzag): .*; does not fit: .* missing$", none)
 
 
 def test_without_a_profile_the_first_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
