@@ -36,8 +36,10 @@ _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")
 _KEYS = {"pass": "passes"} | {
     field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile", "yes"}
 }
-_ALWAYS = ("model", "cluster", "scope")
-"""What a case file says even where it is the default."""
+_HERE = {"model": names.MODEL_HERE, "cluster": names.CLUSTER_HERE}
+"""What a case is of that does not say it: what is executed where nobody names another."""
+_ALWAYS = (*_HERE, "scope")
+"""What is written into a case file whatever it is."""
 _LEFT_OUT = sorted({kind.meta.kernel for kind in KINDS.values() if kind.meta.activity == "compute"} - {""})
 """Kernels that code may leave out: those that memory bounds."""
 _SIZES = tuple(dict.fromkeys(field for kind in ALONE.values() for field in kind.__struct_fields__))
@@ -233,7 +235,7 @@ def case_fields(setup: Setup) -> dict[str, Any]:
 def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
     """Return the setup of which ``case_fields`` says these."""
     named: dict[str, Any] = {_KEYS[key]: tuple(value) if key == "set" else value for key, value in fields.items()}
-    return Setup(**named, profile=profile)
+    return Setup(**_HERE | named, profile=profile)
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:

@@ -104,7 +104,7 @@ def compare(prediction: Prediction, repeats: int = 5, *, timeout: float = 120.0,
     InputError without one.
 
     >>> from longstep import predict
-    >>> compare(predict("ring", seq="1K", gpus=2, profile="datasheet"))  # doctest: +ELLIPSIS
+    >>> compare(predict(model="tiny", cluster="host", seq="1K", gpus=2, profile="datasheet"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     sim.errors.InputError: comparing needs a profile of this machine: run longstep calibrate --quick, ...

@@ -136,8 +136,6 @@ def simulate_chapter(result: Result) -> Chapter:
     found = result.data
     parts, room = found["breakdown"], found.get("room")
     held = room["terms"] if room else found["memory"]
-    within = found["interval_s"]
-    interval = f", 90 % interval {seconds(within[0])} to {seconds(within[1])}" if within else ""
     charts = [_stack("where the step of the critical rank goes", {name: [s] for name, s in parts.items()}, SECONDS)]
     if any(held.values()):
         charts.append(_stack(f"{PEAK} of a GPU", {name: [nbytes] for name, nbytes in held.items()}, BYTES))
@@ -151,7 +149,9 @@ def simulate_chapter(result: Result) -> Chapter:
     rows += [{"figure": f"floor of {name}", "value": seconds(value)} for name, value in found["floors"].items()]
     return Chapter(
         title=f"Predicted step: {result.name}",
-        says=[f"{seconds(found['step_time_s'])} a step{interval}; bound by {found['bound_by'] or 'not asked'}"],
+        says=[found["answer"], *found["rests_on"]]
+        if "answer" in found
+        else [f"{seconds(found['step_time_s'])} a step"],
         charts=charts,
         tables=[table("figures", rows)],
         evidence=_evidence(found["evidence"]),

@@ -35,7 +35,7 @@ def compare_here(console: Console) -> None:
     from runtime.run import ScheduleRun
 
     found: list[tuple[str, str, Comparison]] = []
-    ring = longstep.predict("ring", gpus=2, seq="2K", scope="attention")
+    ring = longstep.predict("ring", model="tiny", cluster="host", gpus=2, seq="2K", scope="attention")
     with open_session(ring.checked, ring.cluster.spec, ring.profile) as session:
         for seq in ("4K", "8K"):
             for schedule in ("ring", "ulysses"):

@@ -18,14 +18,14 @@ from experiments.pages.balance_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import print_json, progress, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.presets import preset_names, read_bytes
-from sim.setup.names import at_least_one, tokens
+from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
 from sim.setup.planners import PLANNERS
 
 DISTRIBUTIONS = "sim/batches/distributions"
@@ -53,9 +53,9 @@ class Balance(Writes):
     """FILE.txt with your layout: all positions of the batch as your framework shards them, equal parts per rank."""
     planners: OptionalText = None
     """NAMEs, such as zigzag,dcp; by default all."""
-    model: str = "llama3-8b"
+    model: str = MODEL
     """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = "hgx-h100"
+    cluster: str = CLUSTER
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     gpus: OptionalInt = None
     """Ranks that share the batch; by default one node."""
@@ -86,6 +86,7 @@ def balance(command: Balance, console: Console) -> None:
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
         set=command.set, scope="attention", yes=command.yes,
     )  # fmt: skip
+    tell_assumed(setup, console, json=command.json)
     if command.execute and (command.kernels_only or command.seeds > 1):
         raise InputError("`execute` plays what was simulated of one batch: leave out `kernels_only` and `seeds`")
     chosen = list(PLANNERS) if command.planners is None else listed(command.planners, "`planners`", "dcp")

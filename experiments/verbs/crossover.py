@@ -13,7 +13,7 @@ import longstep
 from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules
-from experiments.verbs.terminal import print_json
+from experiments.verbs.terminal import print_json, tell_assumed
 from sim.errors import InputError
 
 
@@ -38,6 +38,7 @@ def crossover(command: Crossover, console: Console) -> None:
     if not equals:
         raise InputError(f"`along` {command.along or ''}: expected KEY=LOW..HIGH such as seq=64K..4M")
     names, (a, b) = _two(setup)
+    tell_assumed(setup, console, json=command.json)
     found = longstep.crossover(a, b, key.strip(), between.strip(), within=command.within)
     if command.json:
         print_json({"along": key, **names, "crossings": found.rows, "points": found.points.rows}, console)

@@ -18,12 +18,13 @@ from experiments.pages.render import PAGE_FILE
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import FileSelection, StepSelection, listed
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import print_json, progress, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, unknown
 from sim.files import require_outputs
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.answer import what_fits
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
 
@@ -70,6 +71,8 @@ def fit(command: Fit, console: Console) -> None:
     if command.documents:
         raise InputError(f"`documents` {command.documents}: `fit` goes over lengths; leave it out, or use simulate")
     lengths = listed(command.seq, "`seq`", LENGTHS)
+    base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
+    tell_assumed(base, console, json=command.json)
     with progress("predicting") as show:
         asked = list(_asked(command, lengths[0]))
         tables = [longstep.fit(base, rows, lengths, progress=show) for base, rows in asked]
@@ -85,6 +88,7 @@ def fit(command: Fit, console: Console) -> None:
     for start in range(0, len(found.rows), len(lengths)):
         cells = found.rows[start : start + len(lengths)]
         table.add_row(cells[0]["row"], *map(_cell, cells))
+    console.print(what_fits(found), markup=False)
     console.print(table)
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
         console.print(f"- {error}", markup=False)
@@ -136,6 +140,7 @@ def ladder(command: Ladder, console: Console) -> None:
     require_outputs([out])
     setup = command.selection.setup()
     chosen = TECHNIQUES if command.techniques is None else listed(command.techniques, "`techniques`", "FSDP,offload")
+    tell_assumed(setup, console, json=command.json)
     with progress("predicting") as show:
         found = longstep.ladder(setup, most=command.most, techniques=list(chosen), progress=show)
     title = f"techniques of training {command.selection.model} on {command.selection.cluster}"

@@ -44,7 +44,7 @@ from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
 from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
 from sim.setup.machine import require_same_host
-from sim.setup.names import at_least_one, one_of
+from sim.setup.names import CLUSTER_HERE, MODEL_HERE, at_least_one, one_of
 from topology.cluster import Cluster, load_cluster
 from topology.lab import lab_spec
 
@@ -68,7 +68,7 @@ class Lab(Writes):
     """Global sequence lengths."""
     gpus: int = 4
     """Ranks: processes, each in a network namespace of its own."""
-    model: str = "tiny"
+    model: str = MODEL_HERE
     """NAME or FILE.toml."""
     scope: str = "layer"
     """layer, attention, or a training step (step)."""
@@ -120,7 +120,7 @@ def lab(command: Lab, console: Console) -> None:
     )
     for name in ("repeats", "gpus"):
         at_least_one(name, getattr(command, name))
-    base = longstep.Setup(model=command.model, scope=command.scope, layers=1)
+    base = longstep.Setup(model=command.model, cluster=CLUSTER_HERE, scope=command.scope, layers=1)
     _require_cells(cells, base, command.gpus)
     kept = command.calibration and Path(command.calibration).exists()
     keep = None if kept else command.output(command.calibration, PROFILE_FILE)

@@ -18,7 +18,7 @@ from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import Ticker, print_json, printable
+from experiments.verbs.terminal import Ticker, print_json, printable, tell_assumed
 from sim.errors import InputError
 from sim.setup.branches import Played
 from sim.setup.plan import Plan as Found
@@ -33,10 +33,6 @@ class Plan(StepSelection):
     What is named or set is kept; all else is varied. Also the longest context, the fewest GPUs, and the cheapest.
     """
 
-    model: str = "llama3-8b"
-    """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = "hgx-h100"
-    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     vary: Texts = ()
     """OPTION=VALUE,VALUE of schedules to vary, as often as wanted, beside those that are varied anyway:
     zero_stage=1,3, loss=whole,chunked."""
@@ -89,6 +85,8 @@ def plan(command: Plan, console: Console) -> None:
         raise InputError(f"`limit` {command.limit:g}: expected 0 seconds or more")
     prices = None if command.price is None else read_prices(command.price, command.cluster)
     _require_one_question(command, prices)
+    setup = command.setup().replace(cluster=next(iter(prices))) if prices else command.setup()
+    tell_assumed(setup, console, json=command.json)
     with _live() as show:
         answer, found = _found(command, prices, show)
     if command.json:

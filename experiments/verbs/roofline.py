@@ -15,9 +15,10 @@ from experiments.pages.render import PAGE_FILE
 from experiments.pages.roofline_page import kernel_name, page
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json
+from experiments.verbs.terminal import print_json, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.files import require_outputs
+from sim.setup.names import CLUSTER, MODEL
 
 LENGTHS = "8K,128K,1M"
 
@@ -26,9 +27,9 @@ LENGTHS = "8K,128K,1M"
 class Roofline(Writes):
     """Show the machine balance of a cluster, and FLOPs a byte and rate of every kernel of a layer by length."""
 
-    model: str = "llama3-8b"
+    model: str = MODEL
     """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = "hgx-h100"
+    cluster: str = CLUSTER
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     seq: str = LENGTHS
     """Sequence lengths on one GPU, such as 8K,128K."""
@@ -45,6 +46,7 @@ def roofline(command: Roofline, console: Console) -> None:
     out = command.output(command.page, PAGE_FILE)
     require_outputs([out])
     setup = longstep.Setup(model=command.model, cluster=command.cluster, profile=command.profile)
+    tell_assumed(setup, console, json=command.json)
     found = longstep.roofline(setup, listed(command.seq, "`seq`", LENGTHS))
     shipped = longstep.machine_balance()
     of_cluster = (

@@ -13,7 +13,7 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.setup.documents import BY_BLOCKS, planned_by
-from sim.setup.names import OwnSchedule
+from sim.setup.names import CLUSTER, CLUSTER_HERE, MODEL, MODEL_HERE, OwnSchedule
 
 if TYPE_CHECKING:
     from sim.setup.imports.imported import Imported
@@ -46,9 +46,9 @@ def typed_values(key: str, values: str) -> str | list[str]:
 class Selection:
     """What to look at. Lengths take K = 1024 and M = 1024^2."""
 
-    model: str = Untyped("tiny")
+    model: str = MODEL_HERE
     """NAME, FILE.toml, or a config.json of Hugging Face."""
-    cluster: str = Untyped("host")
+    cluster: str = CLUSTER_HERE
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml; host is this machine."""
     nodes: OptionalInt = None
     """Nodes of the cluster; by default as many as --gpus needs."""
@@ -126,7 +126,12 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSelection(Selection):
-    """What to look at, by default a training step: what is predicted, not executed or drawn."""
+    """What to look at, by default a training step of what people have: what is predicted, not executed or drawn."""
+
+    model: str = MODEL
+    """NAME, FILE.toml, or a config.json of Hugging Face."""
+    cluster: str = CLUSTER
+    """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml; host is this machine."""
 
     scope: str = "step"
     """What is played: a training step with its optimiser (step), whole layers (layer), or attention of one layer."""

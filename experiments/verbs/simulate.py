@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-import msgspec
 import tyro
 from rich.console import Console
 
 import longstep
 from experiments.evidence.peaks import beside, spec_of
-from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import FileSelection
@@ -25,11 +23,14 @@ from experiments.verbs.terminal import (
     report_table,
     schedules_table,
     sweep_table,
+    tell_assumed,
+    tell_basis,
     ties,
 )
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
+from sim.setup.answer import sentence
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
@@ -46,6 +47,8 @@ class Simulate(Writes):
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
     """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
+    evidence: bool = False
+    """Also print all that the answer rests on, not only its three lines, as a table."""
     sensitivity: bool = False
     """Also print how the step time depends on every figure of the machine, as elasticities, and what its critical path
     goes to over time, and what more memory would buy a training step; as JSON the elasticities alone."""
@@ -69,6 +72,7 @@ def simulate(command: Simulate, console: Console) -> None:
     require_outputs([trace])
     if len(setups) > 1 or command.vary:
         _require_several(len(setups), command)
+    tell_assumed(setup, console, json=command.json)
     for told in () if command.json else selections[0].told():
         console.print(with_flags(told), markup=False)
     if command.neighbours:
@@ -84,11 +88,10 @@ def simulate(command: Simulate, console: Console) -> None:
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
     if command.json:
-        print_json(_elasticities(setup, predicted) if command.sensitivity else predicted.report, console)
+        found = {"assumed": setup.assumed} | predicted.to_dict()
+        print_json(_elasticities(setup, predicted) if command.sensitivity else found, console)
         return
-    lines = evidence_lines(predicted.report.evidence)
-    if predicted.profile is None:  # who reads one line only has to read this one
-        console.print(lines.pop(0), markup=False)
+    console.print(predicted.answer, markup=False)
     console.print(report_table(predicted))
     if predicted.room and predicted.fits is False:
         helps = " + ".join(longstep.what_helps(setup))
@@ -99,8 +102,7 @@ def simulate(command: Simulate, console: Console) -> None:
             console.print(shown)
         for told in memory_prices_shown(_prices(setup)):
             console.print(told, markup=False)
-    for line in lines:
-        console.print(line, markup=False)
+    tell_basis([predicted], console, everything=command.evidence)
 
 
 def _require_several(schedules: int, command: Simulate) -> None:
@@ -154,19 +156,21 @@ def _several(setups: list[longstep.Setup], command: Simulate, console: Console) 
         raise next(iter(refused.values()))
     reasons = {name: str(error) for name, error in refused.items()}
     if command.json:
-        rows = [{**row, "error": ""} for row in longstep.table(found).rows]
+        rows = [
+            {**row, "answer": one.answer, "error": ""}
+            for one, row in zip(found, longstep.table(found).rows, strict=True)
+        ]
         none = dict.fromkeys(rows[0])
         print_json([*rows, *({**none, "schedule": name, "error": why} for name, why in reasons.items())], console)
         return
+    console.print(sentence(found), markup=False)
     console.print(schedules_table(found, reasons))
-    for line in ties(found):
-        console.print(line, markup=False)
     if found[0].techniques:
         console.print(f"techniques: {', '.join(found[0].techniques)}", markup=False)
-    evidence = found[0].report.evidence
-    notes = sorted({note for one in found for note in one.report.evidence.notes})
-    for line in evidence_lines(msgspec.structs.replace(evidence, notes=notes)):
-        console.print(line, markup=False)
+    if command.evidence:
+        for line in ties(found):
+            console.print(line, markup=False)
+    tell_basis(found, console, everything=command.evidence)
 
 
 def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
@@ -182,8 +186,7 @@ def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
         print_json(found.rows, console)
         return
     console.print(sweep_table(predicted.title, list(vary), found))
-    for line in evidence_lines(predicted.report.evidence):
-        console.print(line, markup=False)
+    tell_basis([predicted], console, everything=command.evidence)
 
 
 def _values(text: str) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from experiments.evidence.provenance import SWEEP_MARK
 from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection, listed, typed_values
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import print_json, progress, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import Kind, require_outputs
@@ -64,6 +64,7 @@ def sweep(command: Sweep, console: Console) -> None:
     journal = Path(f"{command.out}.journal") if command.out else None
     if command.step_only and setup.seeds is None:
         setup = setup.replace(seeds=1)
+    tell_assumed(setup, console, json=command.json)
     with progress("predicting") as show:
         try:
             found = longstep.explore(

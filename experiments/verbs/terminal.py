@@ -20,15 +20,17 @@ from rich.text import Text
 
 from experiments.evidence.comparison import Comparison, Measured
 from experiments.evidence.peaks import PEAK, beside
+from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.units import length, percent, seconds, size
-from longstep import Prediction
+from longstep import Prediction, Setup
 from longstep import Table as Figures
 from sim.breakdown import PartName
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
-from sim.schedule.methods.catalog import NAMED
+from sim.setup.answer import interval, named, step_time, warnings
 from sim.setup.names import scope_title
+from sim.units import FEW, number
 from topology.reserved import PARTS, Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -68,19 +70,41 @@ class Printer(Console):
         raise BrokenPipeError
 
 
+def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
+    """Print what nobody named and is assumed, as options; JSON has no such line."""
+    if setup.assumed and not json:
+        options = " ".join(f"--{name} {value}" for name, value in setup.assumed.items())
+        console.print(f"assumed: {options}", markup=False)
+
+
+def tell_basis(predictions: Sequence[Prediction], console: Console, *, everything: bool = False) -> None:
+    """Print what an answer rests on, in three lines: those of the fastest; or everything, of all, as a table."""
+    first = min(predictions, key=lambda one: one.step_time_s)
+    for line in first.rests_on:
+        console.print(line, markup=False)
+    for note in dict.fromkeys(note for one in predictions for note in warnings(one)):
+        console.print(f"note: {note}", markup=False)
+    if everything:
+        table = Table("evidence", title="what it rests on", title_justify="left")
+        notes = sorted({note for one in predictions for note in one.figures.evidence.notes})
+        for line in evidence_lines(msgspec.structs.replace(first.figures.evidence, notes=notes)):
+            table.add_row(line.removeprefix("evidence: "))
+        console.print(table)
+
+
 def report_table(predicted: Prediction) -> Table:
     """Return the figures of one simulated step."""
     report = predicted.report
     table = Table("figure", "value", title=predicted.title, title_justify="left")
     if predicted.techniques:
         table.add_row("techniques", ", ".join(predicted.techniques))
-    table.add_row("step time", seconds(report.step_time_s))
+    table.add_row("step time", step_time(predicted))
     if report.interval_s:
-        table.add_row("  90 % interval", f"{seconds(report.interval_s.low_s)} to {seconds(report.interval_s.high_s)}")
+        table.add_row("  90 % interval", interval(predicted))
     if len(report.step_times_s) > 1:
         fastest_s, *_, slowest_s = report.step_times_s
         table.add_row(f"  of {len(report.step_times_s)} seeds", f"{seconds(fastest_s)} to {seconds(slowest_s)}")
-    table.add_row("tokens per second and GPU", f"{report.tokens_per_s_per_gpu:.4g}")
+    table.add_row("tokens per second and GPU", number(report.tokens_per_s_per_gpu, FEW))
     if report.mfu is not None:
         table.add_row("MFU", f"{100 * report.mfu:.3g} %")
     if found := report.training:
@@ -107,13 +131,6 @@ def report_table(predicted: Prediction) -> Table:
     return table
 
 
-def with_degrees(prediction: Prediction) -> str:
-    """Return a schedule by its name, and by its degrees where it has two."""
-    mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
-    two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
-    return f"{prediction.schedule} (U {mesh.ulysses} x R {mesh.ring})" if two else prediction.schedule
-
-
 def schedules_table(predictions: Sequence[Prediction], refused: Mapping[str, str]) -> Table:
     """Return the main figures of several schedules, the fastest first, and why others cannot be played."""
     first = predictions[0]
@@ -124,12 +141,12 @@ def schedules_table(predictions: Sequence[Prediction], refused: Mapping[str, str
     caption = beside(first.cluster.spec)
     table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
     for one in sorted(predictions, key=lambda one: one.step_time_s):
-        found, within = one.report, one.interval
+        found = one.figures
         table.add_row(
-            with_degrees(one),
-            seconds(found.step_time_s),
-            f"{seconds(within.low_s)} to {seconds(within.high_s)}" if within else "not known",
-            f"{found.tokens_per_s_per_gpu:.4g}",
+            named(one),
+            step_time(one),
+            interval(one),
+            number(found.tokens_per_s_per_gpu, FEW),
             "" if found.mfu is None else f"{100 * found.mfu:.3g} %",
             size(found.peak_hbm_bytes),
             fits(found),
@@ -147,8 +164,8 @@ def ties(predictions: Sequence[Prediction]) -> Iterator[str]:
         ratio = other.over(first)
         if ratio and ratio.tied:
             within = f"90 % interval {ratio.low:.3g} to {ratio.high:.3g}"
-            told = f"{with_degrees(other)} takes {ratio.expected:.3g} times as long, {within}"
-            yield f"tied with {with_degrees(first)}, as far as ratios of measured steps were off: {told}"
+            told = f"{named(other)} takes {ratio.expected:.3g} times as long, {within}"
+            yield f"tied with {named(first)}, as far as ratios of measured steps were off: {told}"
 
 
 def critical_path_shown(spans: Sequence[Span]) -> Iterator[Text | str]:

@@ -14,8 +14,9 @@ import longstep
 from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
-from experiments.verbs.terminal import print_json, progress
+from experiments.verbs.terminal import print_json, progress, tell_assumed
 from sim.errors import InputError
+from sim.setup.answer import who_wins
 from sim.setup.axes import field_of
 
 
@@ -42,12 +43,14 @@ def winners(command: Winners, console: Console) -> None:
     if len(axes) < 1 + bool(command.down):
         raise InputError(f"`down` {command.down}: is what `across` has too; name another key")
     base = setup.replace(**{field: None})
+    tell_assumed(setup, console, json=command.json)
     with progress("simulating") as show:
         found = longstep.winners(base, {field: names}, axes, jobs=command.jobs, progress=show)
     if command.json:
         print_json(found.rows, console)
         return
     keys = [field_of(key) for key in axes]
+    console.print(who_wins(found), markup=False)
     console.print(_map(found.rows, keys))
     for row in found.rows:
         console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {row['why']}")

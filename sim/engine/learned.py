@@ -83,6 +83,17 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         below, above = (_quantile([[sign * error for error in some] for some in sets], BEYOND) for sign in (-1, 1))
         return Reach(max(below, 0.0), max(above, 0.0))
 
+    def within(self, regime: Regime) -> float | None:
+        """Return how far, as a logarithm, nine of ten steps lie at most from their predictions, on either side; None
+        where no set has enough.
+
+        >>> tenths = StepErrors(title="a", of={"host": [-0.2] + [0.1] * 19})
+        >>> Learned(created="", command="", sets=[tenths]).within("host")
+        0.1
+        """
+        sets = self.about(regime)
+        return _quantile([[abs(error) for error in some] for some in sets], 2 * BEYOND) if sets else None
+
     def apart(self, regime: Regime) -> float | None:
         """Return how far, as a logarithm, the ratio of nine of ten pairs of steps that differ in their schedule alone
         was off at most; None where no set has enough of them.

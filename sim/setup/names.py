@@ -50,6 +50,17 @@ class OwnSchedule(str):
     __slots__ = ()
 
 
+class Assumed(str):
+    """A name that nobody gave: what questions take it for, and say that they do (``Setup.assumed``)."""
+
+    __slots__ = ()
+
+
+MODEL, CLUSTER = Assumed("llama3-8b"), Assumed("hgx-h100")
+"""What questions are about that name no other: what many train, and where."""
+MODEL_HERE, CLUSTER_HERE = "tiny", "host"
+"""What is executed where nobody names another: what any machine can, and this one. So it is in case files, too."""
+
 Overrides = Mapping[str, object] | Sequence[str]
 """Figures to replace: ``{"nvlink.bytes_per_s": "*2"}``, or ``["nvlink.bytes_per_s=*2"]``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -188,10 +189,24 @@ class Prediction:
         """
         return self._again(**changes)
 
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: the time of a step with its interval, tokens/s/GPU, and whether it fits."""
+        from sim.setup.answer import sentence  # noqa: PLC0415 - answers are made of predictions
+
+        return sentence([self])
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What that rests on, in three lines at most; all of it is in ``report.evidence``."""
+        from sim.setup.answer import rests_on  # noqa: PLC0415 - see answer
+
+        return rests_on(self)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data, as ``longstep simulate --json`` prints them."""
-        found: dict[str, Any] = msgspec.to_builtins(self.report)
-        return found
+        """Return the answer and all figures as plain data, as ``longstep simulate --json`` prints them."""
+        figures: dict[str, Any] = msgspec.to_builtins(self.report)
+        return {"answer": self.answer, "rests_on": self.rests_on, **figures}
 
     def save_trace(self, path: str | Path, *, force: bool = False) -> None:
         """Write a Chrome trace, which https://ui.perfetto.dev opens, with the memory that buffers take.
@@ -201,8 +216,11 @@ class Prediction:
         write_trace(CHROME_TRACE.at(path, force=force), self.played, [self.trace])
 
     def __repr__(self) -> str:
-        rates = "" if self.profile else " (datasheet rates)"
-        return f"<Prediction {self.step_time_s:.4g} s{rates}: {self.title}>"
+        return "\n".join([self.answer, f"  {self.title}", *(f"  {line}" for line in self.rests_on)])
+
+    def _repr_html_(self) -> str:
+        said, *about = (html.escape(line) for line in (self.answer, self.title, *self.rests_on))
+        return f"<p><b>{said}</b><br>{'<br>'.join(about)}</p>"
 
 
 def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:

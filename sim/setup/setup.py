@@ -30,7 +30,7 @@ from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
-from sim.setup.names import PLACEMENTS, Overrides, at_least_one, one_of
+from sim.setup.names import CLUSTER, MODEL, PLACEMENTS, Assumed, Overrides, at_least_one, one_of
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.workload import BlockMask, ModelSpec, Workload
@@ -55,9 +55,9 @@ class Setup:
     """Name, a builder ``build(workload, mesh) -> Schedule``, or ``OwnSchedule("my_module.py:build")``; by default that
     of the ``stack``, or ring."""
     _: KW_ONLY
-    model: str | Path | ModelSpec = "tiny"
+    model: str | Path | ModelSpec = MODEL
     """Name, FILE.toml, or a ``config.json`` of Hugging Face."""
-    cluster: str | Path | ClusterSpec | Cluster = "host"
+    cluster: str | Path | ClusterSpec | Cluster = CLUSTER
     """Preset, GPU such as H100, so many GPUs such as ``16xH100``, or FILE.toml; ``host`` is this machine."""
     nodes: int | None = None
     """Nodes of the cluster; by default as many as ``gpus`` needs."""
@@ -186,6 +186,15 @@ class Setup:
             yes=self.yes,
         )
         return _padded(found) if self.pad else found
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """What nobody named: a model and a cluster are then those of ``sim.setup.names``.
+
+        >>> Setup("ring", cluster="host").assumed
+        {'model': 'llama3-8b'}
+        """
+        return {name: str(value) for name, value in vars(self).items() if isinstance(value, Assumed)}
 
     @property
     def model_spec(self) -> ModelSpec:

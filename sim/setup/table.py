@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -53,6 +54,13 @@ class Table:
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Iterable[Any]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(_shown(cell))}</{tag}>' for cell in cells)}</tr>"
+
+        heads = line("th", self.rows[0]) if self.rows else ""
+        return f"<table>{heads}{''.join(line('td', row.values()) for row in self.rows)}</table>"
 
 
 def table(predictions: Prediction | Iterable[Prediction]) -> Table:

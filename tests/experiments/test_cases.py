@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from experiments.evidence.cases import FOLDER, read_cases
+from experiments.evidence.cases import FOLDER, case_fields, read_cases, setup_of
 from sim.errors import InputError
 from sim.presets import preset_names
 from sim.profile import load_profile
 from sim.setup.names import DATASHEET
+from sim.setup.setup import Setup
 from tests.experiments.case_files import OWN, one_case
 
 LEFT_OUT = '[[alike]]\nof = { }\nleft_out = ["merge"]\n'
@@ -28,6 +29,16 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
         found = case.setup.resolved().profile
         known = None if file.profile == DATASHEET else load_profile(file.profile)
         assert found == (known and msgspec.structs.replace(known, rates=found and found.rates))
+
+
+def test_a_case_that_names_no_model_and_no_cluster_is_of_what_executes() -> None:
+    """Whatever questions are about: files were written before these had defaults of their own."""
+    found = setup_of({"scope": "attention", "seq": "1K"}, DATASHEET)
+    assert (found.model, found.cluster, found.assumed) == ("tiny", "host", {})
+    asked = Setup("ring", seq="1K", profile=DATASHEET)
+    said = case_fields(asked)
+    assert (said["model"], said["cluster"]) == ("llama3-8b", "hgx-h100")
+    assert setup_of(said, DATASHEET) == asked
 
 
 @pytest.mark.parametrize(

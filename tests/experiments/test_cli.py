@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from rich.console import Console
 from experiments.evidence.provenance import command_line
 from experiments.verbs.cli import main
 from experiments.verbs.validate import Validate, validate
+from longstep import predict, table
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.presets import preset_names
@@ -76,12 +78,14 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 
 ATTENTION = ("--scope", "attention")
+HERE = ("--model", "tiny", "--cluster", "host")
 H100 = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "128K", *ATTENTION)
 
 
 def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(capsys, *H100)
-    assert [*found, "room", "training"] == list(Report.__struct_fields__), "those are of training steps"
+    said = ["assumed", "answer", "rests_on"]
+    assert [*found, "room", "training"] == [*said, *Report.__struct_fields__], "the last are of training steps"
     assert {
         "step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_hbm_bytes", "fits", "memory", "breakdown", "bound_by",
         "floors", "schedule_hash", "evidence",
@@ -92,13 +96,68 @@ def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixtu
     assert found["step_time_s"] >= max(found["floors"].values())
 
 
+@pytest.mark.sweep
+def test_what_nobody_named_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """First of all; what executes is of this machine, and says nothing."""
+    step = ("--seq", "16K", "--layers", "1", "--schedule", "ulysses")
+    for verb, *options in (
+        ("simulate", *step), ("fit", "--seq", "16K", "--schedule", "ulysses", "--layers", "1"),
+        ("doctor", *step, "--step-time", "1s"), ("sweep", *step, "--vary", "seq=16K,32K", "--step-only", "--jobs", "1"),
+        ("roofline", "--seq", "8K"),
+    ):  # fmt: skip
+        first = run(capsys, verb, *options).splitlines()[0]
+        assert first == "assumed: --model llama3-8b --cluster hgx-h100", verb
+        assert run(capsys, verb, *options, "--cluster", "hgx-h100").startswith("assumed: --model llama3-8b\n"), verb
+    named = ("--model", "llama3-8b", "--cluster", "hgx-h100")
+    assert "assumed: --" not in run(capsys, "simulate", *step, *named)
+    assert simulate(capsys, *step)["assumed"] == {"model": "llama3-8b", "cluster": "hgx-h100"}
+    assert "attention of tiny" in run(capsys, "show", "--seq", "1K", "--gpus", "2")
+
+
+@pytest.mark.sweep
+def test_an_answer_is_a_sentence_with_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same in a terminal, as JSON, in Python and in a notebook."""
+    step = ("--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "512K", "--layers", "1", "--schedule", "ulysses")
+    first, *printed = run(capsys, "simulate", *step).splitlines()
+    assert re.fullmatch(
+        r"Ulysses takes [\d.]+ s a step \([\d.]+ to [\d.]+ s\), \d+ tokens/s/GPU; fits with [\d.]+ GiB left", first
+    )
+    kernels, transfers, right = printed[-3:]
+    assert "of their time is attention_backward of 512K tokens, 16 times the largest measured" in kernels
+    assert "reduce_scatter of" in transfers
+    assert re.search(r"of \d+ measured ones 90 % were within \d+ %", right)
+    found = simulate(capsys, *step)
+    assert (found["answer"], found["rests_on"]) == (first, printed[-3:])
+    p = predict("ulysses", seq="512K", layers=1)
+    assert repr(p).startswith(first)
+    for line in (first, *printed[-3:]):
+        assert html.escape(line) in p._repr_html_()
+    assert table(p)._repr_html_().startswith("<table><tr><th>schedule</th>")
+    everything = run(capsys, "simulate", *step, "--evidence")
+    assert "beyond the measured range: " not in "".join(printed)
+    assert "beyond the measured range: " in everything
+
+
+@pytest.mark.sweep
+def test_the_sentence_is_of_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ("simulate", "--cluster", "hgx-h100", "--model", "llama3-8b", "--seq", "64K", "--layers", "1")
+    several = (*step, "--schedule", "ring,zigzag")
+    both = run(capsys, *several).splitlines()[0]
+    assert re.search(r"^Zigzag trains fastest: .*; fits with .* left; ring takes [\d.]+ times as long$", both)
+    rows = json.loads(run(capsys, *several, "--json"))
+    assert rows[0]["answer"].startswith("Ring takes")
+    small = f"cluster.hbm.capacity_bytes={rows[0]['peak_hbm_bytes'] // 2}"
+    none = run(capsys, *several, "--set", small).splitlines()[0]
+    assert re.search(r"^None of 2 fits; nearest comes (ring|zigzag): .*; does not fit: .* missing$", none)
+
+
 def test_without_a_profile_the_first_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the cluster names none, and where the user asks for none."""
-    for options in (("--cluster", "l20-pcie"), ("--cluster", "hgx-h100", "--profile", "datasheet")):
-        main(["simulate", *options, "--gpus", "2"])
-        first = capsys.readouterr().out.splitlines()[0]
-        assert "datasheet rates" in first
-        assert "real kernels are 1.4 to 2 times slower" in first
+    for cluster in (("--cluster", "l20-pcie"), ("--cluster", "hgx-h100", "--profile", "datasheet")):
+        options = ("--model", "tiny", *cluster)
+        printed = run(capsys, "simulate", *options, "--gpus", "2")
+        assert "(at datasheet rates)" in printed.splitlines()[0]
+        assert "real kernels are 1.4 to 2 times slower" in printed
         notes = simulate(capsys, *options, "--gpus", "2")["evidence"]["notes"]
         assert "datasheet rates" in notes[0]
 
@@ -116,7 +175,7 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
 @pytest.mark.sweep
 def test_a_training_step_is_the_default_and_says_what_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """With FSDP and full checkpointing; where it does not fit also what to switch on, and where nothing helps that."""
-    options = ("simulate", "--cluster", "hgx-h100", "--seq", "1K", "--gpus", "2")
+    options = ("simulate", "--model", "tiny", "--cluster", "hgx-h100", "--seq", "1K", "--gpus", "2")
     printed = run(capsys, *options)
     assert "step of 2 layers of tiny" in printed
     assert "FSDP (zero_stage=3), checkpointing (checkpoint=full)" in printed
@@ -210,8 +269,9 @@ def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture
     needed = simulate(capsys, *options, "cluster.nodes=1")["peak_hbm_bytes"]
     assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed}")["fits"] is None
     assert simulate(capsys, *options, f"cluster.hbm.capacity_bytes={needed - 1}")["fits"] is False
-    needed = simulate(capsys, "--gpus", "2", *ATTENTION)["peak_hbm_bytes"]
-    assert simulate(capsys, "--gpus", "2", *ATTENTION, "--set", f"cluster.hbm.capacity_bytes={needed}")["fits"] is False
+    here = (*HERE, "--gpus", "2", *ATTENTION)
+    needed = simulate(capsys, *here)["peak_hbm_bytes"]
+    assert simulate(capsys, *here, "--set", f"cluster.hbm.capacity_bytes={needed}")["fits"] is False
     main(["simulate", *H100, "--model", "llama3-8b", "--seq", "16M", "--schedule", "ulysses"])
     assert "no: buffers alone exceed the memory" in capsys.readouterr().out
 
@@ -307,7 +367,7 @@ def test_titles_say_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
         (("--seq", "1001", "--pad"), "S 1002 (1 of them padding), B 1"),
         (("--seq", "1K", "--window", "100"), "causal with a window of 100"),
     ):
-        assert title in run(capsys, "simulate", "--gpus", "2", *ATTENTION, *options)
+        assert title in run(capsys, "simulate", *HERE, "--gpus", "2", *ATTENTION, *options)
 
 
 def test_degrees_are_chosen_for_the_model_as_it_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,7 +463,7 @@ def test_what_a_model_has_and_predictions_leave_out_is_evidence(capsys: pytest.C
     options = ("--cluster", "hgx-h100", "--model", config)
     for profile in ("datasheet", "h100-sxm"):
         assert note in simulate(capsys, *options, "--profile", profile)["evidence"]["notes"]
-    assert f"evidence: {note}" in run(capsys, "simulate", *options)
+    assert f"note: {note}" in run(capsys, "simulate", *options)
     assert not any("model" in note for note in simulate(capsys, *H100, "--profile", "h100-sxm")["evidence"]["notes"])
 
 
@@ -498,11 +558,11 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulate", "--gpus", "0"), "1 or more"),
         (("simulate", "--gpus", "-2"), "1 or more"),
         (("simulate", "--gpus", "3", "--schedule", "ulysses"), "allowed are 1, 2, 4"),
-        (("simulate", "--gpus", "16", "--schedule", "ulysses"), "num_heads 8"),
+        (("simulate", *HERE, "--gpus", "16", "--schedule", "ulysses"), "num_heads 8"),
         (("simulate", "--gpus", "2", "--schedule", "single"), "set --gpus 1"),
-        (("simulate", "--gpus", "65"), "64"),
+        (("simulate", *HERE, "--gpus", "65"), "64"),
         (("simulate", "--cluster", "hgx-h100", "--gpus", "9", "--nodes", "1"), "1 x 8 = 8"),
-        (("simulate", "--nodes", "2"), "the host is one machine"),
+        (("simulate", *HERE, "--nodes", "2"), "the host is one machine"),
         (("simulate", "--nodes", "0", "--cluster", "hgx-h100"), "1 or more"),
         (
             ("simulate", "--ulysses-degree", "2", "--gpus", "2"),
@@ -713,7 +773,7 @@ def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_pa
         points=(),
     )
     save_profile(foreign, tmp_path / "foreign.json")
-    there = simulate(capsys, "--profile", str(tmp_path / "foreign.json"))  # named, it is what is simulated
+    there = simulate(capsys, *HERE, "--profile", str(tmp_path / "foreign.json"))  # named, it is what is simulated
     assert there["evidence"]["measured_on"] == machine.gpu
     message = fails(capsys, "run", "--gpus", "1", "--profile", str(tmp_path / "foreign.json"))
     assert "is of another machine: 'a CPU of another make" in message
@@ -721,8 +781,8 @@ def test_a_profile_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_pa
     message = fails(capsys, "simulate", *H100, "--profile", str(tmp_path / "foreign.json"))
     assert "but cluster 'hgx-h100' has 'H100-SXM-80GB'" in message
     save_profile(foreign, own_profiles / "host.json")
-    assert "is of another machine" in fails(capsys, "simulate")
-    assert simulate(capsys, "--profile", "datasheet")["evidence"]["profile"] == "datasheet"
+    assert "is of another machine" in fails(capsys, "simulate", *HERE)
+    assert simulate(capsys, *HERE, "--profile", "datasheet")["evidence"]["profile"] == "datasheet"
 
 
 def test_kernels_scatter_as_measured(capsys: pytest.CaptureFixture[str], own_profiles: Path) -> None:
@@ -738,7 +798,9 @@ def test_kernels_scatter_as_measured(capsys: pytest.CaptureFixture[str], own_pro
         jitter=MeasuredJitter(share=0.1, correlation=0.0, runs=100),
     )
     save_profile(profile, own_profiles / "host.json")
-    measured, chosen, steady = (simulate(capsys, *option) for option in ((), ("--jitter", "0.1"), ("--jitter", "0")))
+    measured, chosen, steady = (
+        simulate(capsys, *HERE, *option) for option in ((), ("--jitter", "0.1"), ("--jitter", "0"))
+    )
     assert measured == chosen
     assert measured["step_time_s"] > steady["step_time_s"]
     assert any("scatter" in note for note in measured["evidence"]["notes"])
@@ -799,7 +861,7 @@ def test_executing_without_torch_says_what_to_install() -> None:
 @pytest.mark.parametrize("name", ["execute", "verify", "compare"])
 def test_the_library_without_torch_says_what_to_install(name: str) -> None:
     code = f"""
-import longstep
+
 try:
     longstep.{name}(longstep.predict("ring", model="llama3-8b", seq="1K", gpus=2, cluster="hgx-h100"))
 except longstep.InputError as error:

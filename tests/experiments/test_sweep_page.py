@@ -324,7 +324,7 @@ def test_a_cell_that_fails_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch)
     def swept(**fields: Any) -> str:
         opened.clear()
         done.clear()
-        sweep = Repeated(cells, Setup(), 2, Execution(), **fields)
+        sweep = Repeated(cells, Setup(model="tiny", cluster="host"), 2, Execution(), **fields)
         with pytest.raises(RankError) as failed:
             compared(sweep, lambda cell, _: done.append(cell), lambda: None, None)
         return str(failed.value)
