@@ -310,6 +310,7 @@ PLACES: dict[str, str] = {
     "experiments/pages/step_chapters.py:_evidence": "results, step",
     "experiments/recipes/carry.py:needed_by_tests": OURS,
     "experiments/recipes/carry.py:requirements": OURS,
+    "experiments/recipes/gpu.py:leave": OURS,
     "experiments/studies/claims.py:claims": OURS,
     "experiments/verbs/balance.py:_order": "layout",
     "experiments/verbs/calibrate.py:_profile": "profile, compared",

@@ -235,7 +235,7 @@ def case_fields(setup: Setup) -> dict[str, Any]:
 def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
     """Return the setup of which ``case_fields`` says these."""
     named: dict[str, Any] = {_KEYS[key]: tuple(value) if key == "set" else value for key, value in fields.items()}
-    return Setup(**_HERE | named, profile=profile)
+    return Setup(**_HERE | named, profile=profile, yes=True)  # a file of cases is asked for as a whole
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:

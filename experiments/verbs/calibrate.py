@@ -20,7 +20,7 @@ from rich.table import Table
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
 from experiments.evidence.units import percent, seconds
-from experiments.verbs.kinds import OptionalText, Texts
+from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.writes import Writes
 from sim.engine.cost import measured_cluster
@@ -75,7 +75,7 @@ class Calibrate(Writes):
     attention: str = ""
     """Attention kernel of a GPU: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default the
     fastest that is installed and runs the data type."""
-    seconds: float | None = None
+    seconds: OptionalFloat = None
     """Begin no measurement after so many seconds; the largest come last."""
     name: OptionalText = None
     """Name of the profile; by default that of the cluster, and host is what the other verbs take by default."""

@@ -52,7 +52,7 @@ from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import with_flags
 from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
-from experiments.verbs.kinds import OptionalText, Texts
+from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, LongstepError
@@ -74,7 +74,7 @@ class Validate(Writes):
     attention: str = ""
     """Attention kernel of GPUs: flash-attn-3, flash-attn-2, aten-flash, aten-efficient or aten-cudnn; by default what
     the profile was calibrated with, else the fastest that is installed and runs the data type."""
-    seconds: float | None = None
+    seconds: OptionalFloat = None
     """Begin no comparison after so many seconds; --go-on makes what is left."""
     go_on: bool = False
     """Keep the comparisons that the record at --out has, if it is there, and make those that it lacks."""

@@ -179,8 +179,9 @@ def families(
         grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
-        for dp, ulysses, ring in _degrees(("ring",) if ranks else entry.degrees, gpus):
-            if setup.schedule is None and _is_another(title, entry.degrees, ulysses, ring):
+        axes = ("ring",) if ranks else entry.degrees
+        for dp, ulysses, ring in _degrees(axes, gpus):
+            if setup.schedule is None and _is_another(title, axes, ulysses, ring):
                 continue
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
                 continue

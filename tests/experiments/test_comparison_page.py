@@ -50,10 +50,11 @@ def test_the_data_are_the_comparison(name: str, ranks: int) -> None:
     assert [kind["name"] for kind in data["kinds"]] == names
     assert [kind["times"] for kind in data["kinds"]] == [msgspec.to_builtins(row.times) for row in found.kinds]
     for kind in [*data["kinds"], data["step"]]:
-        assert kind["times"]["error"] == pytest.approx(1 / 1.25 - 1)
+        if kind["times"]["median_s"]:  # a Hold takes none
+            assert kind["times"]["error"] == pytest.approx(1 / 1.25 - 1)
     assert data["step"]["of_step"] == pytest.approx(data["step"]["times"]["error"])
     assert sum(kind["count"] for kind in data["kinds"]) == len(simulated.rows)
-    assert "other" not in {kind["family"] for kind in data["kinds"]}
+    assert "other" not in {kind["family"] for kind in data["kinds"] if kind["times"]["median_s"]}
     for trace in (simulated, executed):
         shown = {
             (lane["rank"], op, lane["stream"], names[kind], data["labels"][label]): tuple(span)

@@ -14,6 +14,7 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.errors import ScheduleError
+from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
 
 FOLDER = Path(__file__).parent
@@ -36,7 +37,8 @@ def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text()
     module = folder / "my_module.py"
     module.write_text(text)
     return Setup(
-        schedule=f"{module}:build",
+        schedule=OwnSchedule(f"{module}:build"),
+        model="tiny",
         gpus=4,
         seq="256",
         cluster="hgx-h100",

@@ -24,6 +24,7 @@ from sim.setup.imports.facts import FACTS, facts_of
 from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
+from sim.setup.names import Assumed
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
@@ -365,7 +366,7 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     }  # fmt: skip
     found = FileSelection().setup()
     assert found == longstep.Setup(scope="step")
-    assert {type(value) for value in vars(found).values()} <= {str, int, bool, tuple, type(None)}
+    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep
