@@ -14,7 +14,7 @@ from sim.options import AttentionName
 from sim.profile import Point
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
 from sim.schedule.ir.declare import rebound
-from sim.schedule.ir.ops import Gemm, Kernel
+from sim.schedule.ir.ops import Gemm, Hold, Kernel
 from sim.schedule.ir.program import Program
 from sim.schedule.methods import allgather, ring, single, ulysses
 from sim.schedule.methods.catalog import SCHEDULES
@@ -141,9 +141,9 @@ def _is_rectangular(use: KernelUse) -> bool:
 
 
 def cases_of(program: Program) -> Iterator[KernelCase]:
-    """Yield every kernel of a program."""
+    """Yield every kernel of a program; a Hold runs none."""
     for op in program.ops:
-        if isinstance(op, Kernel):
+        if isinstance(op, Kernel) and not isinstance(op, Hold):
             yield KernelCase(kernel_use(op, program)._replace(into_slice=False), _alone(program, op))
 
 

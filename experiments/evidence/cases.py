@@ -159,12 +159,13 @@ class Case(NamedTuple):
 
     @property
     def played(self) -> Setup:
-        """Return what is simulated: the step, or the op alone."""
+        """Return what is simulated: the step, or the op alone; however long it takes, since a file asks for it."""
+        setup = self.setup.replace(yes=True)
         if self.left_out or self.host:
-            return self.setup.replace(profile=_changed(str(self.setup.profile), self.left_out, self.host))
+            return setup.replace(profile=_changed(str(setup.profile), self.left_out, self.host))
         if self.alone is None:
-            return self.setup
-        return self.setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
+            return setup
+        return setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
 
     def seconds(self, trace: Trace) -> float:
         """Return what was timed, as a trace has it: the step, or an op's mean time at work over all ranks."""
@@ -235,7 +236,7 @@ def case_fields(setup: Setup) -> dict[str, Any]:
 def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
     """Return the setup of which ``case_fields`` says these."""
     named: dict[str, Any] = {_KEYS[key]: tuple(value) if key == "set" else value for key, value in fields.items()}
-    return Setup(**_HERE | named, profile=profile, yes=True)  # a file of cases is asked for as a whole
+    return Setup(**_HERE | named, profile=profile)
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:

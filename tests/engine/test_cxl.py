@@ -75,7 +75,7 @@ def with_cxl(dram_bytes: int, **figures: float) -> ClusterSpec:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("profile", [None, "datasheet"])
+@pytest.mark.parametrize("profile", [None, pytest.param("datasheet", marks=pytest.mark.slow)])
 def test_a_step_fits_by_both_tiers_and_pays_for_the_slower_one(profile: str | None) -> None:
     """What is kept does not fit half of its size in DRAM; with half of the pages behind CXL it does. A fast tier
     adds its rate to that of DRAM; the slower it is the longer the step takes, by both players to the bit.

@@ -38,7 +38,7 @@ def test_a_case_that_names_no_model_and_no_cluster_is_of_what_executes() -> None
     asked = Setup("ring", seq="1K", profile=DATASHEET)
     said = case_fields(asked)
     assert (said["model"], said["cluster"]) == ("llama3-8b", "hgx-h100")
-    assert setup_of(said, DATASHEET) == asked.replace(yes=True)
+    assert setup_of(said, DATASHEET) == asked
 
 
 @pytest.mark.parametrize(

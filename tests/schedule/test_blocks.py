@@ -60,7 +60,7 @@ def test_every_feature_is_exact(feature: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", slow_but({"all biases", "norms of heads"}, FEATURES))
 @pytest.mark.parametrize("stack", slow_but({"attention kept"}, ["attention kept", "nothing", "micro-batches"]))
 def test_every_feature_with_other_techniques(feature: str, stack: str) -> None:
     """What is kept of a layer, and what runs again, follows from its equations, whichever these are."""

@@ -175,7 +175,7 @@ def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     assert "rank 3" in with_ranks.consistent[0].says
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_ranks_that_differ_are_told_where_the_step_is_healthy() -> None:
     """Of a layer of 2K tokens attention is little: a contiguous layout moves the step by less than it is known to."""
     said = ATTENTION.replace(scope="layer", seq="16K")

@@ -46,13 +46,17 @@ def told(setup: Setup) -> Effort:
         ATTENTION.replace(schedule="ring", gpus=48, seq="768K"),
         ATTENTION.replace(schedule="zigzag", gpus=48, seq="768K", passes="forward"),
         ATTENTION.replace(schedule="burst", gpus=24, seq="768K"),
-        ATTENTION.replace(schedule="balanced-ring", gpus=48, seq="768K"),
+        pytest.param(ATTENTION.replace(schedule="balanced-ring", gpus=48, seq="768K"), marks=pytest.mark.slow),
         ATTENTION.replace(schedule="double-ring", gpus=32, passes="forward"),
         ATTENTION.replace(schedule="allgather", gpus=32),
-        STEP.replace(schedule="usp", gpus=48, seq="768K", ulysses_degree=2, layers=4),
-        STEP.replace(schedule="usp", gpus=32, ulysses_degree=1, dp_degree=2, layers=4),
+        pytest.param(
+            STEP.replace(schedule="usp", gpus=48, seq="768K", ulysses_degree=2, layers=4), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            STEP.replace(schedule="usp", gpus=32, ulysses_degree=1, dp_degree=2, layers=4), marks=pytest.mark.slow
+        ),
         STEP.replace(schedule="upipe", gpus=8, layers=6),
-        STEP.replace(schedule="fpdt", layers=4, seq="768K"),
+        pytest.param(STEP.replace(schedule="fpdt", layers=4, seq="768K"), marks=pytest.mark.slow),
         STEP.replace(schedule="ulysses", layers=5, batch=9, seq="64K", set={"schedule.micro_batches": 9}),
         STEP.replace(schedule="zigzag", layers=4, seq="64K", set={"schedule.zero_stage": 1}),
     ],
