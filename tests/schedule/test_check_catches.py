@@ -28,6 +28,7 @@ from sim.schedule.ir.ops import (
     Exchange,
     Fold,
     Gemm,
+    Hold,
     HostCopy,
     HostSync,
     Merge,
@@ -817,6 +818,11 @@ def test_a_view_with_gaps_for_a_kernel_that_sees_one_row(options: dict[str, Any]
     )
     programs[0] = programs[0].replace(buffers=buffers)
     refuses(Schedule(schedule.header, programs.__getitem__), message)
+
+
+def test_a_hold_of_nothing() -> None:
+    schedule = changed("ulysses", 2, Hold, lambda op: msgspec.structs.replace(op, held=()), rank=0, number=0)
+    refuses(schedule, "holds nothing: expected one view or more")
 
 
 @pytest.mark.parametrize("heads", [Span(-8, 0), Span(2**64, 2**64 + 8), Span(0, 8, 0)])

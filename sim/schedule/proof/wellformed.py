@@ -308,6 +308,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
             or _number_problem("scale", op.scale, "logit_scale of the model", model.logit_scale)
             or _number_problem("softcap", op.softcap, "logit_softcap of the model", model.logit_softcap)
         )
+    if isinstance(op, ops.Hold):
+        return "" if op.held else "holds nothing: expected one view or more"
     if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
         return _flat_problem(op)
     if isinstance(op, ops.Copy | ops.Fold):
