@@ -112,6 +112,8 @@ class CostModel:
         self._peer = cache(partial(peer_of, cluster.spec))
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
+        self.warnings: set[str] = set()
+        """What of the software makes costs larger, and can be avoided."""
         self._waits_s: dict[str, float] = {}
         """By kind, of communication over slow links beside kernels."""
         self._kernels: KernelTable | None = None
@@ -282,7 +284,7 @@ class CostModel:
             by_kind = (self._kinds(passed), route[1:], *alike) if self._alike else None
             like = self._passing.get(by_kind)
             if like is None:
-                self._note_channels(peer, len(counted[1]), len(group))
+                self._warn_of_channels(peer, len(counted[1]), len(group))
                 moving = self._message("exchange", (source, target), Spread(nodes, float(per_node)), route, nbytes)
                 activity = self._moving(moving._replace(peer=peer))
                 if not (self._alike and self.cuda and isinstance(activity[-1], Flow)):
@@ -293,11 +295,11 @@ class CostModel:
         demands = tuple(sorted([(passed[place], amount) for place, amount in like.demands]))
         return (*like.before, Flow(like.seconds, demands))
 
-    def _note_channels(self, peer: Peer | None, nodes: int, ranks: int) -> None:
-        """Note where messages within a communicator over nodes have fewer channels than between two ranks."""
+    def _warn_of_channels(self, peer: Peer | None, nodes: int, ranks: int) -> None:
+        """Warn where messages within a communicator over nodes have fewer channels than between two ranks."""
         pair = self._peer(2, 2)
         if nodes > 1 and peer and pair and peer.has_fewer(pair):
-            self.notes.add(
+            self.warnings.add(
                 f"exchange among {ranks} ranks: NCCL gives a message {peer.most} channel{'s' * (peer.most > 1)}, and "
                 f"{pair.most} among fewer ranks, where hops are faster; communicators of two have them (`set` "
                 "schedule.messages=packed-separate)"

@@ -235,7 +235,14 @@ def evidence(simulation: Simulation, more: list[str]) -> Evidence:
     """Return what a simulation rests on; ``more`` is what else has to be said."""
     model = simulation.checked.schedule.header.workload.model
     taken = [simulation.cluster.spec.taken] if simulation.cluster.spec.taken else []
-    notes = [*taken, *sorted(simulation.cost.notes), *more, *races(simulation), *(model.notes or ())]
+    notes = [
+        *taken,
+        *sorted(simulation.cost.notes),
+        *sorted(simulation.cost.warnings),
+        *more,
+        *races(simulation),
+        *(model.notes or ()),
+    ]
     profile = simulation.profile
     if profile is None:
         name = simulation.cluster.spec.name

@@ -116,7 +116,7 @@ def what_fits(found: Table) -> str:
     >>> rows = [{"row": "a", "seq": 2048, "fits": True, "step_time_s": 1.0, "free_bytes": 1, "helps": "", "error": ""}]
     >>> rows += [{**rows[0], "row": "b", "seq": 4096, "step_time_s": 2.0}]
     >>> print(what_fits(Table(rows)))
-    Longest fits 4K, by b in 2 s a step; a up to 2K
+    The longest that fits is 4K, by b in 2 s a step; a up to 2K
     """
     fitting = [row for row in found if row["fits"] is not False and row["step_time_s"] is not None]
     if not fitting:
@@ -131,7 +131,7 @@ def what_fits(found: Table) -> str:
     others = [f"{name} up to {length(seq)}" for name, seq in longest.items() if name != fastest["row"]]
     never = [name for name in dict.fromkeys(row["row"] for row in found) if name not in longest]
     others += [f"{', '.join(never)} at none of these lengths"] if never else []
-    return "; ".join([f"Longest fits {length(most)}, {of}", *others])
+    return "; ".join([f"The longest that fits is {length(most)}, {of}", *others])
 
 
 def who_wins(found: Table) -> str:
