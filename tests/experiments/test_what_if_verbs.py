@@ -44,7 +44,7 @@ def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture
         assert "--sensitivity is of one step" in fails(capsys, "simulate", *H100, "--sensitivity", *several)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_price_of_memory_is_printed_for_training_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeping more than inputs of layers takes 22.2 GB and more (``tests/sim/test_memory_price.py``)."""
     step = (
