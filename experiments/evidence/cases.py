@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from experiments.evidence.units import size
 from sim.errors import InputError, unknown
 from sim.presets import converted, load_toml
 from sim.profile import Issue, Profile, load_profile
@@ -29,6 +28,7 @@ from sim.setup import names
 from sim.setup.names import DATASHEET, SCOPES
 from sim.setup.setup import Setup
 from sim.trace import Trace
+from sim.units import size
 
 FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")

@@ -11,7 +11,6 @@ import msgspec
 from experiments.evidence.diagnosis import diagnosis
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
 from experiments.evidence.provenance import evidence_lines
-from experiments.evidence.units import percent, size
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.memory import walks_with
@@ -19,6 +18,7 @@ from sim.profile import Profile
 from sim.schedule.proof.check import Checked
 from sim.setup.prediction import Prediction
 from sim.trace import Trace
+from sim.units import percent, size
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from experiments.evidence.machine import require_machine, require_processes, require_torch
-from experiments.evidence.units import size
 from sim.engine.report import hbm_held
 from sim.errors import InputError
 from sim.memory import walks_with
@@ -20,6 +19,7 @@ from sim.setup.machine import require_same_host
 from sim.setup.names import at_least_one
 from sim.setup.prediction import Prediction, proved
 from sim.trace import Trace
+from sim.units import size
 from sim.workload import Workload
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from experiments.evidence.cases import CaseFile, MemoryGroup, selected
-from experiments.evidence.units import length, percent, size
 from experiments.evidence.workers import called
 from sim.engine.room import Room
 from sim.errors import InputError, unknown
@@ -19,6 +18,7 @@ from sim.setup import names
 from sim.setup.fit import longest
 from sim.setup.room import room
 from sim.setup.setup import Setup
+from sim.units import length, percent, size
 
 Judgement = Literal["right", "at the limit", "wrong"]
 _GIB = 2**30

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.memory_cases import MemoryFound
-from experiments.evidence.units import percent
 from experiments.evidence.workers import called
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
@@ -24,6 +23,7 @@ from sim.presets import preset_names
 from sim.profile import load_profile, profile_bytes
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
+from sim.units import percent
 
 _APART = 0.02
 """Measured times that differ by no more are in no order."""

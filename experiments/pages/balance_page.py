@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.evidence.units import seconds, size
 from experiments.pages.plots import HUES, Frame, Mark, Plot, Tick, Trend
 from experiments.pages.render import render
 from sim.setup.balance import Balance
+from sim.units import seconds, size
 
 _WIDTH, _ROW, _LEFT = 1000, 64, 130
 """Pixels: of the plot, of a planner's bars with the distance to the next, and of the names beside them."""

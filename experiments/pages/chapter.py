@@ -17,10 +17,10 @@ from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.evidence.memory_cases import memory_tables
 from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
 from experiments.evidence.record import Judged, Record, judged, provenance, summary
-from experiments.evidence.units import percent, seconds
 from sim.errors import InputError
 from sim.files import Kind, marked
 from sim.profile import Profile, encode_profile
+from sim.units import percent, seconds
 
 if TYPE_CHECKING:
     from calibrate.leave_one_out import Residual

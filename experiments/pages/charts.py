@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from experiments.evidence.units import length, percent, seconds, size
 from experiments.pages.plots import HUES
+from sim.units import length, percent, seconds, size
 
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "pentagon")
 _MOST_TICKS = 12

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
-from experiments.evidence.units import percent
 from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
 from experiments.pages.render import render
 from experiments.pages.timeline import DIGITS, family_colours
 from sim.breakdown import PARTS, PartName, breakdown
 from sim.schedule.ir.ops import KINDS
 from sim.trace import Row, Trace
+from sim.units import percent
 
 _BAND = 0.10
 """Share of the measured time that the parity plot shades."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from experiments.evidence.comparison import Measured
 from experiments.evidence.published import HEADS, CasePrediction, Evidence, judged_groups, provenance
-from experiments.evidence.units import percent, seconds
 from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.plots import Plot, Point, parity_plot
 from experiments.pages.render import render
+from sim.units import percent, seconds
 
 _SIZE = (560, 520)
 """Width and height of a plot in pixels."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from experiments.evidence.units import rate
 from experiments.pages.plots import HUES, SWATCH, Entry, Legend, legend, text_width
 from experiments.pages.render import render
 from sim.errors import InputError
+from sim.units import rate
 from topology.cluster import Cluster
 from topology.kinds import CircuitsSpec, MeshSpec
 from topology.shape import joined

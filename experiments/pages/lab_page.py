@@ -7,10 +7,10 @@ from typing import Any
 
 from experiments.evidence.lab import LabRecord, LabResult
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
-from experiments.evidence.units import percent
 from experiments.pages import plots
 from experiments.pages.legend import BANDS
 from experiments.pages.render import render
+from sim.units import percent
 
 _SIZE = (760, 620)
 _HEAD, _EDGE = 66, 20

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.evidence.peaks import PEAK, beside
-from experiments.evidence.units import length, size
 from experiments.pages.plots import HUES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
 from sim.memory import TERMS
+from sim.units import length, size
 from topology.specs import ClusterSpec
 
 _WIDTH, _ROW, _LEFT = 1000, 24, 210

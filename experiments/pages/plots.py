@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Measured
-from experiments.evidence.units import seconds
+from sim.units import seconds
 
 HUES = {
     "blue": ("#0072b2", "#4ba3e3"),

@@ -7,9 +7,9 @@ from typing import Any
 
 import jinja2
 
-from experiments.evidence.units import percent, seconds
 from experiments.pages.plots import HUES, THEMES
 from sim.files import Kind, marked
+from sim.units import percent, seconds
 
 PAGE_FILE = Kind("an HTML page", marked('<meta name="generator" content="longstep">'))
 FIGURE_FILE = Kind("an SVG figure", marked("<!-- generator: longstep -->"))

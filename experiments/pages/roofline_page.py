@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.evidence.units import length, rate, seconds
 from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
+from sim.units import length, rate, seconds
 
 _WIDTH, _HEIGHT = 1000, 520
 _FAMILIES = ("flash", "memory-efficient", "standard", "gemm", "other")

@@ -7,12 +7,12 @@ from typing import Any
 
 from experiments.evidence.peaks import BESIDE, PEAK
 from experiments.evidence.results import Result
-from experiments.evidence.units import length, size
 from experiments.pages.chapters import Chapter, is_number
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, Point, Unit, bars, lines
 from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
 from experiments.pages.tables import head, table
 from sim.memory import TERMS
+from sim.units import length, size
 
 
 def rows_chapter(result: Result) -> Chapter:

@@ -13,13 +13,13 @@ from experiments.evidence.peaks import PEAK
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
-from experiments.evidence.units import percent, seconds
 from experiments.pages.chapters import Chapter, is_figure
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart, Point, bars, lines, parity
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
 from sim.engine.report import Evidence
 from sim.errors import InputError
+from sim.units import percent, seconds
 
 
 def trace_chapter(result: Result) -> Chapter:

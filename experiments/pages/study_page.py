@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.evidence.units import length, seconds, size
 from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Legend, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
 from experiments.pages.tables import head
 from sim.errors import InputError
 from sim.files import Kind, marked
+from sim.units import length, seconds, size
 
 _WIDTH, _HEIGHT = 860, 380
 _EDGE, _HEAD, _GAP = 14, 44, 8

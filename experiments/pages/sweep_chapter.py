@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.evidence.peaks import BESIDE, PEAK
-from experiments.evidence.units import seconds
 from experiments.pages.charts import BYTES, NUMBER, SECONDS, Chart, Point, Unit, bars, lines
 from experiments.pages.tables import cell, head
 from sim.breakdown import PARTS
 from sim.errors import InputError
 from sim.memory import TERMS
 from sim.setup.portions import COLUMNS
+from sim.units import seconds
 from sim.workload import parse_length
 
 _FIGURES: tuple[tuple[str, str, Unit], ...] = (

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.record import Judged, Record, judged, provenance, quiet_repeats, summary
-from experiments.evidence.units import length, percent
 from experiments.pages import plots
 from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.render import render
+from sim.units import length, percent
 from sim.workload import parse_length
 
 _MAIN, _PANEL = (560, 520), (250, 246)

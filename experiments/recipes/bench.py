@@ -20,7 +20,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.units import seconds
 from experiments.recipes.bench_clusters import TARGET_S, building
 from sim.batches.batch import batch
 from sim.batches.lengths import lognormal
@@ -43,6 +42,7 @@ from sim.schedule.write.hops import Lane
 from sim.setup.planners import PLANNERS, asked_of
 from sim.setup.setup import Setup
 from sim.setup.sweep import sweep
+from sim.units import seconds
 from sim.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu

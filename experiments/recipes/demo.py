@@ -9,11 +9,11 @@ import longstep
 from experiments.evidence.comparison import Comparison, comparison, drift_line
 from experiments.evidence.execution import Execution, open_session
 from experiments.evidence.provenance import evidence_lines
-from experiments.evidence.units import percent, seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.terminal import comparison_table, schedules_table
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
+from sim.units import percent, seconds
 
 TRACE_FILE = CHROME_TRACE.at("demo-trace.json")
 LENGTHS = ("128K", "256K", "512K", "1M")

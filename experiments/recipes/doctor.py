@@ -25,7 +25,6 @@ from rich.console import Console
 import longstep
 from experiments.evidence.execution import measured_steps, open_session
 from experiments.evidence.provenance import command_line
-from experiments.evidence.units import seconds
 from experiments.verbs.calibrate import Calibrate, calibrate
 from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError
@@ -37,6 +36,7 @@ from sim.setup.prediction import write_trace
 from sim.setup.profiled import one_after_the_other, read_traces
 from sim.setup.workers import end_with_parent
 from sim.trace import CHROME_TRACE, Trace
+from sim.units import seconds
 from sim.workload import Scope
 
 RANKS = 2

@@ -13,7 +13,6 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import longstep
-from experiments.evidence.units import seconds
 from experiments.evidence.workers import workers
 from experiments.pages.study_page import Spread, spreads
 from experiments.studies.study import Finding
@@ -25,6 +24,7 @@ from sim.batches.statistics import statistics, token_bytes
 from sim.schedule.derive.matching import wire_bytes
 from sim.setup.balance import LOWER_BOUND
 from sim.setup.documents import planned_by
+from sim.units import seconds
 from topology.host import num_cores
 
 QUESTION = "What do planners win on batches of documents of many lengths?"

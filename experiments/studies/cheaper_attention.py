@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length, size
 from experiments.pages.study_page import Line, lines
 from experiments.studies.stacked_hbm import kernel_seconds
 from experiments.studies.study import Finding
+from sim.units import length, size
 
 QUESTION = "From which length on does cheaper attention make a step faster: window, blocks, or linear?"
 _STEP = longstep.Setup(

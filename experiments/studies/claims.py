@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from experiments.evidence.units import length
 from sim.errors import InputError
 from sim.presets import load_toml
+from sim.units import length
 
 HEADS = ("paper", "claim", "claimed", "verdict", "Longstep finds", "missing")
 Range = tuple[float, float]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import shares
 from experiments.studies.study import Finding
+from sim.units import length
 
 QUESTION = "What bounds a training step from 8K to 8M tokens?"
 _STEP = longstep.Setup(

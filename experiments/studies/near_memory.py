@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import Line, lines
 from experiments.studies.stacked_hbm import HBM, LENGTHS, STEP, kernel_seconds
 from experiments.studies.study import Finding
 from sim.setup.roofline import calibrated
+from sim.units import length
 
 QUESTION = "What do element-wise kernels and softmax beside the memory win in training?"
 _INSIDE = (2, 4, 8, 16, 32)

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import winners
 from experiments.studies.study import Finding
+from sim.units import length
 
 QUESTION = "Ring, Ulysses, or USP of both: which is fastest at which network and length?"
 _TIE = 0.01

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
+from sim.units import length
 
 QUESTION = "What would NVLink of twice or four times the rate win, and what InfiniBand of 800 or 1600 Gb/s?"
 _LENGTHS = tuple(16 * 1024 << power for power in range(6))

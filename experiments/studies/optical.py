@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
+from sim.units import length
 
 QUESTION = "What do optical links of several Tb/s at every GPU win between nodes?"
 _LENGTHS = tuple(16 * 1024 << power for power in range(0, 7, 2))

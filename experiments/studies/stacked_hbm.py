@@ -6,10 +6,10 @@ from collections import defaultdict
 from typing import Any
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
 from sim.engine.cost import CostModel
+from sim.units import length
 from topology.cluster import Cluster
 
 QUESTION = "What would 3D-stacked memory win, with several times the bandwidth and capacity of HBM?"

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 import longstep
-from experiments.evidence.units import length
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
+from sim.units import length
 from topology.kinds import Fabric, FullMeshSpec, TorusSpec
 from topology.specs import ClusterSpec, LinkSpec
 

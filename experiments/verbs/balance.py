@@ -13,7 +13,6 @@ from rich.table import Table
 import longstep
 from experiments.evidence.executed_skew import executed_skews
 from experiments.evidence.provenance import note_lines
-from experiments.evidence.units import length, seconds, size
 from experiments.pages.balance_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
@@ -27,6 +26,7 @@ from sim.files import require_outputs
 from sim.presets import preset_names, read_bytes
 from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
 from sim.setup.planners import PLANNERS
+from sim.units import length, seconds, size
 
 DISTRIBUTIONS = "sim/batches/distributions"
 

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
-from experiments.evidence.units import percent, seconds
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.writes import Writes
@@ -37,6 +36,7 @@ from sim.profile import (
     profile_names,
 )
 from sim.setup.names import DATASHEET, one_of
+from sim.units import percent, seconds
 from sim.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec

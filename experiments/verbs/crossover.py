@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules
 from experiments.verbs.terminal import print_json, tell_assumed
 from sim.errors import InputError
+from sim.units import length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

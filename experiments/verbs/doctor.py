@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import longstep
-from experiments.evidence.units import percent, seconds, size
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_seconds, read_share
@@ -20,6 +19,7 @@ from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError, none_of
 from sim.setup.profiled import read_traces
 from sim.setup.traced import Traced
+from sim.units import percent, seconds, size
 
 _COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "dp_degree", "batch")
 _SHOWN = 6

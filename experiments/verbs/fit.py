@@ -12,7 +12,6 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import PEAK, beside, spec_of
-from experiments.evidence.units import length, seconds, size
 from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.cli import with_flags
@@ -27,6 +26,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.answer import what_fits
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
+from sim.units import length, seconds, size
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""

@@ -12,7 +12,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.units import length
 from experiments.verbs.cli import with_flags
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import print_json
@@ -20,6 +19,7 @@ from longstep import Setup
 from sim.errors import InputError
 from sim.setup import names
 from sim.setup.imports.facts import Row
+from sim.units import length
 
 _ALWAYS = ("model", "cluster", "gpus", "seq")
 """Fields that stand in a command whatever they are."""

@@ -14,7 +14,6 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
-from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
@@ -24,6 +23,7 @@ from sim.setup.branches import Played
 from sim.setup.plan import Plan as Found
 from sim.setup.search import Progress
 from sim.setup.space import OPTIONS
+from sim.units import length, seconds, size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.units import length, percent, rate, seconds
 from experiments.pages.render import PAGE_FILE
 from experiments.pages.roofline_page import kernel_name, page
 from experiments.verbs.kinds import OptionalText
@@ -19,6 +18,7 @@ from experiments.verbs.terminal import print_json, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.files import require_outputs
 from sim.setup.names import CLUSTER, MODEL
+from sim.units import length, percent, rate, seconds
 
 LENGTHS = "8K,128K,1M"
 

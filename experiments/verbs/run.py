@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
-from experiments.evidence.units import seconds, size
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import parts_line, print_json
@@ -23,6 +22,7 @@ from sim.errors import RankError
 from sim.files import require_outputs
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
+from sim.units import seconds, size
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.units import rate
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
@@ -24,6 +23,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import one_of
 from sim.setup.stacks import STACKS
+from sim.units import rate
 from sim.workload import load_model
 from topology.cluster import load_cluster
 

@@ -16,7 +16,6 @@ from rich.table import Table as Shown
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
-from experiments.evidence.units import length, seconds, size
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import StepSelection, listed, typed_values
 from experiments.verbs.terminal import print_json, progress, tell_assumed
@@ -25,6 +24,7 @@ from sim.errors import InputError
 from sim.files import Kind, require_outputs
 from sim.setup.axes import axes_of
 from sim.setup.portions import COLUMNS
+from sim.units import length, seconds, size
 
 _SHOWN = 40
 """Rows of the table; the file has all."""

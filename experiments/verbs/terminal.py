@@ -21,7 +21,6 @@ from rich.text import Text
 from experiments.evidence.comparison import Comparison, Measured
 from experiments.evidence.peaks import PEAK, beside
 from experiments.evidence.provenance import evidence_lines
-from experiments.evidence.units import length, percent, seconds, size
 from longstep import Prediction, Setup
 from longstep import Table as Figures
 from sim.breakdown import PartName
@@ -30,7 +29,7 @@ from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
 from sim.setup.answer import interval, named, step_time, warnings
 from sim.setup.names import scope_title
-from sim.units import FEW, number
+from sim.units import FEW, length, number, percent, seconds, size
 from topology.reserved import PARTS, Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

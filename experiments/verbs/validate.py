@@ -43,7 +43,6 @@ from experiments.evidence.record import (
     save_record,
     summary,
 )
-from experiments.evidence.units import percent, seconds, size
 from experiments.pages.chapter import CHAPTER_FILE, FRONT_PAGE, on_front_page
 from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
@@ -59,6 +58,7 @@ from sim.errors import InputError, LongstepError
 from sim.files import Output, require_outputs
 from sim.presets import read_bytes
 from sim.profile import profile_names
+from sim.units import percent, seconds, size
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

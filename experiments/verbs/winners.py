@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.units import length
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
 from experiments.verbs.terminal import print_json, progress, tell_assumed
 from sim.errors import InputError
 from sim.setup.answer import who_wins
 from sim.setup.axes import field_of
+from sim.units import length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

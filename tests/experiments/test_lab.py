@@ -17,13 +17,13 @@ from experiments.evidence.headlines import headlines
 from experiments.evidence.kept import Kept
 from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, kept_labs, lab_cells, read_lab
 from experiments.evidence.lab_verdict import TARGETS, costs, crossovers, lab_lines, lab_order, placements, verdict
-from experiments.evidence.units import percent
 from experiments.pages.chapter import lab_section
 from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main
 from runtime.lab.lab import why_not
 from sim.errors import InputError
 from sim.profile import Point, Profile, load_profile, save_profile
+from sim.units import percent
 
 ROOT = Path(__file__).parents[2]
 A100 = str(ROOT / "sim" / "profiles" / "a100-sxm.json")

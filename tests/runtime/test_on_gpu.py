@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from experiments.evidence.units import percent, size
 from runtime.execution.dense import cross_entropy, rms_norm, rms_norm_backward
 from runtime.execution.execute import RankPlayer
 from runtime.execution.inputs import global_state
@@ -22,6 +21,7 @@ from sim.memory import walk
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
+from sim.units import percent, size
 from sim.workload import Workload, load_model
 from tests.helpers import make_checked
 from tests.schedule.test_step import make_step
