@@ -178,13 +178,13 @@ def parts(found: Open) -> list[Open | Lost]:
 
 
 def played(branch: Branch, beaten_at: float) -> Played | Lost:
-    """Return what the step of a configuration takes; all else is asked for only where it is faster than ``beaten_at``,
-    in seconds over worth, as fast as it has to be, and fits.
+    """Return what the step of a configuration takes; all else is asked for only where it is no slower than
+    ``beaten_at``, in seconds over worth, as fast as it has to be, and fits.
     """
     try:
         step_s, last = step_of(branch.setup)
         result = Played(branch, step_s)
-        if result.batch_s >= beaten_at or not result.reaches:
+        if result.batch_s > beaten_at or not result.reaches:
             return result
         held = room_of_step(branch.setup, last)
     except InputError as error:

@@ -55,6 +55,7 @@ class Search:
         self.families, self._most, self._progress = families, most, progress
         self._leanest_first, self._enough_s = leanest_first, enough_s
         self._cpu, self._kept_s = cpu, kept_s
+        self._place = {family.named: place for place, family in enumerate(families)}
         self.count = sum(family.num_leaves for family in families)
         self.open: list[Open] = [Open(Branch(family)) for family in families]
         self._unasked = {id(found) for found in self.open}
@@ -177,7 +178,15 @@ class Search:
         """Take a configuration with what its step takes."""
         self.played.append(one)
         if one.room is not None:
-            self.best = sorted([*self.best, one], key=lambda found: found.batch_s)
+            self.best = sorted([*self.best, one], key=self._order)
+
+    def _order(self, one: Played) -> tuple[float, int, list[int]]:
+        """Return where a configuration stands. What takes the same to the digit stands as families and their values do,
+        whichever worker was the first to answer.
+        """
+        family, chosen = one.branch
+        places = [list(values).index(value) for values, value in zip(family.grid.values(), chosen, strict=True)]
+        return one.batch_s, self._place.get(family.named, len(self._place)), places
 
     def _pick(self, running: dict[int, Open]) -> Open | None:
         """Return what to look at next: in the family of the usual configuration that fits; then all branches without

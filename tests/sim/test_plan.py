@@ -19,6 +19,7 @@ from sim.setup.bounds import least_of_any, least_room
 from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
 from sim.setup.cpu_time import CpuTime
 from sim.setup.room import room
+from sim.setup.search import Search
 from sim.setup.space import OPTIONS, Branch, Family, families
 from sim.setup.workers import Workers
 
@@ -221,6 +222,20 @@ def test_a_usual_configuration_that_fits_is_known_first() -> None:
     assert first is not None
     assert first.branch.family.named == "ulysses (2 replicas)"
     assert len({(row["schedule"], row["options"]) for row in found.best}) == len(found.best) == found.simulated
+
+
+def test_what_takes_the_same_stands_in_the_order_of_its_values() -> None:
+    """Whichever worker was the first to answer."""
+    some = SMALL.replace(schedule="ulysses", gpus=2, layers=1)
+    there = families(some, {"checkpoint": ["none", "full"], "activations": ["hbm", "host"]})
+    held = room(some.resolved())
+    played_ones = [Played(leaf, float(family.worth), held) for family in there for leaf in Branch(family).leaves]
+    assert len(played_ones) > 2
+    for arrived in (played_ones, played_ones[::-1]):
+        search = Search(there, 1, CpuTime(), None)
+        for one in arrived:
+            search.know(one)
+        assert search.best == played_ones
 
 
 @pytest.mark.sweep
