@@ -70,6 +70,9 @@ class Selection:
     """Ranks that split the sequence."""
     dp_degree: int = UntypedInt(1)
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    global_batch: OptionalText = None
+    """What all replicas together train in a step: a plain number of sequences, or tokens with K or M (4M) or the word
+    ('4194304 tokens'). Gives --batch, micro-batches of a sequence, and --dp-degree where all degrees are typed."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
