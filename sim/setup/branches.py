@@ -203,7 +203,8 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
             limits += copied or ()
         for limit in limits:
             if limit.free_bytes < 0:
-                return Lost(branch, -limit.free_bytes, limit.memory)
+                said = leanest if limit.memory == leanest.memory else limit  # what the leanest one lacks itself
+                return Lost(branch, -said.free_bytes, limit.memory)
     except InputError as error:
         refused = str(error)
     try:

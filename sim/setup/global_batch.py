@@ -15,9 +15,9 @@ from sim.workload import MOST_SEQUENCES, parse_length
 
 ANY = "any"
 """What leaves it open: a plan then chooses how many replicas there are, each with ``batch`` sequences."""
-USUAL_TOKENS = 2**20
-"""What a plan takes for it where nobody says: about 1M tokens, the least that trainings of long contexts commonly have
-in a step (assumed), and one sequence where that is longer."""
+USUAL_TOKENS = 2**19
+"""What a plan takes for it where nobody says: about 512K tokens, the least that trainings of models have in a step
+(arXiv:2005.14165, table 2.1), and one sequence where that is longer."""
 
 _TOKENS = re.compile(r"(?P<tokens>[0-9.]+(?:[KkMm]| *tokens))")
 _NEAREST = 3
@@ -98,8 +98,8 @@ def usual_sequences(seq: int, gpus: int, replicas: int = 1) -> int:
     leave no other number of ``replicas``, a multiple of these.
 
     >>> [usual_sequences(tokens, gpus=64) for tokens in (2**13, 2**16, 2**21)], usual_sequences(2**18, gpus=24)
-    ([128, 16, 1], 4)
-    >>> usual_sequences(192 * 1024, gpus=24), usual_sequences(2**21, gpus=64, replicas=8)
+    ([64, 8, 1], 2)
+    >>> usual_sequences(96 * 1024, gpus=24), usual_sequences(2**21, gpus=64, replicas=8)
     (4, 8)
     """
     shares, wanted = gpus // replicas, max(1, USUAL_TOKENS // seq // replicas)

@@ -63,7 +63,7 @@ def plan(
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
     open. The ``global_batch`` stays what it is: with fewer replicas each trains more of its sequences, one after the
-    other. It is about 1M tokens where nobody says it (``sim.setup.planned_batch``); with ``any`` it is chosen: each
+    other. It is about 512K tokens where nobody says it (``sim.setup.planned_batch``); with ``any`` it is chosen: each
     replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a ``price`` of
     a GPU-hour rows have the cost of a billion tokens. A usual configuration that fits is looked for first. After
     ``limit_s`` seconds of CPU time, of this process and of those that it starts, or Ctrl-C, the search ends with what
@@ -137,7 +137,9 @@ def require_any_built(search: Search) -> None:
     refused = [found.refused for found in search.lost if found.refused]
     if not search.best and not search.open and len(refused) == len(search.lost) and not search.played:
         why = refused[0] if refused else "no schedule takes so many GPUs: set `gpus`, or its degrees"
-        raise InputError(f"no configuration can be built; the first: {why}")
+        alone = all(family.setup.dp_degree < (family.setup.gpus or 1) for family in search.families)
+        more = "; a larger `global_batch` allows more replicas of fewer GPUs" if refused and alone else ""
+        raise InputError(f"no configuration can be built; the first: {why}{more}")
 
 
 def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: bool = False) -> Plan:

@@ -1,9 +1,10 @@
 """The global batch that plans keep: what is asked for, or what they assume and say.
 
-Replicas that each bring a sequence of their own make every step a larger one, which nobody asked for, and the more so
-the fewer GPUs a replica has. So plans compare configurations by the time of the same sequences: with fewer replicas
-each trains more of them one after the other. Where nobody says how many there are, they are about 1M tokens
-(``global_batch.USUAL_TOKENS``), as in ``usual_sequences``; one sequence where the longest context is looked for.
+Replicas that each bring a sequence of their own make a step larger, and more so the fewer GPUs a replica has: nobody
+asked for that. So a plan compares configurations by their time for the same sequences: with fewer replicas each trains
+more of them, one after the other. Where nobody says how many, they are about 512K tokens, and at least one sequence
+(``global_batch.USUAL_TOKENS``): for long contexts the step that all other questions are about, and for short ones
+enough for replicas. Where the longest context is looked for it is one sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_leng
     InputError for one in tokens.
 
     >>> with_batch(Setup(gpus=64, seq="64K")).assumed["global_batch"], with_batch(Setup(seq="4M")).global_batch
-    ('16', '1')
+    ('8', '1')
     """
     if setup.global_batch is not None:
         if of_any_length and counts_tokens(setup.global_batch):
