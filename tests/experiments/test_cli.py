@@ -953,3 +953,32 @@ def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.Captu
     assert "no schedule has it" in fails(capsys, *small, "--vary", "chunkk=1")
     assert "--vary loss: expected OPTION=VALUE" in fails(capsys, *small, "--vary", "loss")
     assert "--stack, --dp-degree" in fails(capsys, *small, "--stack", "fsdp")
+
+
+@pytest.mark.sweep
+def test_plan_says_which_global_batch_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its first line; what is typed stays, replicas of ``any`` number train as many sequences as they are."""
+    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "128K", "--schedule", "ulysses", "--layers", "1")
+    for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
+        small = (*small, "--vary", kept)
+    printed = run(capsys, *small)
+    assert printed.startswith("assumed: --cluster hgx-h100 --global-batch 4\n")
+    assert "4 sequences (512K tokens) a step: 2 configurations" in printed
+    printed = run(capsys, *small, "--global-batch", "256K")
+    assert printed.startswith("assumed: --cluster hgx-h100\n")
+    assert "2 sequences (256K tokens) a step: 2 configurations" in printed
+    rows = json.loads(run(capsys, *small, "--global-batch", "any", "--json"))["best"]
+    assert {row["schedule"]: row["sequences"] for row in rows} == {"ulysses (U 2)": 1, "ulysses (2 replicas)": 2}
+    assert "for 2 sequences" in run(capsys, *small, "--global-batch", "any")
+    assert "--global-batch 1M is in tokens" in fails(capsys, *small, "--longest", "--global-batch", "1M")
+
+
+def test_simulate_takes_a_global_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """As replicas, their sequences and micro-batches, spelled out."""
+    step = ("simulate", "--model", "tiny", "--layers", "1", "--seq", "4K", "--schedule", "ulysses", "--gpus", "4")
+    step = (*step, "--ulysses-degree", "2", "--jitter", "0")
+    spelled = ("--dp-degree", "2", "--batch", "2", "--set", "schedule.micro_batches=2")
+    printed = run(capsys, *step, "--global-batch", "16K")
+    assert "for 4 sequences (16K tokens)" in printed
+    assert printed == run(capsys, *step, *spelled) == run(capsys, *step, "--global-batch", "4")
+    assert "set it to 2 or 4 (sequences)" in fails(capsys, *step, "--global-batch", "3")
