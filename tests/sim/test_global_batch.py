@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import longstep
+from experiments.evidence.cases import case_fields, setup_of
 from longstep import InputError, Setup
 from sim.setup.global_batch import divisors, sequences_of, usual_sequences
 from sim.setup.planned_batch import with_batch
@@ -111,6 +112,16 @@ def test_it_stays_where_gpus_lengths_and_schedules_are_varied() -> None:
     )  # fmt: skip
     assert [row["winner"] for row in won] == ["ulysses", "ulysses"]
     assert won[0]["step_time_s"] == kept.predicted().step_time_s
+
+
+def test_a_case_file_says_it() -> None:
+    """As it was typed, whether sequences or tokens."""
+    said = STEP.replace(gpus=4, ulysses_degree=2, global_batch="24K")
+    fields = case_fields(said)
+    assert fields["global_batch"] == "24K"
+    again = setup_of(fields, "h100-sxm")
+    assert again.resolved().workload == said.resolved().workload
+    assert again.resolved().mesh.dp == 2
 
 
 @pytest.mark.parametrize(
