@@ -265,10 +265,10 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     small = (*small, "--ulysses-degree", "2")
     for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
         small = (*small, "--vary", kept)
-    ended = "The longest context is at least 8K: 8192 tokens, where --until ends."
+    ended = "The longest context is at least 8K, 8192 tokens, with ulysses (U 2), "
     assert ended in run(capsys, *small, "--longest", "--until", "8K")
     printed = run(capsys, *small, "--longest", "--step-time", "1us")
-    assert "Nothing that was tried is enough" in printed
+    assert "Nothing is enough at 512: what may fit takes" in printed
     assert "what may fit takes" in printed
     found = json.loads(run(capsys, *small, "--fewest-gpus", "--tokens-per-s", "1000", "--json"))
     assert found["value"] == 2
@@ -299,13 +299,13 @@ def test_a_search_that_was_cut_says_so_once(
     searched = Search.run
     monkeypatch.setattr(Search, "run", cut(searched))
     longest = run(capsys, *small, "--longest", "--until", "1M")
-    assert re.search(r"The longest context is at least \d+K?: \d+ tokens; the search was cut short, --limit", longest)
-    assert "tokens, to 1 %" not in longest
+    assert re.search(r"The longest context is at least \d+ tokens, with ulysses .* left; the search was cut short", longest)
+    assert "tokens to 1 %" not in longest
     monkeypatch.setattr(Search, "run", cut(searched))
     fewest = run(capsys, *small, "--fewest-gpus", "--counts", "1,2")
-    assert "The fewest GPUs are 2 or fewer; the search was cut short" in fewest
+    assert re.search(r"The fewest GPUs are 2 or fewer, with ulysses .* left; the search was cut short", fewest)
     for printed in (longest, fewest):
-        assert printed.count("cut short") == 1
+        assert printed.count("cut short") == printed.count("--limit SECONDS searches longer") == 1
         assert "1 simulated" in printed
         assert "nothing" not in printed
 
