@@ -78,8 +78,9 @@ def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
 
 def tell_basis(predictions: Sequence[Prediction], console: Console, *, everything: bool = False) -> None:
     """Print what an answer rests on, in three lines: those of the fastest; or everything, of all, as a table."""
-    fastest_first = sorted(predictions, key=lambda one: one.step_time_s)
-    tell([grounds(one) for one in fastest_first], console, everything=everything)
+    first = min(predictions, key=lambda one: one.step_time_s)
+    others = [grounds(one) for one in predictions if one is not first]
+    tell([grounds(first), *others], console, everything=everything)
 
 
 def tell(found: Sequence[Grounds], console: Console, *, everything: bool = False, more: Sequence[str] = ()) -> None:
@@ -375,6 +376,11 @@ class Ticker(logging.Handler):
         if time.monotonic() - self._began >= self._SOON_S:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def answered(found: Figures) -> dict[str, Any]:
+    """Return rows with what they say, and what that rests on, as JSON has them."""
+    return {"answer": found.answer, "rests_on": found.rests_on, "rows": found.rows}
 
 
 def print_json(found: Any, console: Console) -> None:

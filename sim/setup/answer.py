@@ -9,8 +9,8 @@ import html
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.engine.extrapolated import Decisive, decisive
 from sim.engine.learned import shipped
@@ -25,7 +25,6 @@ from sim.workload import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sim.setup.prediction import Prediction
-    from sim.setup.table import Table
 
 _BOUND_BY: dict[Regime, str] = {"kernels": "kernels", "links": "links", "host": "the host"}
 _TRANSFER = re.compile(rf"(\w+) of (\d+) bytes among (\d+) ranks: {BEYOND_RANGE}")
@@ -111,18 +110,21 @@ def _behind(first: Prediction, others: Sequence[Prediction]) -> str:
     return said
 
 
-def what_fits(found: Table) -> str:
+def what_fits(found: Iterable[Mapping[str, Any]]) -> str:
     """Return what the rows of ``fit`` say: how long a context fits by each, and which is fastest of the longest.
 
-    >>> from sim.setup.table import Table
     >>> rows = [{"row": "a", "seq": 2048, "fits": True, "step_time_s": 1.0, "free_bytes": 1, "helps": "", "error": ""}]
     >>> rows += [{**rows[0], "row": "b", "seq": 4096, "step_time_s": 2.0}]
-    >>> print(what_fits(Table(rows)))
+    >>> print(what_fits(rows))
     The longest that fits is 4K, by b in 2 s a step; a up to 2K
     """
+    found = list(found)
     fitting = [row for row in found if row["fits"] is not False and row["step_time_s"] is not None]
     if not fitting:
-        nearest = max((row for row in found if not row["error"]), key=lambda row: float(row["free_bytes"]))
+        played = [row for row in found if not row["error"]]
+        if not played:
+            return f"Nothing can be played: {found[0]['error']}"
+        nearest = max(played, key=lambda row: float(row["free_bytes"]))
         missing = f"{size(-nearest['free_bytes'], FEW)} is missing for {nearest['row']} at {length(nearest['seq'])}"
         helps = f"switching on {nearest['helps']} helps" if nearest["helps"] else "no technique is enough"
         return f"Nothing fits: {missing}, {helps}"
@@ -136,12 +138,11 @@ def what_fits(found: Table) -> str:
     return "; ".join([f"The longest that fits is {length(most)}, {of}", *others])
 
 
-def who_wins(found: Table) -> str:
+def who_wins(found: Sequence[Mapping[str, Any]]) -> str:
     """Return what the rows of ``winners`` say: how many places each wins.
 
-    >>> from sim.setup.table import Table
     >>> places = [{"winner": name, "tied": name == "ring"} for name in ("ring", "ulysses", "ulysses", "")]
-    >>> print(who_wins(Table(places)))
+    >>> print(who_wins(places))
     Of 4 places ulysses wins 2, ring 1; ties among these: 1; nothing fits at 1
     """
     places = Counter(row["winner"] for row in found)
