@@ -58,7 +58,7 @@ def roofline(command: Roofline, console: Console) -> None:
     balanced = next(row for row in of_cluster if row["cluster"] == command.cluster)
     title = f"kernels of a layer of {command.model} on one {balanced['gpu']}"
     if out:
-        out.write(page(title, balanced, found.rows).encode())
+        out.write(page(title, balanced, found).encode())
     if command.json:
         said = {"answer": found.answer, "rests_on": found.rests_on}
         print_json({**said, "balance": of_cluster.rows, "kernels": found.rows}, console)
