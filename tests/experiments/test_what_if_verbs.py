@@ -315,7 +315,9 @@ def test_a_search_that_was_cut_says_so_once(
     searched = Search.run
     monkeypatch.setattr(Search, "run", cut(searched))
     longest = run(capsys, *small, "--longest", "--until", "1M")
-    assert re.search(r"The longest context is at least \d+ tokens, with ulysses .* left; the search was cut short", longest)
+    assert re.search(
+        r"The longest context is at least \d+ tokens, with ulysses .* left; the search was cut short", longest
+    )
     assert "tokens to 1 %" not in longest
     monkeypatch.setattr(Search, "run", cut(searched))
     fewest = run(capsys, *small, "--fewest-gpus", "--counts", "1,2")
