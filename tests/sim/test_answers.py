@@ -127,8 +127,10 @@ def diagnosis(verdict: Any, measured_s: float | None, *names: str, **more: Any) 
     [
         (
             diagnosis("impossible", 13.0, "off"),
-            "Impossible: 13 s a step is below 15.2 s, the floor by FLOPs at the peak; nothing that was simulated "
-            "explains it",
+            (
+                "Impossible: 13 s a step is below 15.2 s, the floor by FLOPs at the peak; nothing that was simulated "
+                "explains it"
+            ),
         ),
         (
             diagnosis("impossible", 13.0, "cp-off", floor_by="nic"),
@@ -136,13 +138,17 @@ def diagnosis(verdict: Any, measured_s: float | None, *names: str, **more: Any) 
         ),
         (
             diagnosis("too fast", 20.0, "window", "off"),
-            "Too fast: 20 s a step is 0.498 times the predicted 40.2 s (35 to 47 s), and less than its attention "
-            "alone, 30 s; window would explain it",
+            (
+                "Too fast: 20 s a step is 0.498 times the predicted 40.2 s (35 to 47 s), and less than its attention "
+                "alone, 30 s; window would explain it"
+            ),
         ),
         (
             diagnosis("too slow", 61.0, "a", "b", "c", "d", "e"),
-            "Too slow: 61 s a step is 1.52 times the predicted 40.2 s (35 to 47 s); a or b or c or 2 others would "
-            "explain it",
+            (
+                "Too slow: 61 s a step is 1.52 times the predicted 40.2 s (35 to 47 s); a or b or c or 2 others would "
+                "explain it"
+            ),
         ),
         (
             diagnosis("healthy", 41.0, memory_bytes=61 * GIB),
@@ -159,8 +165,10 @@ def diagnosis(verdict: Any, measured_s: float | None, *names: str, **more: Any) 
         ),
         (
             diagnosis("ranks differ", None, "off"),
-            "Ranks differ: beside each other their kernels do not take what is predicted; nothing that was simulated "
-            "explains it",
+            (
+                "Ranks differ: beside each other their kernels do not take what is predicted; nothing that was "
+                "simulated explains it"
+            ),
         ),
     ],
 )
