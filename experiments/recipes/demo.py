@@ -10,7 +10,8 @@ from experiments.evidence.comparison import Comparison, comparison, drift_line
 from experiments.evidence.execution import Execution, open_session
 from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.terminal import comparison_table, schedules_table
+from experiments.verbs.several import Asked, rows_table
+from experiments.verbs.terminal import comparison_table
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 from sim.units import percent, seconds
@@ -64,6 +65,6 @@ def predict_h100(console: Console) -> None:
             longstep.predict(schedule, model="llama3-8b", cluster="hgx-h100", seq=seq)
             for schedule in ("ring", "zigzag", "ulysses")
         ]
-        console.print(schedules_table(found, {}))
+        console.print(rows_table([Asked({}, one.schedule, one) for one in found]))
     for line in evidence_lines(found[0].report.evidence):
         console.print(line, markup=False)

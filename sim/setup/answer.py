@@ -58,7 +58,13 @@ def named(prediction: Prediction) -> str:
     """Return a schedule by its name, and by its degrees where it has two."""
     mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
     two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
-    return f"{prediction.schedule} (U {mesh.ulysses} x R {mesh.ring})" if two else prediction.schedule
+    return f"{prediction.schedule} {degrees(prediction)}" if two else prediction.schedule
+
+
+def degrees(prediction: Prediction) -> str:
+    """Return the degrees of what its schedule splits, and of replicas where there are several: ``U 4 R 2 DP 2``."""
+    entry = NAMED.get(prediction.schedule)
+    return prediction.checked.schedule.header.mesh.named(entry.degrees if entry else ())
 
 
 def _figures(prediction: Prediction) -> str:

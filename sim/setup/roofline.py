@@ -113,7 +113,7 @@ def roofline(setup: Setup, lengths: Sequence[int | str]) -> Table:
     for tokens in lengths:
         one = setup.replace(
             schedule="single", stack=None, seq=tokens, scope="layer", layers=1, gpus=1, nodes=None, ulysses_degree=None,
-            ring_degree=None, dp_degree=1, one_device=False,
+            ring_degree=None, cp=None, dp_degree=1, one_device=False,
         )  # fmt: skip
         found = one.resolved()
         cost = CostModel(Cluster(found.spec), found.profile)

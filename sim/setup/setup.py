@@ -30,7 +30,17 @@ from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
-from sim.setup.names import CLUSTER, MODEL, PLACEMENTS, Assumed, Overrides, at_least_one, one_of
+from sim.setup.names import (
+    CLUSTER,
+    MODEL,
+    ONE_REPLICA,
+    PLACEMENTS,
+    Assumed,
+    Overrides,
+    Untold,
+    at_least_one,
+    one_of,
+)
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.workload import BlockMask, ModelSpec, Workload
@@ -71,8 +81,11 @@ class Setup:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
-    dp_degree: int = 1
-    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    cp: int | None = None
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    dp_degree: int = ONE_REPLICA
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
+    ``cp`` as many as the GPUs make."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
@@ -156,7 +169,7 @@ class Setup:
         ones.
         """
         self._require_types()
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "dp_degree"):
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
         overrides = _overrides(self.set)
@@ -232,6 +245,8 @@ class Setup:
 
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
+        if self.cp is not None:
+            return self._spread(self.cp, entry, spec)._mesh(entry, spec, model)
         given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
         for name, degree in given.items():
             if (degree or 1) > 1 and name not in entry.degrees:
@@ -240,7 +255,7 @@ class Setup:
                     f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
-        dp, inside = self.dp_degree, (given["ulysses"] or 1) * (given["ring"] or 1)
+        dp, inside = int(self.dp_degree), (given["ulysses"] or 1) * (given["ring"] or 1)
         product, gpus = dp * inside, self.gpus
         if gpus is None and (not entry.degrees or inside > 1):
             gpus = product
@@ -262,6 +277,37 @@ class Setup:
                 f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
             )
         return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"], dp=dp)
+
+    def _spread(self, cp: int, entry: Entry, spec: ClusterSpec) -> Setup:
+        """Return it with GPUs and replicas in the place of the ranks that share a sequence; raises InputError where
+        degrees, GPUs or replicas say otherwise.
+        """
+        name = names.schedule_name(self.played)
+        if cp > 1 and not entry.degrees:
+            raise InputError(
+                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
+            )
+        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
+        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
+        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (whole and inside != cp):
+            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
+        dp = self.dp_degree
+        if isinstance(dp, Untold):
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
+            if gpus % cp:
+                above = -(-gpus // cp) * cp
+                raise InputError(
+                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{above}, or another `cp`"
+                )
+            dp = gpus // cp
+        elif self.gpus not in {None, cp * dp}:
+            raise InputError(
+                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
+                f"the three"
+            )
+        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and

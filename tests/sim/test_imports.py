@@ -366,7 +366,7 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     }  # fmt: skip
     found = FileSelection().setup()
     assert found == longstep.Setup(scope="step")
-    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, bool, tuple, type(None)}
+    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, Untold, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep
