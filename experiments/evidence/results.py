@@ -3,7 +3,7 @@
 =============  =====================================================================================
 kind           written by
 =============  =====================================================================================
-rows           ``sweep --out`` (Parquet, CSV) and ``--json``; ``simulate --json`` of several
+rows           ``sweep --out`` (Parquet, CSV) and ``--json``; ``simulate --json`` of several: of these the rows
 trace          ``simulate``, ``run`` and ``compare``, ``--trace``
 record         ``validate --out``
 lab            ``lab --out``
@@ -73,6 +73,8 @@ def read_result(path: str) -> Result:
     if data.startswith(f"# {SWEEP_MARK}".encode()):
         return _csv(name, data)
     found = _json(path, data)
+    if isinstance(found, Mapping) and {"answer", "rows"} <= found.keys():
+        found = found["rows"]
     kind = _kind(found)
     if kind == "record":
         return Result(name, kind, from_json(data, Record, f"record {path!r}", "longstep validate --out writes one"))

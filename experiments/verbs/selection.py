@@ -187,9 +187,12 @@ class Selection:
         texts = {field: getattr(self, field) for field in LISTS}
         return {field: values_of(field, text) for field, text in texts.items() if text and is_list(field, str(text))}
 
-    def first(self) -> Self:
-        """Return it with the first value of each list."""
-        return dataclasses.replace(self, **{field: values[0] for field, values in self.lists().items()})
+    def first(self, *without: str) -> Self:
+        """Return it with the first value of each list, or of some with none."""
+        firsts: dict[str, Any] = {
+            field: None if field in without else values[0] for field, values in self.lists().items()
+        }
+        return dataclasses.replace(self, **firsts)
 
     def each(self, *fields: str) -> list[tuple[dict[str, str], Self]]:
         """Return the product of all lists, or of those of some fields, a row each: what it has of every list, and the
@@ -197,7 +200,8 @@ class Selection:
         """
         lists = {field: values for field, values in self.lists().items() if not fields or field in fields}
         require_names(lists)
-        return [(row, dataclasses.replace(self, **row)) for row in rows_of(lists)]
+        rows: list[dict[str, Any]] = [*rows_of(lists)]
+        return [(row, dataclasses.replace(self, **row)) for row in rows]
 
 
 def _count(field: str, typed: str | int | None) -> str | int | None:

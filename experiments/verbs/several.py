@@ -9,6 +9,7 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside
+from experiments.verbs.cli import with_flags
 from experiments.verbs.terminal import fits
 from sim.engine.report import Report
 from sim.errors import InputError
@@ -60,7 +61,9 @@ def json_rows(rows: Sequence[Asked]) -> list[dict[str, Any]]:
 def answer(rows: Sequence[Asked], figures: Sequence[Mapping[str, Any]]) -> str:
     """Return who is fastest: of one step by several schedules, or at each place."""
     keys, found = _keys(rows), [row.found for row in rows if row.found]
-    if set(keys) <= {"schedule"}:
+    headers = [one.checked.schedule.header for one in found]
+    alike = len({(one.mesh.size, one.mesh.dp, one.workload.batch) for one in headers}) == 1
+    if set(keys) <= {"schedule"} and alike:
         return sentence(found)
     work = found[0].checked.schedule.header.workload
     return best(figures, keys, rows[0].schedule, scope=work.scope, layers=work.layers)
@@ -78,21 +81,24 @@ def rows_table(rows: Sequence[Asked]) -> Table:
     keys = [key for key in _keys(rows) if key != "schedule"]
     first = next(row.found for row in rows if row.found)
     work, spec = first.checked.schedule.header.workload, first.cluster.spec
+    ranks = {row.found.checked.schedule.num_ranks for row in rows if row.found}
     about = [
         f"{scope_title(work.scope, work.layers)} of {work.model.name}" if "model" not in keys else "",
-        f"S {length(work.seq)}" if "seq" not in keys else "",
-        f"{first.checked.schedule.num_ranks} x {spec.gpu.name}" if not {*keys} & {"gpus", "nodes", "cp", "cluster"} else "",
+        f"S {length(work.real_seq)}" if "seq" not in keys else "",
+        f"{ranks.pop()} x {spec.gpu.name}" if len(ranks) == 1 and "cluster" not in keys else "",
     ]
     heads = (*keys, "schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", PEAK, "fits", "bound by")
     caption = BESIDE if "cluster" in keys else beside(spec)
     title = ", ".join(filter(None, about))
     table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
     for row in _ordered(rows):
-        varied = [shown(key, row.varied[key]).removeprefix(f"{key} ") for key in keys]
+        varied = [shown(key, row.varied[key]) if key == "seq" else row.varied[key] for key in keys]
         if row.found is None:
-            table.add_row(*varied, row.schedule, *[""] * (len(heads) - len(keys) - 2), row.why)
+            table.add_row(*varied, row.schedule, *[""] * (len(heads) - len(keys) - 2), with_flags(row.why))
         else:
-            table.add_row(*varied, f"{row.schedule} {degrees(row.found)}".strip(), *_figures(row.found, row.found.figures))
+            table.add_row(
+                *varied, f"{row.schedule} {degrees(row.found)}".strip(), *_figures(row.found, row.found.figures)
+            )
     return table
 
 

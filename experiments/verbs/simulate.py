@@ -40,8 +40,8 @@ _PRICES_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate(Writes):
-    """Predict step time and memory of a schedule on a cluster; lists such as --schedule ring,zigzag --seq 64K,128K are a
-    row each.
+    """Predict step time and memory of a schedule on a cluster; lists, as --schedule ring,zigzag --seq 8K,64K, are a row
+    each.
     """
 
     selection: Annotated[FileSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=FileSelection)

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from sim.errors import InputError, none_of
+from sim.setup.documents import BY_BLOCKS, planned_by
 from sim.setup.names import text_of, tokens
 from sim.setup.setup import Setup
 from sim.workload import parse_length
@@ -143,10 +144,13 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def changed(setup: Setup, values: Mapping[str, str]) -> Setup:
-    """Return a setup with other values of some keys; raises InputError for a text that is no value of its field."""
+    """Return a setup with other values of some keys; a schedule may be a planner of documents. Raises InputError for a
+    text that is no value of its field.
+    """
     fields = {key: _typed(key, value) for key, value in values.items() if "." not in key}
     setting = {key: value for key, value in values.items() if "." in key}
-    return setup.replace(**fields, **({"set": setting} if setting else {}))
+    found = setup.replace(**fields, **({"set": setting} if setting else {}))
+    return planned_by(found) if found.schedule in BY_BLOCKS else found
 
 
 def field_of(key: str) -> str:

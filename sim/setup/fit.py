@@ -41,7 +41,11 @@ def longest(setup: Setup, most: int) -> int:
 
 def _room(setup: Setup) -> Room:
     """Return the memory of a training step; a length that does not divide is padded."""
-    return room(setup.replace(pad=True).resolved())
+    return room(_padded(setup))
+
+
+def _padded(setup: Setup) -> Configuration:
+    return setup.replace(pad=True).resolved()
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
@@ -172,9 +176,12 @@ def _row(base: Setup, row: str) -> Setup:
 
 
 def _cell(setup: Setup) -> dict[str, Any]:
-    cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
+    cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
+    cell |= {"helps": "", "error": ""}
     try:
-        found = _room(setup)
+        configuration = _padded(setup)
+        found = room(configuration)
+        cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
         if found.free_bytes >= 0:
             return cell | {"step_time_s": _seconds(setup)}

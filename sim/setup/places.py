@@ -19,8 +19,8 @@ Row = Mapping[str, Any]
 """What is varied, and figures as ``explore`` has them."""
 
 _CHOICES = ("schedule", "stack", "ulysses_degree", "ring_degree", "cp", "dp_degree")
-_SPREAD = ("cp", "dp_degree", "ulysses_degree", "ring_degree")
-"""Choices with which a step may have other numbers of sequences."""
+_AT = {"seq": "at", "model": "for", "gpus": "on", "nodes": "on", "cluster": "on"}
+_COUNTED = {"gpus": "GPU", "nodes": "node"}
 _MOST = 6
 """Places that a sentence names of one winner."""
 
@@ -42,12 +42,16 @@ def is_choice(key: str) -> bool:
 
 
 def place_of(row: Row, keys: Sequence[str]) -> str:
-    """Return what a row has of what is no choice.
+    """Return what a row has of what is no choice, as where it is.
 
-    >>> place_of({"seq": "65536", "gpus": 8, "schedule": "ring"}, ["seq", "gpus", "schedule"])
-    '64K, 8 GPUs'
+    >>> place_of({"seq": "65536", "gpus": 8, "schedule": "ring"}, ["gpus", "seq", "schedule"])
+    'at 64K on 8 GPUs'
     """
-    return ", ".join(shown(key, row[key]) for key in keys if not is_choice(key))
+    places = [key for key in keys if not is_choice(key)]
+    known = [key for key in _AT if key in places]
+    told = [f"{_AT[key]} {shown(key, row[key])}" for key in known]
+    told += [f"at {key} {row[key]}" for key in places if key not in known]
+    return " ".join(told)
 
 
 def choice_of(row: Row, keys: Sequence[str], name: str) -> str:
@@ -65,10 +69,7 @@ def shown(key: str, value: Any) -> str:
     """Return a value that is varied as people say it."""
     if key == "seq":
         return length(tokens(key, value))
-    if key in {"gpus", "nodes"}:
-        what = "GPU" if key == "gpus" else "node"
-        return f"{value} {what}{'s' if str(value) != '1' else ''}"
-    return str(value) if key in {"model", "cluster", "profile"} else f"{key} {value}"
+    return f"{value} {_COUNTED[key]}{'s' if str(value) != '1' else ''}" if key in _COUNTED else str(value)
 
 
 def won(rows: Sequence[Row], keys: Sequence[str], name: str) -> list[Won]:
@@ -95,12 +96,14 @@ def best(rows: Sequence[Row], keys: Sequence[str], name: str, *, scope: str = "s
     winners, places = won(rows, keys, name), _places(rows, keys)
     of = "a step" if scope == "step" else f"for {scope_title(scope, layers)}"
     does = "trains fastest" if scope == "step" else "is fastest"
+    if not all(_alike([rows[number_] for number_ in numbers if _able(rows[number_])]) for numbers in places.values()):
+        does = "needs least GPU time for a token"
     if not winners:
         return _nothing(rows, keys, name)
     if len(places) == 1:
         return _at_one(rows, keys, winners[0], does, of, name)
     alone = len({choice_of(row, keys, name) for row in rows}) == 1
-    clauses = []
+    clauses: list[str] = []
     for choice in dict.fromkeys(one.choice for one in winners):
         theirs = [one for one in winners if one.choice == choice]
         verb = "" if clauses else " takes" if alone else f" {does}"
@@ -110,7 +113,7 @@ def best(rows: Sequence[Row], keys: Sequence[str], name: str, *, scope: str = "s
     cannot = [place for place in never if all(rows[number]["error"] for number in places[place])]
     for what, where in (("fits", [one for one in never if one not in cannot]), ("can be played", cannot)):
         if where:
-            said += f"; nothing {what} at {', '.join(where) if len(where) <= _MOST else f'{len(where)} places'}"
+            said += f"; nothing {what} {', '.join(where) if len(where) <= _MOST else f'at {len(where)} places'}"
     return said[0].upper() + said[1:]
 
 
@@ -144,6 +147,12 @@ def _able(row: Row) -> bool:
     return not row["error"] and row["fits"] not in ("no", False)
 
 
+def _alike(rows: Sequence[Row]) -> bool:
+    """Return whether steps have as many tokens for each GPU, so that the fastest step is fastest for its tokens."""
+    tokens_ = [row["tokens_per_s_per_gpu"] * row["step_time_s"] for row in rows]
+    return all(math.isclose(one, tokens_[0]) for one in tokens_)
+
+
 def _time(row: Row) -> str:
     """Return a step time with the digits that its interval leaves it."""
     low, high = row.get("low_s"), row.get("high_s")
@@ -157,13 +166,13 @@ def _at(rows: Sequence[Row], theirs: Sequence[Won], of: str, *, alone: bool) -> 
         least, most = (by(theirs, key=lambda one: rows[one.row]["step_time_s"]) for by in (min, max))
         ends = f"{_time(rows[least.row])}{of} ({least.place}) to {_time(rows[most.row])} ({most.place})"
         return f"{ends} over {len(theirs)} places" if alone else f"at {len(theirs)} places, in {ends}"
-    told = []
+    told: list[str] = []
     for one in theirs:
         time = f"{_time(rows[one.row])}{'' if told else of}"
         ties = f"; {_listed(one.tied)} {'are' if len(one.tied) > 1 else 'is'} tied" if one.tied else ""
         limit = "; at the limit of memory" if rows[one.row]["fits"] == "at the limit" else ""
-        told.append(f"{time} at {one.place}{limit}" if alone else f"{one.place} ({time}{limit}{ties})")
-    return ", ".join(told) if alone else f"at {', '.join(told)}"
+        told.append(f"{time} {one.place}{limit}" if alone else f"{one.place} ({time}{limit}{ties})")
+    return ", ".join(told)
 
 
 def _at_one(rows: Sequence[Row], keys: Sequence[str], first: Won, does: str, of: str, name: str) -> str:
@@ -183,8 +192,8 @@ def _at_one(rows: Sequence[Row], keys: Sequence[str], first: Won, does: str, of:
     behind = [one for one in able[1:] if choice_of(rows[one], keys, name) not in first.tied]
     if behind:
         ratio = token_s(rows[behind[0]]) / token_s(row)
-        each = " for a token" if set(_SPREAD) & {*keys} else ""
-        said += f"; {choice_of(rows[behind[0]], keys, name)} takes {number(ratio, FEW)} times as long{each}"
+        more = "long" if _alike([row, rows[behind[0]]]) else "much"
+        said += f"; {choice_of(rows[behind[0]], keys, name)} takes {number(ratio, FEW)} times as {more}"
     return said
 
 
@@ -205,7 +214,7 @@ def _nothing(rows: Sequence[Row], keys: Sequence[str], name: str) -> str:
     told = f"{f'none of {len(rows)}' if len(rows) > 1 else 'it does not'} fit{'s' if len(rows) > 1 else ''}"
     if known:
         near = max(known, key=lambda row: float(row["free_bytes"]))
-        at = f" at {place}" if (place := place_of(near, keys)) else ""
+        at = f" {place}" if (place := place_of(near, keys)) else ""
         told += f"; nearest comes {choice_of(near, keys, name)}{at}: {size(-near['free_bytes'], FEW)} missing"
     return told[0].upper() + told[1:]
 

@@ -21,12 +21,13 @@ _LARGEST = 64
 Row = dict[str, Any]
 
 FIGURES = (
-    "degrees", "padding", "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes", "peak_host_bytes",
-    "fits", "free_bytes", "bound_by",
+    "degrees", "padding", "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes",
+    "peak_host_bytes", "fits", "free_bytes", "bound_by",
 )  # fmt: skip
 COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
-"""Of every row behind what is varied: degrees as ``U 4 R 2``; tokens of padding; seconds of the critical rank by part, bytes of the GPU's peak by term;
-``free_bytes`` is what is left beside that peak and what no buffer can have (``topology.reserved``)."""
+"""Of every row behind what is varied: degrees as ``U 4 R 2``; tokens of padding; seconds of the critical rank by part,
+bytes of the GPU's peak by term; ``free_bytes`` is what is left beside that peak and what no buffer can have
+(``topology.reserved``)."""
 
 
 class Portion(NamedTuple):

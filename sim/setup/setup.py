@@ -177,6 +177,8 @@ class Setup:
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
+        if self.cp is not None:
+            return self._spread(self.cp, entry, spec).resolved()
         mesh, options = self._overridden(
             entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
         )
@@ -245,8 +247,6 @@ class Setup:
 
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
-        if self.cp is not None:
-            return self._spread(self.cp, entry, spec)._mesh(entry, spec, model)
         given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
         for name, degree in given.items():
             if (degree or 1) > 1 and name not in entry.degrees:

@@ -190,7 +190,9 @@ def families(
             spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
             base = setup.replace(schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, jitter=0.0)
-            base = base.replace(cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None)
+            base = base.replace(
+                cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None
+            )
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
                 placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()})

@@ -75,7 +75,12 @@ def _judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
     why = f"{second[field]} takes {100 * (ratio - 1):.2g} % longer, bound by {second['bound_by']}"
     alike = best["bound_by"] == second["bound_by"]
     why += ", as both are" if alike else f"; {best[field]} is bound by {best['bound_by']}"
-    found |= {"behind": second[field], "ratio": ratio, "tied": tied(ratio, second["bound_by"]), "other_bound": second["bound_by"]}
+    found |= {
+        "behind": second[field],
+        "ratio": ratio,
+        "tied": tied(ratio, second["bound_by"]),
+        "other_bound": second["bound_by"],
+    }
     return {**found, "why": why}
 
 

@@ -24,7 +24,7 @@ from sim.setup.imports.facts import FACTS, facts_of
 from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
-from sim.setup.names import Assumed
+from sim.setup.names import Assumed, Untold
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
