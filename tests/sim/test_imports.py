@@ -402,7 +402,7 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "11 taken, 22 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
-    assert "│ zigzag │" in capsys.readouterr().out
+    assert "│ zigzag R 8 │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
     assert [row["row"] for row in json.loads(capsys.readouterr().out)] == ["ring", "fsdp"]
     _, doctor = parse(["doctor", *given])

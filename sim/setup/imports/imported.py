@@ -184,6 +184,8 @@ class _Writer:
             names.at_least_one(next(name for name, one in _AS_FACTS.items() if one == fact), count)
         self.facts = {name: one.value for name, one in said.facts.items()}
         self.facts |= {fact: str(count) for fact, count in self.typed.items()}
+        for fact in ("global_batch", "global_tokens") if "accumulation" in self.typed else ():
+            self.facts.pop(fact, None)  # which so many micro-batches say otherwise
         self.methods = said.framework.methods
         self.assumptions = list[str]()
         self.options = {name.partition(".")[2]: value for name, value in self.facts.items() if "." in name}
