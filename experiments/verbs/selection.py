@@ -304,7 +304,8 @@ class FileSelection(StepSelection):
         return imported(*self.from_file, framework=self.framework, anyway=self.anyway)
 
     def typed(self) -> dict[str, Any]:
-        """Return the fields of a setup that were typed."""
+        """Return the fields of a setup that were typed; raises InputError for a list."""
+        self.require_one()
         defaults, found = {field.name: field.default for field in dataclasses.fields(self)}, self.fields()
         return {
             name: value

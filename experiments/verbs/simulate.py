@@ -114,7 +114,7 @@ def _require_several(lists: list[str], command: Simulate) -> None:
     if not lists:
         return
     if command.vary:
-        raise InputError(f"`vary` is of one step: leave it out, or {fields}")
+        raise InputError(f"`vary` is of one step: leave it out, or {fields}; longstep sweep varies several")
     if command.neighbours:
         raise InputError(f"`neighbours` are of one step: leave them out, or {fields}")
     if command.trace:
@@ -171,7 +171,9 @@ def _several(rows: list[tuple[dict[str, str], FileSelection]], command: Simulate
     figures = json_rows(asked)
     said = answer(asked, figures)
     if command.json:
-        print_json({"answer": said, "rows": figures}, console)
+        first = next(iter(setups))
+        rests_on = decisive(asked, figures).rests_on
+        print_json({"assumed": first.assumed, "answer": said, "rests_on": rests_on, "rows": figures}, console)
         return
     console.print(said, markup=False)
     console.print(rows_table(asked))

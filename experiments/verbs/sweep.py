@@ -93,7 +93,8 @@ def sweep(command: Sweep, console: Console) -> None:
     said = best(found.rows, keys, name, scope=setup.scope, layers=layers)
     first = _decisive(setup, found, combined, name)
     if command.json:
-        print_json({"answer": said, "rests_on": first.rests_on, "rows": found.rows}, console)
+        told = {"assumed": setup.assumed, "answer": said, "rests_on": first.rests_on}
+        print_json({**told, "rows": found.rows}, console)
         return
     for line in _padded(found):
         console.print(line, markup=False)

@@ -170,7 +170,7 @@ def _at(rows: Sequence[Row], theirs: Sequence[Won], of: str, *, alone: bool) -> 
     for one in theirs:
         time = f"{_time(rows[one.row])}{'' if told else of}"
         ties = f"; {_listed(one.tied)} {'are' if len(one.tied) > 1 else 'is'} tied" if one.tied else ""
-        limit = "; at the limit of memory" if rows[one.row]["fits"] == "at the limit" else ""
+        limit = "; at the limit of memory" if _at_limit(rows[one.row]) else ""
         told.append(f"{time} {one.place}{limit}" if alone else f"{one.place} ({time}{limit}{ties})")
     return ", ".join(told)
 
@@ -202,7 +202,12 @@ def _left(row: Row) -> str:
     if free is None:
         return ""
     left = f"{size(abs(free), FEW)} {'left' if free >= 0 else 'missing'}"
-    return f"; fits with {left}" if row["fits"] in ("yes", True) else f"; at the limit: {left}"
+    return f"; at the limit: {left}" if _at_limit(row) else f"; fits with {left}"
+
+
+def _at_limit(row: Row) -> bool:
+    """Return whether memory is known too little to say that a row fits; what is below a step has no such figure."""
+    return row.get("free_bytes") is not None and row["fits"] in ("at the limit", None)
 
 
 def _nothing(rows: Sequence[Row], keys: Sequence[str], name: str) -> str:

@@ -30,8 +30,8 @@ def test_each_place_has_its_winner() -> None:
 def test_one_place_is_answered_like_one_step() -> None:
     rows = [row(1.0, schedule="zigzag", low_s=0.9, high_s=1.2, free_bytes=2**30), row(3.0, schedule="ring")]
     assert best(rows, ["schedule"], "ring") == (
-        "Zigzag trains fastest: 1 s a step (0.90 to 1.20 s), 1000 tokens/s/GPU; fits with 1 GiB left; ring takes 3 times "
-        "as long"
+        "Zigzag trains fastest: 1 s a step (0.90 to 1.20 s), 1000 tokens/s/GPU; fits with 1 GiB left; ring takes 3 "
+        "times as long"
     )
     assert best([rows[0]], ["schedule"], "ring").startswith("Zigzag takes 1 s a step (0.90 to 1.20 s), ")
     near = [row(1.0, schedule="zigzag"), row(1.0001, schedule="ring"), row(1.0, schedule="usp", fits="no")]
