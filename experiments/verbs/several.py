@@ -10,6 +10,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside
 from experiments.verbs.cli import with_flags
+from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import fits
 from sim.engine.report import Report
 from sim.errors import InputError
@@ -30,8 +31,18 @@ class Asked(NamedTuple):
     """It cannot be played."""
 
 
-def played(varied: Mapping[str, str], setup: longstep.Setup) -> Asked:
-    """Return the prediction of a row, or why there is none."""
+def set_up(selection: Selection) -> longstep.Setup | InputError:
+    """Return the setup of a row, or why there is none: a file, or a planner of documents, may refuse it."""
+    try:
+        return selection.setup()
+    except InputError as error:
+        return error
+
+
+def played(varied: Mapping[str, str], name: str, setup: longstep.Setup | InputError) -> Asked:
+    """Return the prediction of a row, or why there is none; ``name`` is that of a schedule without a setup."""
+    if isinstance(setup, InputError):
+        return Asked(varied, name, None, str(setup))
     name = schedule_name(setup.played)
     try:
         return Asked(varied, name, setup.predicted())

@@ -13,7 +13,7 @@ from experiments.evidence.peaks import beside, spec_of
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import FileSelection
-from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table
+from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
 from experiments.verbs.terminal import (
     critical_path_shown,
     elasticities_table,
@@ -77,7 +77,7 @@ def simulate(command: Simulate, console: Console) -> None:
     setup = rows[0][1].setup()
     tell_assumed(setup, console, json=command.json)
     tell_padded([setup], console, json=command.json)
-    for told in () if command.json else command.selection.told():
+    for told in () if command.json else rows[0][1].told():
         console.print(with_flags(told), markup=False)
     if command.neighbours:
         _neighbours(setup, command, console)
@@ -149,31 +149,24 @@ def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> N
 
 def _several(rows: list[tuple[dict[str, str], FileSelection]], command: Simulate, console: Console) -> None:
     """Predict a step of each row, and print a line of each."""
-    setups: list[longstep.Setup] = []
+    setups = [set_up(selection) for _, selection in rows]
+    able = [setup for setup in setups if isinstance(setup, longstep.Setup)]
+    if able:
+        tell_assumed(able[0], console, json=command.json)
+        tell_padded(able, console, json=command.json)
+        for told in () if command.json else rows[setups.index(able[0])][1].told():
+            console.print(with_flags(told), markup=False)
     asked: list[Asked] = []
-    for varied, selection in rows:
-        try:
-            setups.append(selection.setup())
-        except InputError as error:  # of a file, or of a planner of documents
-            asked.append(Asked(varied, selection.schedule or "", None, str(error)))
-        else:
-            asked.append(Asked(varied, "", None))
-    tell_assumed(next(iter(setups), command.selection.first().one()), console, json=command.json)
-    tell_padded(setups, console, json=command.json)
-    for told in () if command.json else rows[0][1].told():
-        console.print(with_flags(told), markup=False)
-    left = iter(setups)
     with progress("predicting") as show:
-        for number, row in enumerate(asked):
-            asked[number] = row if row.why else played(row.varied, next(left))
-            show(number + 1, len(asked))
+        for (varied, selection), setup in zip(rows, setups, strict=True):
+            asked.append(played(varied, selection.schedule or "", setup))
+            show(len(asked), len(rows))
     require_any(asked)
     figures = json_rows(asked)
     said = answer(asked, figures)
     if command.json:
-        first = next(iter(setups))
         rests_on = decisive(asked, figures).rests_on
-        print_json({"assumed": first.assumed, "answer": said, "rests_on": rests_on, "rows": figures}, console)
+        print_json({"assumed": able[0].assumed, "answer": said, "rests_on": rests_on, "rows": figures}, console)
         return
     console.print(said, markup=False)
     console.print(rows_table(asked))

@@ -23,8 +23,8 @@ _SHOWN = 40
 """Characters of a list that an error repeats."""
 _MOST = 10**6
 """Combinations: a row each."""
-MOST_TYPED = 1000
-"""Values of an option, and combinations of lists of options, where no file takes the rows."""
+MOST_TYPED, MOST_ROWS = 1000, 100
+"""Values of an option; and rows that are kept to be shown beside each other, where none are written to a file."""
 LISTS = {
     "model": "llama3-8b,llama3-70b", "cluster": "hgx-h100,dgx-a100", "nodes": "1,2,4", "gpus": "8,16,64", "cp": "2,4,8",
     "seq": "64K,128K", "schedule": "ring,ulysses", "stack": "fsdp,alst",
@@ -100,10 +100,10 @@ def values_of(field: str, text: str) -> list[str]:
 
 def rows_of(lists: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Return the product of lists of options, a row each, the last one varying fastest: one row of none."""
-    if (count := math.prod(map(len, lists.values()))) > MOST_TYPED:
+    if (count := math.prod(map(len, lists.values()))) > MOST_ROWS:
         spelled = " x ".join(f"{len(values)} of `{field}`" for field, values in lists.items())
         raise InputError(
-            f"{spelled} are {count} rows: at most {MOST_TYPED} are shown; leave out some, or let sweep write them"
+            f"{spelled} are {count} rows: at most {MOST_ROWS} are shown; leave out some, or let sweep write them"
         )
     return combinations([Axis((field,), tuple((value,) for value in values)) for field, values in lists.items()])
 
