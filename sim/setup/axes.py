@@ -54,7 +54,8 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
     """
     if not vary:
         raise InputError(
-            "`vary` is empty: give it keys such as seq or cluster.nvlink.bytes_per_s, each with some values"
+            "`vary` is empty: give it keys such as seq or cluster.nvlink.bytes_per_s, each with some values; an option "
+            "of the command line lists them by itself, as `seq` 64K,128K"
         )
     listed = {field_of(key): _values(key, values) for key, values in vary.items()}
     together = [[field_of(key) for key in keys] for keys in zipped]

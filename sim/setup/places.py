@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from sim.engine.learned import shipped
@@ -126,8 +127,13 @@ def tied(ratio: float, bound_by: str | None) -> bool | None:
     """Return whether a ratio of times is no more than nine of ten ratios of measured steps were off, by what bounds the
     slower step; None where none were measured.
     """
-    apart = shipped().apart(_regime(bound_by or ""))
+    apart = _apart(_regime(bound_by or ""))
     return None if apart is None else math.log(ratio) <= apart
+
+
+@cache
+def _apart(regime: Regime) -> float | None:
+    return shipped().apart(regime)
 
 
 def _regime(bound_by: str) -> Regime:

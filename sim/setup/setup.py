@@ -168,17 +168,14 @@ class Setup:
         """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
         ones.
         """
+        if self.cp is not None:
+            return self.without_cp().resolved()
         self._require_types()
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
-            if (count := getattr(self, name)) is not None:
-                at_least_one(name, count)
         overrides = _overrides(self.set)
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
-        if self.cp is not None:
-            return self._spread(self.cp, entry, spec).resolved()
         mesh, options = self._overridden(
             entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
         )
@@ -201,6 +198,47 @@ class Setup:
             yes=self.yes,
         )
         return _padded(found) if self.pad else found
+
+    def without_cp(self) -> Setup:
+        """Return it with GPUs and replicas in the place of ``cp``; itself where it has none. Raises InputError where
+        degrees, GPUs or replicas say otherwise.
+
+        >>> spelled = Setup("ulysses", cp=8, gpus=16).without_cp()
+        >>> spelled.gpus, spelled.dp_degree, spelled.cp
+        (16, 2, None)
+        """
+        if self.cp is None:
+            return self
+        self._require_types()
+        cp, entry, name = self.cp, names.entry(self.played), names.schedule_name(self.played)
+        if cp > 1 and not entry.degrees:
+            raise InputError(
+                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
+            )
+        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
+        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
+        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (whole and inside != cp):
+            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
+        dp = self.dp_degree
+        if isinstance(dp, Untold):
+            spec = names.changed_cluster(
+                names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
+            )
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
+            if gpus % cp:
+                above = -(-gpus // cp) * cp
+                raise InputError(
+                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{above}, or another `cp`"
+                )
+            dp = gpus // cp
+        elif self.gpus not in {None, cp * dp}:
+            raise InputError(
+                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
+                f"the three"
+            )
+        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -235,7 +273,7 @@ class Setup:
         return [pair for pair in stack_of(self.stack).options.items() if pair[0] in has] + given
 
     def _require_types(self) -> None:
-        """Raise InputError for a value of a type that its field does not take."""
+        """Raise InputError for a value of a type that its field does not take, and for a count below 1."""
         for name, takes in _types_taken().items():
             value = getattr(self, name)
             if isinstance(value, takes) and (bool in takes or not isinstance(value, bool)):
@@ -244,6 +282,9 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
+            if (count := getattr(self, name)) is not None:
+                at_least_one(name, count)
 
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
@@ -277,37 +318,6 @@ class Setup:
                 f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
             )
         return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"], dp=dp)
-
-    def _spread(self, cp: int, entry: Entry, spec: ClusterSpec) -> Setup:
-        """Return it with GPUs and replicas in the place of the ranks that share a sequence; raises InputError where
-        degrees, GPUs or replicas say otherwise.
-        """
-        name = names.schedule_name(self.played)
-        if cp > 1 and not entry.degrees:
-            raise InputError(
-                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
-            )
-        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
-        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
-        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
-        if cp % inside or (whole and inside != cp):
-            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
-        dp = self.dp_degree
-        if isinstance(dp, Untold):
-            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
-            if gpus % cp:
-                above = -(-gpus // cp) * cp
-                raise InputError(
-                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
-                    f"{above}, or another `cp`"
-                )
-            dp = gpus // cp
-        elif self.gpus not in {None, cp * dp}:
-            raise InputError(
-                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
-                f"the three"
-            )
-        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and
