@@ -44,7 +44,11 @@ def longest(setup: Setup, most: int) -> int:
 
 def _room(setup: Setup) -> Room:
     """Return the memory of a training step; a length that does not divide is padded."""
-    return room(setup.replace(pad=True).resolved())
+    return room(_padded(setup))
+
+
+def _padded(setup: Setup) -> Configuration:
+    return setup.replace(pad=True).resolved()
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
@@ -57,7 +61,7 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
         alone = not names.entry(schedule).degrees
         gpus = setup.gpus or num_gpus(setup)
         changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
-        changes |= {"ulysses_degree": None, "ring_degree": None}
+        changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 
 
@@ -184,9 +188,12 @@ def _row(base: Setup, row: str) -> Setup:
 
 def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
     """Return what is said of a row at a length, and the prediction of what fits."""
-    cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
+    cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
+    cell |= {"helps": "", "error": ""}
     try:
-        found = _room(setup)
+        configuration = _padded(setup)
+        found = room(configuration)
+        cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
         if found.free_bytes >= 0:
             predicted = _predicted(setup)

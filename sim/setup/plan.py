@@ -123,7 +123,7 @@ def plan(
 
 def _within(setup: Setup, memory_budget: float) -> Setup:
     """Return a setup whose GPUs have no more memory than may be used."""
-    has = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1)).spec.hbm.capacity_bytes
+    has = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, cp=None, dp_degree=1)).spec.hbm.capacity_bytes
     if not 0 < memory_budget <= has:
         raise InputError(
             f"`memory_budget` {memory_budget:.12g} bytes: expected more than 0 and at most what a GPU has, {has}; to "

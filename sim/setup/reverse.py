@@ -330,7 +330,7 @@ def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:
 
 def _whole(setup: Setup) -> Configuration:
     """Return all GPUs of a setup in one ring."""
-    return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1))
+    return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, cp=None, dp_degree=1))
 
 
 def _on(setup: Setup, gpus: int) -> Setup:

@@ -30,7 +30,17 @@ from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
-from sim.setup.names import CLUSTER, MODEL, PLACEMENTS, Assumed, Overrides, at_least_one, one_of
+from sim.setup.names import (
+    CLUSTER,
+    MODEL,
+    ONE_REPLICA,
+    PLACEMENTS,
+    Assumed,
+    Overrides,
+    Untold,
+    at_least_one,
+    one_of,
+)
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.workload import BlockMask, ModelSpec, Workload
@@ -71,8 +81,11 @@ class Setup:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
-    dp_degree: int = 1
-    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    cp: int | None = None
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    dp_degree: int = ONE_REPLICA
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
+    ``cp`` as many as the GPUs make."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
@@ -155,10 +168,9 @@ class Setup:
         """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
         ones.
         """
+        if self.cp is not None:
+            return self.without_cp().resolved()
         self._require_types()
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "dp_degree"):
-            if (count := getattr(self, name)) is not None:
-                at_least_one(name, count)
         overrides = _overrides(self.set)
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
@@ -186,6 +198,47 @@ class Setup:
             yes=self.yes,
         )
         return _padded(found) if self.pad else found
+
+    def without_cp(self) -> Setup:
+        """Return it with GPUs and replicas in the place of ``cp``; itself where it has none. Raises InputError where
+        degrees, GPUs or replicas say otherwise.
+
+        >>> spelled = Setup("ulysses", cp=8, gpus=16).without_cp()
+        >>> spelled.gpus, spelled.dp_degree, spelled.cp
+        (16, 2, None)
+        """
+        if self.cp is None:
+            return self
+        self._require_types()
+        cp, entry, name = self.cp, names.entry(self.played), names.schedule_name(self.played)
+        if cp > 1 and not entry.degrees:
+            raise InputError(
+                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
+            )
+        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
+        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
+        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (whole and inside != cp):
+            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
+        dp = self.dp_degree
+        if isinstance(dp, Untold):
+            spec = names.changed_cluster(
+                names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
+            )
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
+            if gpus % cp:
+                above = -(-gpus // cp) * cp
+                raise InputError(
+                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{above}, or another `cp`"
+                )
+            dp = gpus // cp
+        elif self.gpus not in {None, cp * dp}:
+            raise InputError(
+                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
+                f"the three"
+            )
+        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -220,7 +273,7 @@ class Setup:
         return [pair for pair in stack_of(self.stack).options.items() if pair[0] in has] + given
 
     def _require_types(self) -> None:
-        """Raise InputError for a value of a type that its field does not take."""
+        """Raise InputError for a value of a type that its field does not take, and for a count below 1."""
         for name, takes in _types_taken().items():
             value = getattr(self, name)
             if isinstance(value, takes) and (bool in takes or not isinstance(value, bool)):
@@ -229,6 +282,9 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
+            if (count := getattr(self, name)) is not None:
+                at_least_one(name, count)
 
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
@@ -240,7 +296,7 @@ class Setup:
                     f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
-        dp, inside = self.dp_degree, (given["ulysses"] or 1) * (given["ring"] or 1)
+        dp, inside = int(self.dp_degree), (given["ulysses"] or 1) * (given["ring"] or 1)
         product, gpus = dp * inside, self.gpus
         if gpus is None and (not entry.degrees or inside > 1):
             gpus = product

@@ -143,7 +143,9 @@ def test_the_sentence_is_of_what_fits(capsys: pytest.CaptureFixture[str]) -> Non
     several = (*step, "--schedule", "ring,zigzag")
     both = run(capsys, *several).splitlines()[0]
     assert re.search(r"^Zigzag trains fastest: .*; fits with .* left; ring takes [\d.]+ times as long$", both)
-    rows = json.loads(run(capsys, *several, "--json"))
+    found = json.loads(run(capsys, *several, "--json"))
+    rows = found["rows"]
+    assert found["answer"] == both
     assert rows[0]["answer"].startswith("Ring takes")
     small = f"cluster.hbm.capacity_bytes={rows[0]['peak_hbm_bytes'] // 2}"
     none = run(capsys, *several, "--set", small).splitlines()[0]
@@ -166,9 +168,11 @@ def test_several_schedules_are_a_table_with_the_fastest_first(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert printed.index("zigzag ") < printed.index("ring ")
     assert "buffers yes, rest not known" in printed
-    rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")
-    assert [row["schedule"] for row in rows] == ["ring", "ulysses"]
-    assert "--trace is of one schedule" in fails(capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json")
+    rows = simulate(capsys, *H100, "--schedule", "ring,ulysses")["rows"]
+    assert [(row["schedule"], row["degrees"]) for row in rows] == [("ring", "R 8"), ("ulysses", "U 8")]
+    assert "--trace is of one step: leave it out, or all but one --schedule" in fails(
+        capsys, "simulate", "--schedule", "ring,ulysses", "--trace", "t.json"
+    )
 
 
 @pytest.mark.sweep
@@ -247,15 +251,16 @@ def test_degrees_losses_and_what_cannot_be_played_stand_beside_each_other(capsys
     """USP of one ring is Ulysses, which its degrees say; 28 heads are no multiple of 8."""
     step = ("simulate", "--model", "llama3-8b", "--cluster", "hgx-h100", "--layers", "1", "--seq", "32K")
     printed = run(capsys, *step, "--schedule", "ulysses,usp")
-    assert "usp (U 8 x R 1)" in printed
+    assert re.search(r"│ usp U 8 R 1 +│", printed)
+    assert re.search(r"│ ulysses U 8 +│", printed)
     assert "logits of all tokens (loss=whole), fp32 states (optimiser_states=fp32)" in printed
     assert "chunked loss (loss=chunked)" in run(capsys, *step, "--set", "schedule.loss=chunked")
     assert "chunked loss" not in run(capsys, *step, "--set", "schedule.loss=unfused")
     heads = (*step, "--set", "model.num_heads=28", "--set", "model.num_kv_heads=4", "--schedule", "zigzag,ulysses")
     printed = run(capsys, *heads)
-    assert re.search(r"│ zigzag +│ [\d.]+ ms", printed)
+    assert re.search(r"│ zigzag R 8 +│ [\d.]+ ms", printed)
     assert re.search(r"│ ulysses +│ +│", printed)
-    rows = json.loads(run(capsys, *heads, "--json"))
+    rows = json.loads(run(capsys, *heads, "--json"))["rows"]
     assert [(row["schedule"], bool(row["error"])) for row in rows] == [("zigzag", False), ("ulysses", True)]
     assert "28" in rows[1]["error"]
     assert "28" in fails(capsys, *heads[:-1], "ulysses,fpdt")

@@ -24,7 +24,7 @@ from sim.setup.imports.facts import FACTS, facts_of
 from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
-from sim.setup.names import Assumed
+from sim.setup.names import Assumed, Untold
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
@@ -366,7 +366,7 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     }  # fmt: skip
     found = FileSelection().setup()
     assert found == longstep.Setup(scope="step")
-    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, bool, tuple, type(None)}
+    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, Untold, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep
@@ -402,7 +402,7 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "11 taken, 22 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
-    assert "│ zigzag │" in capsys.readouterr().out
+    assert "│ zigzag R 8 │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["answer"].startswith("The longest that fits is 8K, by ")
