@@ -102,6 +102,9 @@ class Selection:
     dp_degree: int = UntypedInt(1)
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     --cp as many as the GPUs make."""
+    global_batch: OptionalText = None
+    """What all replicas together train in a step: a plain number of sequences, or tokens with K or M (4M) or the word
+    ('4194304 tokens'). Gives --batch, micro-batches of a sequence, and --dp-degree where all degrees are typed."""
     accumulate: OptionalInt = None
     """Micro-batches of a training step, as --set schedule.micro_batches; --batch is by default one sequence of each."""
     one_device: bool = False
@@ -225,7 +228,8 @@ def _accumulated(given: dict[str, Any], *, batch: bool) -> dict[str, Any]:
     for text in set_:
         if text.partition("=")[0].strip() == _MICRO_BATCHES:
             raise InputError(f"`accumulate` {count}, and `set` {text}: they say the same; leave out one of them")
-    return fields | {"set": (*set_, f"{_MICRO_BATCHES}={count}")} | ({} if batch else {"batch": count})
+    told = batch or fields["global_batch"] is not None
+    return fields | {"set": (*set_, f"{_MICRO_BATCHES}={count}")} | ({} if told else {"batch": count})
 
 
 def require_names(lists: Mapping[str, Sequence[str]]) -> None:

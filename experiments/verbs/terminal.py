@@ -72,7 +72,7 @@ class Printer(Console):
 def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
     """Print what nobody named and is assumed, as options; JSON has no such line."""
     if setup.assumed and not json:
-        options = " ".join(f"--{name} {value}" for name, value in setup.assumed.items())
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setup.assumed.items())
         console.print(f"assumed: {options}", markup=False)
 
 

@@ -19,6 +19,7 @@ from sim.engine.report import Evidence, Report
 from sim.engine.series import BEYOND_RANGE
 from sim.engine.simulate import Simulation
 from sim.schedule.methods.catalog import NAMED
+from sim.setup.global_batch import told
 from sim.setup.names import scope_title
 from sim.setup.places import place_of
 from sim.units import FEW, digits_within, length, number, seconds, seconds_between, size
@@ -76,7 +77,15 @@ def _figures(prediction: Prediction) -> str:
     found, workload = prediction.figures, prediction.checked.schedule.header.workload
     of = "a step" if workload.scope == "step" else f"for {scope_title(workload.scope, workload.layers)}"
     rate = f"{number(found.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
-    return f"{step_time(prediction)} {of} ({interval(prediction)}), {rate}{_fits(found)}"
+    return f"{step_time(prediction)} {of} ({interval(prediction)}){_sequences(prediction)}, {rate}{_fits(found)}"
+
+
+def _sequences(prediction: Prediction) -> str:
+    """Return how many sequences all replicas train in a step, where they are several."""
+    header = prediction.checked.schedule.header
+    sequences = header.mesh.dp * header.workload.batch
+    several = header.workload.scope == "step" and sequences > 1
+    return f" for {told(sequences, sequences * header.workload.real_seq)}" if several else ""
 
 
 def step_time(prediction: Prediction) -> str:

@@ -14,6 +14,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
 from sim.setup.answer import grounds, what_fits
 from sim.setup.answer_table import of_ladder
+from sim.setup.global_batch import sequences_of
 from sim.setup.prediction import Prediction
 from sim.setup.room import Room, room
 from sim.setup.setup import Configuration, Setup
@@ -73,7 +74,7 @@ def num_gpus(setup: Setup) -> int:
 def as_ring(setup: Setup) -> Configuration:
     """Return a setup with the ring for its schedule, and of what is set only what is of the cluster."""
     of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
-    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved()
+    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster, global_batch=None).resolved()
 
 
 def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -109,6 +110,8 @@ def ladder(
     [8192, 8192]
     """
     limit, base, rows = names.tokens("most", most), setup.replace(scope="step", stack=None, pad=True), []
+    if base.global_batch is not None:  # the same sequences at all lengths that are tried
+        base = base.replace(global_batch=sequences_of(base.global_batch, base.sequence_length))
     for name in techniques:
         names.one_of("techniques", name, TECHNIQUES)
     states = list(rungs(techniques))

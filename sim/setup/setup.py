@@ -28,6 +28,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
+from sim.setup.global_batch import of_each, sequences_of
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
 from sim.setup.names import (
@@ -86,6 +87,10 @@ class Setup:
     dp_degree: int = ONE_REPLICA
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     ``cp`` as many as the GPUs make."""
+    global_batch: int | str | None = None
+    """What all replicas together train in a step: a plain number of sequences, or tokens: ``4M``, ``4194304 tokens``.
+    It gives ``batch``; micro-batches of one sequence each, where none are set; and ``dp_degree``, where that is 1 and
+    the degrees say how many ranks share a sequence."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
@@ -168,8 +173,8 @@ class Setup:
         """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
         ones.
         """
-        if self.cp is not None:
-            return self.without_cp().resolved()
+        if self.cp is not None or self.global_batch is not None:
+            return self.spelled_out().resolved()
         self._require_types()
         overrides = _overrides(self.set)
         model = self.model_spec
@@ -177,7 +182,9 @@ class Setup:
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
-            entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
+            entry,
+            self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
+            self._stacked(entry, overrides["schedule"]),
         )
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
@@ -240,6 +247,60 @@ class Setup:
             )
         return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
 
+    def spelled_out(self) -> Setup:
+        """Return it with its ``global_batch`` as replicas, sequences of each, and micro-batches; itself where it has
+        none. Raises InputError for what does not divide, with the nearest that does.
+
+        >>> spelled = Setup("ulysses", gpus=16, ulysses_degree=8, seq="64K", global_batch="1M").spelled_out()
+        >>> spelled.dp_degree, spelled.batch, spelled.set
+        (2, 8, ('schedule.micro_batches=8',))
+        """
+        if self.cp is not None:
+            return self.without_cp().spelled_out()
+        if self.global_batch is None:
+            return self
+        self._require_types()
+        if self.scope != "step":
+            raise InputError(f"`global_batch` {self.global_batch} is of training steps: set `scope` step")
+        sequences = sequences_of(self.global_batch, self.sequence_length)
+        entry, overrides = names.entry(self.played), _overrides(self.set)
+        spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
+        gpus, replicas = self._shared_gpus(entry, spec)
+        mesh = self._mesh(entry, spec, self.model_spec, gpus, int(replicas))
+        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
+        turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
+        found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
+        return found.replace(set=turns) if turns else found
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence: of its documents, where it has some."""
+        return names.tokens("seq", self.seq) if self.documents is None else sum(names.lengths_of(self.documents))
+
+    def _shared_gpus(self, entry: Entry, spec: ClusterSpec) -> tuple[int | None, int]:
+        """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
+        are given.
+        """
+        degrees = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
+        shared, gpus = math.prod(degrees[name] or 1 for name in entry.degrees), self.gpus
+        if self.dp_degree > 1 or any(degrees[name] is None for name in entry.degrees):
+            return gpus, self.dp_degree
+        if gpus is None and self.nodes is not None:
+            gpus = spec.gpus_per_node * self.nodes
+        gpus = gpus or spec.gpus_meant or shared
+        if gpus % shared:
+            near = " or ".join(str(shared * count) for count in (gpus // shared, gpus // shared + 1) if count)
+            raise InputError(
+                f"`gpus` {gpus} is no multiple of the {shared} ranks that share a sequence: set `gpus` to {near}, or "
+                f"the degrees"
+            )
+        return gpus, gpus // shared
+
+    def _has_turns(self, entry: Entry, given: list[tuple[str, str]]) -> bool:
+        """Return whether its schedule has micro-batches of which nothing is set."""
+        own = {*dict(given), *(stack_of(self.stack).options if self.stack is not None else ())}
+        return "micro_batches" in {*msgspec.to_builtins(entry.options or {})} - own
+
     @property
     def assumed(self) -> dict[str, str]:
         """What nobody named: a model and a cluster are then those of ``sim.setup.names``.
@@ -286,7 +347,7 @@ class Setup:
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 
-    def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
+    def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
         given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
         for name, degree in given.items():
@@ -296,8 +357,8 @@ class Setup:
                     f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
-        dp, inside = int(self.dp_degree), (given["ulysses"] or 1) * (given["ring"] or 1)
-        product, gpus = dp * inside, self.gpus
+        inside = (given["ulysses"] or 1) * (given["ring"] or 1)
+        product = dp * inside
         if gpus is None and (not entry.degrees or inside > 1):
             gpus = product
         elif gpus is None and spec.gpu.kind == "cpu":

@@ -181,6 +181,17 @@ def test_a_key_means_what_it_says(name: str, tmp_path: Path) -> None:
     found.resolved()
 
 
+def test_a_global_batch_that_is_typed_is_shared_as_files_say() -> None:
+    """In as many sequences at once as a file has; its turns follow."""
+    found = imported(FILES / "torchtitan-llama3-8b.toml")  # one replica of 8, of 128K
+    said = found.setup(global_batch="512K")
+    assert (said.batch, said.global_batch, dict(names.pairs(said.set))["schedule.micro_batches"]) == (4, None, "4")
+    assert found.setup(gpus=16, global_batch=2).batch == 1
+    assert found.setup(global_batch=8).predicted().step_time_s == found.setup().predicted().step_time_s
+    with pytest.raises(InputError, match="`global_batch` 3 is not 1 sequences at once x 2 replicas"):
+        found.setup(gpus=16, global_batch=3)
+
+
 def test_what_is_typed_comes_before_what_a_file_says() -> None:
     found = imported(FILES / "torchtitan-llama3-8b.toml")
     assert found.setup(gpus=64).dp_degree == 8

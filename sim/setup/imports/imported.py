@@ -14,6 +14,7 @@ import msgspec
 from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
+from sim.setup.global_batch import sequences_of
 from sim.setup.imports.facts import Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
@@ -202,7 +203,8 @@ class _Writer:
         self._shard(replicas, math.prod(degrees.values()))
         fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
         fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
-        fields |= {**{name: value for name, value in model.items() if name != "set"}, **self.given}
+        given = {name: value for name, value in self.given.items() if name != "global_batch" or name not in fields}
+        fields |= {**{name: value for name, value in model.items() if name != "set"}, **given}
         if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
             fields.setdefault("dtype", self.facts["dtype"])
         kept = self._kept(Setup(**fields))
@@ -311,19 +313,23 @@ class _Writer:
                 self.options["micro_batches"] = self.facts["accumulation"]
             return {"seq": seq}
         micro = self._of_tokens("micro", seq) or 1
-        batch = self._of_tokens("global", seq)
-        turns = self._count("accumulation", (batch or 0) // (micro * replicas) or 1)
+        typed = self.given.get("global_batch")
+        batch = self._of_tokens("global", seq) if typed is None else sequences_of(typed, seq)
+        turns = (batch or 0) // (micro * replicas) or 1
+        if typed is None:
+            turns = self._count("accumulation", turns)
         if batch and micro * replicas * turns != batch:
-            each = micro * self._count("accumulation")
+            each = micro * (self._count("accumulation") if typed is None else 1)
             fits = [n for n in range(1, min(batch // each, _MOST_REPLICAS) + 1) if batch % (each * n) == 0]
+            named = self._named("global_batch") if typed is None else "`global_batch`"
             near = ", ".join(map(str, sorted(sorted(fits, key=lambda n: abs(n - replicas))[:6])))
             raise InputError(
-                f"{self._named('global_batch')} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
+                f"{named} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
                 f"turns: of its divisors {near or 'none'} replicas would do; set `gpus`, or `batch`"
             )
         if turns > 1:
             self.options["micro_batches"] = str(turns)
-        return {"seq": seq, "batch": micro * turns}
+        return {"seq": seq, "batch": micro * turns, "global_batch": None}
 
     def _of_tokens(self, which: str, seq: int) -> int | None:
         """Return a number of sequences that is said as such, or in tokens; None where it is left to the others."""
