@@ -14,7 +14,7 @@ import longstep
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, require_names, typed_schedule, typed_values
-from experiments.verbs.terminal import answered, print_json, progress, tell_assumed, tell_padded
+from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed, tell_padded
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.units import length
@@ -34,6 +34,8 @@ class Winners:
     """Processes that play them; by default as many as there are cores."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON instead of a table: the answer, and a list of all places."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def winners(command: Winners, console: Console) -> None:
@@ -57,6 +59,7 @@ def winners(command: Winners, console: Console) -> None:
         console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {with_flags(row['why'])}")
     for refused in dict.fromkeys(row["refused"] for row in found.rows if row["refused"] and row["behind"]):
         console.print(f"- {with_flags(refused)}", markup=False)
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _map(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> Table:

@@ -210,6 +210,8 @@ def test_a_map_of_winners_is_printed_with_reasons(capsys: pytest.CaptureFixture[
     assert "seq 16K: " in printed
     found = json.loads(run(capsys, "winners", *layer, *both, "--jobs", "1", "--json"))
     assert found["answer"] in printed
+    assert len(found["rests_on"]) == 3
+    assert "\nkernels: profile 'h100-sxm'" in printed
     rows = found["rows"]
     assert [row["seq"] for row in rows] == [8192, 16384] * 2
     assert all(row["ratio"] >= 1 for row in rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.setup.answer import as_html
+from sim.setup.answer import as_html, who_wins
 from sim.setup.answer_table import of_balance, of_crossings, of_ladder
 from sim.setup.doctor import Cause, Diagnosis
 from sim.setup.plan import Plan
@@ -175,6 +175,12 @@ def diagnosis(verdict: Any, measured_s: float | None, *names: str, **more: Any) 
 def test_the_doctor_says_the_figures_that_decide(found: Diagnosis, said: str) -> None:
     assert found.answer == said
     assert repr(found).startswith(said)
+
+
+def test_winners_are_counted() -> None:
+    all_of_it = [{"winner": "zigzag", "tied": True}, {"winner": "zigzag", "tied": None}]
+    assert who_wins(all_of_it) == "Zigzag is fastest at all of 2 places; ties among these: 1"
+    assert who_wins([{"winner": "", "tied": None}]) == "Of 1 places none is won; nothing fits at 1"
 
 
 def test_notebooks_show_no_markup_of_names() -> None:
