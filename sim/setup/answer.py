@@ -160,7 +160,7 @@ def rests_on(prediction: Prediction) -> list[str]:
     found = prediction.figures.evidence
     if prediction.profile is None:
         return list(found.notes[:1])
-    return [_kernels(prediction, found), _not_measured(prediction), _record(prediction)]
+    return [_kernels(prediction, found), _not_measured(prediction), record(prediction)]
 
 
 def warnings(prediction: Prediction) -> list[str]:
@@ -204,7 +204,7 @@ def _not_measured(prediction: Prediction) -> str:
     return f"not measured {'; not '.join(parts)}" if parts else "all kinds of kernels and transfers were measured"
 
 
-def _record(prediction: Prediction) -> str:
+def record(prediction: Prediction) -> str:
     """Return how often such answers were right."""
     by, learned = regime(prediction.simulation), shipped()
     within = learned.within(by)

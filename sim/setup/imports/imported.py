@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
+from sim.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
@@ -163,11 +164,20 @@ def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
     changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
     changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
     own = names.model(_LIKE, set=changes)
-    compared = {*own.__struct_fields__} - _NOT_SIZES - ({"vocab_size"} if "vocab" not in facts else set())
+    preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
+    if preset is not None:
+        return {"model": preset}
+    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+
+
+@cache
+def _preset(own: ModelSpec, not_said: frozenset[str]) -> str | None:
+    """Return the preset that has the sizes of a model, but for those that nobody has said; None if there is none."""
+    compared = {*own.__struct_fields__} - _NOT_SIZES - not_said
     for preset in names.names("models"):
         if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
-            return {"model": preset}
-    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+            return preset
+    return None
 
 
 class _Writer:
