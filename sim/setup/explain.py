@@ -278,7 +278,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     held = memory.gpu.held_bytes
     least, most = judge.memory_range(held)
     within = predicted.interval
-    scale = Scale(setup, step.step_time_s, held, step.turn_s, step.one_s)
+    scale = Scale(setup.resolved(), step.step_time_s, held, step.turn_s, step.one_s)
     longer = step.step_time_s / predicted.step_time_s
     return Explanation(
         setup=setup,
@@ -338,7 +338,7 @@ def _findings(measured: Measured, judge: Judge, step: _Step) -> list[str]:
     were predicted.
     """
     told = [measured.step_time_s, measured.tokens_per_s, measured.tokens_per_s_per_gpu, measured.mfu]
-    if sum(one is not None for one in told) < 2 or judge.step_s is None:  # noqa: PLR2004 - one and another
+    if sum(one is not None for one in told) < 2 or judge.step_s is None:
         return []
     found = shortened(judge.setup).resolved()
     return findings_of_figures(measured, judge.step_s / step.times, step.predicted, found)
@@ -351,7 +351,7 @@ def _parts(simulation: Simulation) -> dict[str, float]:
     spent, ops = breakdown(trace, rank), trace.ops
     first, last = ops.starts[rank], ops.starts[rank + 1]
     took_s = np.maximum(trace.ended_s[first:last] - trace.begun_s[first:last], 0.0)
-    kernels: dict[str, float] = {name: 0.0 for name in ("attention", "matrix products", _OTHERS, "optimiser")}
+    kernels: dict[str, float] = dict.fromkeys(("attention", "matrix products", _OTHERS, "optimiser"), 0.0)
     for kind, s in zip(ops.kinds[first:last], took_s.tolist(), strict=True):
         if KINDS[kind].meta.activity == "compute":
             kernels[_KERNELS.get(kind_of_op(kind) or "", _OTHERS)] += s

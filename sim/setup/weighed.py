@@ -1,7 +1,7 @@
 """What single changes of a training step cost and win: seconds, memory, and the longest context.
 
-Each is played and walked as ``plan`` does it, by a few layers (``sim.setup.branches``), so that all of them together take
-about as long as one prediction.
+Each is played by a few of its layers and walked by one of its ranks, as ``plan`` does it (``sim.setup.branches``), so
+that all of them together take little longer than one prediction.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from sim.engine.room import Limit
 from sim.errors import LongstepError
 from sim.garbage import garbage_collection_off
-from sim.setup.branches import least_limits, step_of
+from sim.setup.bounds import least_room
+from sim.setup.branches import step_of
 from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import lengths_tried
 from sim.setup.imports.changes import Change
-from sim.setup.room import room
-from sim.setup.setup import Setup
+from sim.setup.setup import Configuration, Setup
 
 MOST = 2**24
 """Tokens up to which the longest context is looked for."""
@@ -79,7 +78,7 @@ def of_all_turns(one: float, two: float, count: int) -> float:
 class Scale:
     """The step that changes are weighed beside, as it was predicted."""
 
-    setup: Setup
+    found: Configuration
     step_time_s: float
     peak_bytes: int
     turn_s: float = 0.0
@@ -92,12 +91,11 @@ class Scale:
         their longest context. What cannot be built is left out; after so many seconds of CPU time no more are played.
         """
         time, found = CpuTime(limit_s), list[Weighed]()
-        least = _gpu(least_limits(shortened(self.setup)))
         for change in changes:
             if time.left_s() <= 0:
                 break
             try:
-                found.append(self._walked(change, least))
+                found.append(self._walked(change))
             except LongstepError:
                 continue
         leaner = [one for one in found if self._saves_memory(one)]
@@ -109,44 +107,43 @@ class Scale:
         longest = [dataclasses.replace(one, longest=longest_by_few(one.change.setup)) for one in helping]
         return [*longest, *(one for one in found if one not in helping)]
 
-    def _walked(self, change: Change, least: Limit) -> Weighed:
+    def _walked(self, change: Change) -> Weighed:
         """Return a change with its memory."""
-        limits = least_limits(shortened(change.setup))
-        fits = [limit.fits for limit in limits]
+        room = least_room(shortened(change.setup).resolved())
         return Weighed(
             change,
             step_time_s=None,
-            peak_bytes=self.peak_bytes + _gpu(limits).held_bytes - least.held_bytes,
-            free_bytes=min(limit.free_bytes for limit in limits),
-            fits=False if False in fits else None if None in fits else True,
-            tokens=_tokens(change.setup) / _tokens(self.setup),
+            peak_bytes=room.limits[0].held_bytes,
+            free_bytes=room.free_bytes,
+            fits=room.fits,
+            tokens=_tokens(change.found) / _tokens(self.found),
         )
 
     def _played(self, one: Weighed) -> Weighed:
         """Return a change with its seconds; none where it cannot be played."""
         try:
-            return dataclasses.replace(one, step_time_s=self._step_s(one.change.setup) / one.tokens)
+            return dataclasses.replace(one, step_time_s=self._step_s(one.change) / one.tokens)
         except LongstepError:
             return one
 
     @garbage_collection_off()
-    def _step_s(self, setup: Setup) -> float:
+    def _step_s(self, change: Change) -> float:
         """Return the seconds of a step. Of many micro-batches one is played, and two where the optimiser is another."""
-        count = turns(setup)
+        count = int(getattr(change.found.options, "micro_batches", 1))
         if count <= _TURNS:
-            return step_of(setup)[0]
-        one_s, own, its = step_of(shortened(setup, 1))[0], self.setup.resolved().options, setup.resolved().options
+            return step_of(change.setup)[0]
+        one_s, own, its = step_of(shortened(change.setup, 1))[0], self.found.options, change.found.options
         alike = all(getattr(own, name, None) == getattr(its, name, None) for name in _OF_THE_END)
         if alike and self.turn_s:
             return one_s + (count - 1) * (one_s - self.one_s + self.turn_s)
-        return of_all_turns(one_s, step_of(shortened(setup))[0], count)
+        return of_all_turns(one_s, step_of(shortened(change.setup))[0], count)
 
     def _saves_memory(self, one: Weighed) -> bool:
         return one.peak_bytes < (1 - _SAME) * self.peak_bytes
 
     def _only_memory(self, one: Weighed) -> bool:
         """Return whether a change can do nothing but save memory."""
-        before, after = self.setup.resolved(), one.change.setup.resolved()
+        before, after = self.found, one.change.found
         has, gets = (msgspec.to_builtins(found.options or {}) for found in (before, after))
         differ = {name for name in {*has, *gets} if has.get(name) != gets.get(name)}
         is_alike = (before.schedule, before.mesh, before.workload) == (after.schedule, after.mesh, after.workload)
@@ -177,12 +174,7 @@ def _filled(some: Sequence[Weighed], other: Sequence[Weighed]) -> list[Weighed |
     return [*some, *[None] * (max(len(some), len(other)) - len(some))]
 
 
-def _gpu(limits: Sequence[Limit]) -> Limit:
-    return limits[0]
-
-
-def _tokens(setup: Setup) -> int:
-    found = setup.resolved()
+def _tokens(found: Configuration) -> int:
     return found.mesh.dp * found.workload.batch * found.workload.real_seq
 
 
@@ -208,14 +200,7 @@ def longest_by_few(setup: Setup) -> int | None:
 
 
 def _free_bytes(setup: Setup, tokens: int) -> int:
-    """Return what is left at a length; of all layers where some wait on the host, as few do not tell what is under way
-    at once.
-    """
-    at = setup.replace(seq=tokens, pad=True)
-    found = at.resolved()
-    if getattr(found.options, "activations", "hbm") != "hbm":
-        return room(found).free_bytes
-    return min(limit.free_bytes for limit in least_limits(at))
+    return least_room(setup.replace(seq=tokens, pad=True).resolved()).free_bytes
 
 
 def _below(lengths: Sequence[int], tokens: float) -> int:

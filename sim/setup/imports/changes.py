@@ -38,6 +38,8 @@ class Change(NamedTuple):
     """As the framework's file, or the command line, has it."""
     by: By
     setup: Setup
+    found: Configuration
+    """What that stands for."""
 
 
 def changes(found: Imported, **given: Any) -> Iterator[Change]:
@@ -58,31 +60,32 @@ def changes(found: Imported, **given: Any) -> Iterator[Change]:
                 continue  # it says otherwise of what another key says
         except LongstepError:
             continue
-        if _is_new(setup, seen):
-            yield Change(text, by, setup)
+        if its := _new(setup, seen):
+            yield Change(text, by, setup, its)
     for text, options in _options(found, base, given):
         try:
             setup = found.setup(**options)
         except LongstepError:
             continue
-        if _is_new(setup, seen):
-            yield Change(text, "option", setup)
+        if its := _new(setup, seen):
+            yield Change(text, "option", setup, its)
 
 
 def _same(found: Configuration) -> tuple[object, ...]:
     return found.schedule, found.workload, found.mesh, found.options
 
 
-def _is_new(setup: Setup, seen: list[tuple[object, ...]]) -> bool:
-    """Return whether a setup is none of those before; what cannot be played is none."""
+def _new(setup: Setup, seen: list[tuple[object, ...]]) -> Configuration | None:
+    """Return what a setup stands for; None where it is one of those before, or cannot be played."""
     try:
-        same = _same(setup.resolved())
+        found = setup.resolved()
     except InputError:
-        return False
+        return None
+    same = _same(found)
     if same in seen:
-        return False
+        return None
     seen.append(same)
-    return True
+    return found
 
 
 def _options(found: Imported, base: Setup, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -39,7 +39,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of_model: bool = False
     """Whether it does not matter where the model is given otherwise."""
     needs: dict[str, str] = {}
-    """Other keys that the framework wants beside some values, as ``recompute_method=uniform recompute_num_layers=1``."""
+    """Other keys that the framework wants beside some values, as ``recompute_method=uniform``."""
     file: str = ""
     """The framework whose file it names, which then has to be given, too."""
 
