@@ -26,7 +26,7 @@ from sim.setup.imports.facts import Row
 from sim.setup.imports.imported import Imported, imported
 from sim.setup.judge import Judge, play, quick
 from sim.setup.kernel_names import kind_of_op
-from sim.setup.logs import Logged, read_log
+from sim.setup.logs import Figure, Logged, read_log
 from sim.setup.measured import Measured, findings_of_figures
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
@@ -171,25 +171,20 @@ class Explanation:
         """What was understood, in two lines: what is trained on what, and how."""
         found = self.setup.resolved()
         work, mesh = found.workload, found.mesh
-        batch = mesh.dp * work.batch
-        each = (
-            f"{turns(self.setup)} micro-batches of {work.batch // turns(self.setup)}"
-            if turns(self.setup) > 1
-            else (f"{work.batch} at once")
-        )
-        tokens = f"{length(work.real_seq)} tokens, global batch {batch} ({length(batch * work.real_seq)} tokens: {each}"
+        batch, parts = mesh.dp * work.batch, turns(self.setup)
+        batches = f"global batch of {batch} sequence{'s' if batch > 1 else ''} ({length(batch * work.real_seq)} tokens)"
+        at_once = f"{parts} micro-batches of {work.batch // parts}" if parts > 1 else f"{work.batch} at once"
+        replicas = f"{mesh.dp} replicas" if mesh.dp > 1 else "one replica"
+        nodes = f", {found.spec.nodes} nodes" if found.spec.nodes > 1 else ""
+        machine = f"{mesh.size} x {found.spec.gpu.name} ({found.spec.name}{nodes})"
         split = (
             f"{found.schedule} over {mesh.size // mesh.dp} GPUs" if mesh.size > mesh.dp else "no context parallelism"
         )
-        degrees = [
-            f"{name} {degree}" for name, degree in (("heads", mesh.ulysses), ("tokens", mesh.ring)) if degree > 1
-        ]
-        split += f" ({' x '.join(degrees)})" if len(degrees) > 1 else ""
-        replicas = f"{mesh.dp} replica{'s' if mesh.dp > 1 else ''}"
-        nodes = f", {found.spec.nodes} nodes" if found.spec.nodes > 1 else ""
+        if mesh.ulysses > 1 < mesh.ring:
+            split += f" (heads {mesh.ulysses} x tokens {mesh.ring})"
         return [
-            f"{work.model.name}, {mesh.size} x {found.spec.gpu.name} ({found.spec.name}{nodes}), {tokens} a replica)",
-            "; ".join([f"{split}, {replicas}", *techniques_on(dataclasses.asdict(found.options))]),
+            f"{work.model.name}, {machine}, {length(work.real_seq)} tokens, {batches}, {at_once} on {replicas}",
+            "; ".join([split, *techniques_on(dataclasses.asdict(found.options))]),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,7 +267,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     predicted = shortened(setup).replace(seeds=setup.seeds or 1).predicted()
     step = _Step(setup, predicted)
     limits = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster)
-    memory = Memory(dict(limits.terms), limits.tightest, limits.limits[0], limits.fits)
+    memory = Memory({**limits.terms}, limits.tightest, limits.limits[0], limits.fits)
     measured = _measured(logged, setup.resolved())
     judge = Judge(setup, measured, predicted)
     held = memory.gpu.held_bytes
@@ -365,7 +360,7 @@ def _parts(simulation: Simulation) -> dict[str, float]:
 
 def _measured(logged: Logged | None, found: Configuration) -> Measured:
     """Return what a log says as measured figures."""
-    figures: Mapping[str, float] = {} if logged is None else logged.figures
+    figures: Mapping[Figure, float] = {} if logged is None else logged.figures
     rate = figures.get("samples_per_s")
     by_samples = None if rate is None else rate * found.workload.real_seq
     return Measured(

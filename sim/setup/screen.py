@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sim.setup.weighed import MOST, Weighed
@@ -26,6 +26,8 @@ _LETTERS = {
 """What stands for each part in bars."""
 _RESERVED, _MEASURED, _FREE = "+", "=", "."
 _GIB = 2**30
+_JOINED = "\xa0"
+"""A space at which no line ends."""
 _ROWS = 4
 """Keys that are left out, of which so many are shown."""
 _CHANGE = 42
@@ -44,6 +46,12 @@ def _wrapped(text: str, first: str = "", rest: str = "  ") -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
+
+
+def _listed(parts: Sequence[str], before: str = "") -> list[str]:
+    """Return a list in lines that break between its parts."""
+    lines = _wrapped(", ".join(part.replace(" ", _JOINED) for part in parts), f"  {before}")
+    return [line.replace(_JOINED, " ") for line in lines]
 
 
 def _understood(found: Explanation, named: Callable[[str], str]) -> list[str]:
@@ -79,20 +87,20 @@ def _memory(found: Explanation) -> list[str]:
     lines.append(_row("predicted", f"{number(held, FEW)} GiB", sizes, most, has))
     if measured:
         lines.append(_row("measured", f"{number(measured, FEW)} GiB", {_MEASURED: measured}, most, has))
-    return [*lines, *_wrapped(f"GiB: {', '.join(legend)}", "  ", "  ")]
+    return [*lines, *_listed(legend, "GiB: ")]
 
 
 def _time(found: Explanation) -> list[str]:
     """Return the bar of the step."""
     parts = dict(_largest(found.parts, by_size=False))
     most = max(found.step_time_s, found.measured_s or 0.0)
-    legend = ", ".join(f"{_LETTERS[name]} {name} {seconds(s, FEW)}" for name, s in parts.items())
+    legend = [f"{_LETTERS[name]} {name} {seconds(s, FEW)}" for name, s in parts.items()]
     lines = ["time of a step"]
     taken = {_LETTERS[name]: s for name, s in parts.items()}
     lines.append(_row("predicted", seconds(found.step_time_s, FEW), taken, most))
     if found.measured_s is not None:
         lines.append(_row("measured", seconds(found.measured_s, FEW), {_MEASURED: found.measured_s}, most))
-    return [*lines, *_wrapped(legend, "  ", "  ")]
+    return [*lines, *_listed(legend)]
 
 
 def _largest(parts: Mapping[str, float], *, by_size: bool = True) -> list[tuple[str, float]]:
