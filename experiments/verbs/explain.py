@@ -35,8 +35,8 @@ class Explain(FileSelection):
     from_file: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(name="files")] = ()
     """FILEs, as of longstep import. Nothing in them is run."""
     log: OptionalText = None
-    """What the run prints, such as "26s/it, 71GiB", "tps: 4,321 mfu: 38%" or a line of its log; or a FILE of it: then the
-    median of its steps counts."""
+    """What the run prints, such as "26s/it, 71GiB", "tps: 4,321 mfu: 38%" or a line of its log; or a FILE of it, whose
+    median counts."""
     json: bool = False
     """Print one JSON object."""
 

@@ -267,7 +267,9 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     predicted = shortened(setup).replace(seeds=setup.seeds or 1).predicted()
     step = _Step(setup, predicted)
     limits = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster)
-    memory = Memory({**limits.terms}, limits.tightest, limits.limits[0], limits.fits)
+    memory = Memory(
+        {str(name): nbytes for name, nbytes in limits.terms.items()}, limits.tightest, limits.limits[0], limits.fits
+    )
     measured = _measured(logged, setup.resolved())
     judge = Judge(setup, measured, predicted)
     held = memory.gpu.held_bytes

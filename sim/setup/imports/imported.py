@@ -14,7 +14,7 @@ import msgspec
 from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
-from sim.setup.imports.facts import Row, Said, Understood, understood
+from sim.setup.imports.facts import BLOCK, Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
@@ -150,18 +150,23 @@ def _model_of(said: Understood) -> dict[str, Any]:
     name = facts["model"]
     if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
         raise InputError(f"{name!r} is a path, which is not opened: set `model`")
-    return {"model": name} if names.model(name) else {}
+    model = names.model(name)
+    block = {field: facts[field] for field in BLOCK if field in facts}
+    differs = names.model(name, set=block) != model
+    return {"model": name} | ({"set": {f"model.{field}": value for field, value in block.items()}} if differs else {})
 
 
 def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
     """Return a model by its sizes: the preset that has them all, or another one with these set."""
     heads, hidden = int(facts["heads"]), int(facts["hidden"])
-    ffn = int(4 * hidden * 2 / 3) // 64 * 64  # of SwiGLU, Megatron-LM arguments.py
+    gated = facts.get("mlp") != "gelu"
+    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden  # Megatron-LM arguments.py
     sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
     if facts.get("gqa") == "false":
         facts = {name: value for name, value in facts.items() if name != "kv_heads"}
     sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
     changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
+    changes |= {name: facts[name] for name in BLOCK if name in facts}
     changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
     own = names.model(_LIKE, set=changes)
     preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
