@@ -63,7 +63,8 @@ class Explanation:
 
     setup: Setup
     title: str
-    """The files."""
+    """The files, and what they are of."""
+    paths: tuple[str, ...]
     assumptions: tuple[str, ...]
     """What no key says and is taken, with the field that says otherwise."""
     defaults: tuple[Row, ...]
@@ -147,7 +148,10 @@ class Explanation:
         """Return which single change would explain what was measured, or who looks for more."""
         found = [one for one in self.weighed if self._explains(one)]
         if not found:
-            return "no single change below explains it; longstep doctor looks for causes"
+            files = " ".join(f"--from {path}" for path in self.paths)
+            measured = "" if self.measured_s is None else f" --step-time {self.measured_s:.4g}s"
+            measured += "" if self.measured_bytes is None else f" --memory {self.measured_bytes / 2**30:.4g}GiB"
+            return f"no single change of it would take that; for other causes ask longstep doctor {files}{measured}"
         best = min(found, key=lambda one: abs(math.log((one.step_time_s or 1.0) / (self.measured_s or 1.0))))
         would = f"{seconds(best.step_time_s or 0.0, FEW)} and {size(self._held(best), FEW)}"
         return f"with {best.change.text} it would be {would}"
@@ -280,6 +284,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     return Explanation(
         setup=setup,
         title=found.title,
+        paths=tuple(file.path for file in found.files),
         assumptions=assumptions,
         defaults=tuple(row for row in rows if row.state == "taken" and row.value.startswith("(")),
         left_out=tuple(row for row in rows if row.state == "not sayable"),

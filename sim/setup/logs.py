@@ -25,7 +25,9 @@ _MOST_LINES = 10_000
 """Of a file the last ones are read."""
 _MOST_LINE = 4096
 """Characters of a line: what is longer is no line of figures."""
-_NUMBER = r"(?P<value>\d{1,15}(?:,\d{3}){0,4}(?:\.\d{0,12})?(?:e[+-]?\d{1,2})?)"
+_NUMBER = r"(?<![\d.])(?P<value>\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]?\d{1,2})?)"
+_LARGEST = 1e18
+"""No figure of a run is as large."""
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"": 1.0, "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6,
           "min": 60.0}  # fmt: skip
@@ -147,7 +149,7 @@ def read_log(text: str) -> Logged:
 def _path_of(text: str) -> str | None:
     """Return the path of a file where the text is one; a name that is not there but looks like one is one, too."""
     try:
-        is_there = Path(text).exists()
+        is_there = bool(text) and Path(text).exists()
     except (OSError, ValueError):  # longer than any name, or with what is no character
         is_there = False
     return text if is_there or re.fullmatch(r"[\w./~-]+\.(?:log|txt|out|err|jsonl?)", text) else None
@@ -161,7 +163,7 @@ def _figures(line: str, *, typed: bool) -> tuple[dict[Figure, tuple[float, str]]
         while match := pattern.search(line):
             value = _value(of, match)
             line = f"{line[: match.start()]}|{line[match.end() :]}"
-            if value > 0 and figure not in found:
+            if 0 < value < _LARGEST and figure not in found:
                 found[figure] = (1 / value if of.figure == "steps_per_s" else value, match[0].strip(" '\""))
     return found, line
 
