@@ -59,7 +59,15 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a configuration comes to. Times in seconds, sizes in bytes."""
+    """What a configuration comes to. Times in seconds, sizes in bytes.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
+    >>> _ = path.write_text('{"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}')
+    >>> found = explain(path, model="tiny", seq="8K", gpus=2, layers=2)
+    >>> found.step_time_s < found.expected_s[1], [*found.to_dict()][0]
+    (True, 'answer')
+    """
 
     setup: Setup
     title: str
@@ -279,7 +287,8 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     held = memory.gpu.held_bytes
     least, most = judge.memory_range(held)
     within = predicted.interval
-    scale = Scale(setup.resolved(), step.step_time_s, held, step.turn_s, step.one_s)
+    longest = longest_by_few(setup, memory.tightest.free_bytes)
+    scale = Scale(setup.resolved(), step.step_time_s, held, longest, step.turn_s, step.one_s)
     longer = step.step_time_s / predicted.step_time_s
     return Explanation(
         setup=setup,
@@ -295,7 +304,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
         parts=step.parts,
         memory=memory,
         expected_bytes=(least, most),
-        longest=longest_by_few(setup),
+        longest=longest,
         weighed=tuple(scale.weigh(changes(found, **given), CHANGES, _LIMIT_S)),
         record=record(predicted),
         logged=logged,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -25,13 +26,8 @@ MOST = 2**24
 """Tokens up to which the longest context is looked for."""
 _SAME = 0.01
 """What saves less, as a share, is no help."""
-_LEANEST = 3
-"""How many of those that hold less are played, those that hold least first: they take longer, by how much is asked of
-few only."""
 _LENGTHS = 5
 """Lengths whose memory is walked to find the longest: memory grows with the length nearly as a line, so fewer do."""
-_OF_THE_END = ("optimiser", "zero_stage", "shards")
-"""Options of what a step does once, whatever its micro-batches."""
 _ONLY_MEMORY = ("activations", "offloaded", "mlp", "loss", "optimiser")
 """Options that take time to save memory: where one saves none it is not played."""
 _TURNS = 2
@@ -81,6 +77,8 @@ class Scale:
     found: Configuration
     step_time_s: float
     peak_bytes: int
+    longest: int | None
+    """The longest context that fits, near which those of changes are looked for."""
     turn_s: float = 0.0
     """What the second micro-batch adds to one, where there are more than two."""
     one_s: float = 0.0
@@ -98,14 +96,21 @@ class Scale:
                 found.append(self._walked(change))
             except LongstepError:
                 continue
-        leaner = [one for one in found if self._saves_memory(one)]
-        lean = sorted(filter(self._only_memory, leaner), key=lambda one: one.peak_bytes)[:_LEANEST]
         for number, one in enumerate(found):
-            if one.fits is not False and (one in lean or not self._only_memory(one)) and time.left_s() > 0:
+            if one.fits is not False and not self._only_memory(one) and time.left_s() > 0:
+                found[number] = self._played(one)
+        fitting = [one for one in found if one.fits is not False]
+        few = shown - min(shown // 2, sum(map(self._saves_time, fitting)))
+        lean = sorted(filter(self._saves_memory, fitting), key=lambda one: one.peak_bytes)[:few]
+        for number, one in enumerate(found):
+            if one in lean and one.step_time_s is None and time.left_s() > 0:
                 found[number] = self._played(one)
         helping = self._helping(found)[:shown]
-        longest = [dataclasses.replace(one, longest=longest_by_few(one.change.setup)) for one in helping]
-        return [*longest, *(one for one in found if one not in helping)]
+        with_longest = [
+            dataclasses.replace(one, longest=longest_by_few(one.change.setup, one.free_bytes, self.longest))
+            for one in helping
+        ]
+        return [*with_longest, *(one for one in found if one not in helping)]
 
     def _walked(self, change: Change) -> Weighed:
         """Return a change with its memory."""
@@ -133,8 +138,7 @@ class Scale:
         if count <= _TURNS:
             return step_of(change.setup)[0]
         one_s, own, its = step_of(shortened(change.setup, 1))[0], self.found.options, change.found.options
-        alike = all(getattr(own, name, None) == getattr(its, name, None) for name in _OF_THE_END)
-        if alike and self.turn_s:
+        if self.turn_s and _at_the_end(own) == _at_the_end(its):
             return one_s + (count - 1) * (one_s - self.one_s + self.turn_s)
         return of_all_turns(one_s, step_of(shortened(change.setup))[0], count)
 
@@ -170,6 +174,14 @@ class Scale:
         return unique
 
 
+def _at_the_end(options: Any) -> tuple[object, ...]:
+    """Return what decides what a step does once, whatever its micro-batches: the optimiser, and sums of gradients that
+    are not sharded.
+    """
+    stage = getattr(options, "zero_stage", 0)
+    return getattr(options, "optimiser", None), getattr(options, "shards", None), min(stage, 2)
+
+
 def _filled(some: Sequence[Weighed], other: Sequence[Weighed]) -> list[Weighed | None]:
     return [*some, *[None] * (max(len(some), len(other)) - len(some))]
 
@@ -178,29 +190,28 @@ def _tokens(found: Configuration) -> int:
     return found.mesh.dp * found.workload.batch * found.workload.real_seq
 
 
-def longest_by_few(setup: Setup) -> int | None:
-    """Return the longest context of ``fit.lengths_tried`` whose training step fits, by the memory at a few lengths and
-    the lines between them; 0 where none does, None where documents or a mask say how long a sequence is, or padding
-    cannot fill it up.
+def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> int | None:
+    """Return the longest context of ``fit.lengths_tried`` whose training step fits, by what is left at its own length,
+    at a few others, the first of them ``near`` where that is said, and by the lines between them; 0 where none does,
+    None where documents or a mask say how long a sequence is, or padding cannot fill it up.
     """
     if setup.documents is not None or setup.block_mask is not None:
         return None
-    few, free = shortened(setup), dict[int, int]()
+    few = shortened(setup)
+    free = {few.resolved().workload.seq: free_bytes}
     try:
         lengths = lengths_tried(few, MOST)
-        tokens = _below(lengths, few.resolved().workload.seq)
+        tokens = _below(lengths, near) if near else 0
         for _ in range(_LENGTHS):
-            free[tokens] = _free_bytes(few, tokens)
-            tokens = _crossing(free, lengths)
+            if tokens in free or tokens not in lengths:
+                tokens = _crossing(free, lengths)
             if tokens in free:
                 break
+            free[tokens] = least_room(few.replace(seq=tokens, pad=True).resolved()).free_bytes
+            tokens = _crossing(free, lengths)
     except LongstepError:
         return None
     return tokens if free.get(tokens, 0) >= 0 else 0
-
-
-def _free_bytes(setup: Setup, tokens: int) -> int:
-    return least_room(setup.replace(seq=tokens, pad=True).resolved()).free_bytes
 
 
 def _below(lengths: Sequence[int], tokens: float) -> int:
