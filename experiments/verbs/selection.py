@@ -236,7 +236,7 @@ def require_names(lists: Mapping[str, Sequence[str]]) -> None:
     """Raise InputError for a name in lists of fields that there is none of, and for what is no number of them."""
     kinds: dict[str, Callable[[str], object]] = {
         "model": model, "cluster": cluster_spec, "stack": stack_of,
-        "schedule": lambda name: name in BY_BLOCKS or isinstance(typed_schedule(name), OwnSchedule) or entry(name),
+        "schedule": lambda name: name in BY_BLOCKS or ":" in name or entry(name),
         "seq": lambda text: tokens("seq", text), **{name: partial(_number, name) for name in COUNTS},
     }  # fmt: skip
     for field, values in lists.items():

@@ -34,13 +34,18 @@ def longest(setup: Setup, most: int) -> int:
     """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
     lengths between each power of two and the next; that memory grows with the length is taken for granted.
     """
+    lengths = lengths_tried(setup, most)
+    fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
+    return lengths[fitting - 1] if fitting else 0
+
+
+def lengths_tried(setup: Setup, most: int) -> list[int]:
+    """Return the lengths up to ``most`` of which the longest context is one."""
     mesh = setup.resolved().mesh
     least = LEAST * (mesh.size // mesh.dp)
     octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
     lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
-    lengths = [tokens for tokens in lengths if tokens <= most]
-    fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
-    return lengths[fitting - 1] if fitting else 0
+    return [tokens for tokens in lengths if tokens <= most]
 
 
 def _room(setup: Setup) -> Room:

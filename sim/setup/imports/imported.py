@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import Row, Said, Understood, understood
+from sim.setup.imports.facts import BLOCK, Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
+from sim.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
@@ -152,25 +153,39 @@ def _model_of(said: Understood) -> dict[str, Any]:
     name = facts["model"]
     if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
         raise InputError(f"{name!r} is a path, which is not opened: set `model`")
-    return {"model": name} if names.model(name) else {}
+    model = names.model(name)
+    block = {field: facts[field] for field in BLOCK if field in facts}
+    differs = names.model(name, set=block) != model
+    return {"model": name} | ({"set": {f"model.{field}": value for field, value in block.items()}} if differs else {})
 
 
 def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
     """Return a model by its sizes: the preset that has them all, or another one with these set."""
     heads, hidden = int(facts["heads"]), int(facts["hidden"])
-    ffn = int(4 * hidden * 2 / 3) // 64 * 64  # of SwiGLU, Megatron-LM arguments.py
+    gated = facts.get("mlp") != "gelu"
+    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden  # Megatron-LM arguments.py
     sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
     if facts.get("gqa") == "false":
         facts = {name: value for name, value in facts.items() if name != "kv_heads"}
     sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
     changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
+    changes |= {name: facts[name] for name in BLOCK if name in facts}
     changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
     own = names.model(_LIKE, set=changes)
-    compared = {*own.__struct_fields__} - _NOT_SIZES - ({"vocab_size"} if "vocab" not in facts else set())
+    preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
+    if preset is not None:
+        return {"model": preset}
+    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+
+
+@cache
+def _preset(own: ModelSpec, not_said: frozenset[str]) -> str | None:
+    """Return the preset that has the sizes of a model, but for those that nobody has said; None if there is none."""
+    compared = {*own.__struct_fields__} - _NOT_SIZES - not_said
     for preset in names.names("models"):
         if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
-            return {"model": preset}
-    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+            return preset
+    return None
 
 
 class _Writer:
