@@ -11,13 +11,14 @@ from typing import NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
-from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
+from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
+from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Point, parity_plot, plottable, times_in_words
 from experiments.pages.render import render
 from experiments.pages.timeline import DIGITS, family_colours
 from sim.breakdown import PARTS, PartName, breakdown
 from sim.schedule.ir.ops import KINDS
 from sim.trace import Row, Trace
-from sim.units import percent
+from sim.units import percent, seconds
 
 _BAND = 0.10
 """Share of the measured time that the parity plot shades."""
@@ -86,8 +87,7 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> st
     return render(
         "page.html.j2",
         title=title,
-        step=found.step,
-        repeats=len(found.step_times_s),
+        answer=_answer(found),
         lines=comparison_lines(found),
         parity=_parity(rows),
         unplotted=[row.name for row in rows if not plottable(row.times)],
@@ -98,7 +98,14 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> st
     )
 
 
-def _parity(rows: Sequence[Kind]) -> Plot:
+def _answer(found: Comparison) -> str:
+    step = found.step
+    within = f"{seconds(step.low_s)} to {seconds(step.high_s)} in {len(found.step_times_s)} steps"
+    both = f"Simulated {seconds(step.simulated_s)}, measured {seconds(step.median_s)}"
+    return f"{both} ({within}): error {percent(step.error)}."
+
+
+def _parity(rows: Sequence[Kind]) -> Picture:
     """Return the plot of all op kinds and the step; the page colours it like the timeline."""
     points = [
         Point(
@@ -112,7 +119,11 @@ def _parity(rows: Sequence[Kind]) -> Plot:
         for number, row in enumerate(rows)
     ]
     about = "Simulated against measured time of every op kind and the step"
-    return parity_plot(points, [_BAND], 500, 430, about)
+
+    def lay_out(width: float) -> Drawn:
+        return Drawn(parity_plot(points, [_BAND], width, 320 if is_narrow(width) else 430, about))
+
+    return picture(lay_out, 500)
 
 
 def _tip(row: Kind) -> str:

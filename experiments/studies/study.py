@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import experiments.studies
-from experiments.pages.study_page import Picture
+from experiments.pages.pictures import Picture
 from sim.errors import InputError, none_of
 from sim.setup.names import at_least_one
 
