@@ -63,7 +63,9 @@ def bars(found: Balance, width: float = _WIDTH) -> Plot:
         width=width,
         height=height_below(frame, x_label),
         frame=frame,
-        x_ticks=apart([Tick(frame.left + wide * (rank + 0.5), str(rank)) for rank in range(0, found.ranks, step)]),
+        x_ticks=apart(
+            [Tick(frame.left + wide * (rank + 0.5), str(rank)) for rank in range(0, found.ranks, step)], width
+        ),
         y_ticks=names,
         x_label=x_label,
         trends=trends,

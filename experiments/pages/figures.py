@@ -10,6 +10,8 @@ from experiments.pages.texts import TEXT_ROW, wrapped
 
 _EDGE, _GAP, _HEAD = 10, 8, 20
 """Pixels around a figure, below each of its drawings, and from one line of its title to the next."""
+_SCALE = 1.3
+"""Pixels of a figure over those that its drawings are laid out in: as large as the text of pages around it."""
 _HEAD_SIZE = 15 / 12
 """Size of its title over that of other texts."""
 
@@ -31,6 +33,6 @@ def figure(title: str, drawings: Sequence[Drawn], about: Sequence[str] = ()) -> 
         if drawn.key:
             y += drawn.key.height + _GAP
     return render(
-        "figure.svg.j2", title=title, texts=texts, column=column, edge=_EDGE, gap=_GAP, width=NARROW + 2 * _EDGE,
-        height=y + _EDGE,
+        "figure.svg.j2", title=title, texts=texts, column=column, edge=_EDGE, gap=_GAP, scale=_SCALE,
+        width=NARROW + 2 * _EDGE, height=y + _EDGE,
     )  # fmt: skip

@@ -181,7 +181,7 @@ def parity_plot(points: Sequence[Point], shares: Sequence[float], width: float, 
         width=width,
         height=height,
         frame=frame,
-        x_ticks=apart(time_ticks(across)),
+        x_ticks=apart(time_ticks(across), width),
         y_ticks=time_ticks(up),
         x_label="measured (median)",
         y_label="simulated",
@@ -255,10 +255,13 @@ def share_ticks(axis: Axis, apart: float = 20) -> list[Tick]:
     return [Tick(axis.at(n * step), f"{100 * n * step:+.6g} %" if n else "0 %") for n in numbers]
 
 
-def apart(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return those of an x axis whose labels do not run into the one before."""
+def apart(ticks: Sequence[Tick], width: float) -> list[Tick]:
+    """Return those of an x axis whose labels lie in the plot's width and do not run into the one before."""
     found: list[Tick] = []
     for tick in ticks:
+        half = text_width(tick.label) / 2
+        if not half <= tick.at <= width - half:
+            continue
         if not found or tick.at - found[-1].at >= (text_width(tick.label) + text_width(found[-1].label)) / 2 + _MARGIN:
             found.append(tick)
     return found

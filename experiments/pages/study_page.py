@@ -86,7 +86,7 @@ def _lines(
             row += 1
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
-        x_ticks=apart([Tick(across.at(x), x_name(x)) for x in xs]),
+        x_ticks=apart([Tick(across.at(x), x_name(x)) for x in xs], width),
         y_ticks=[Tick(up.at(value), f"{value:.4g}") for value in _round(most)], x_label=x_label, y_label=y_label,
         trends=trends, marks=marks,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def _winners(
         )  # fmt: skip
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
-        x_ticks=apart([Tick(frame.left + wide * (number + 0.5), x) for number, x in enumerate(xs)]),
+        x_ticks=apart([Tick(frame.left + wide * (number + 0.5), x) for number, x in enumerate(xs)], width),
         y_ticks=rows, x_label=x_label, y_label=y_label, marks=marks,
     )  # fmt: skip
     said = [name if fits else f"{known[name]}: {name}" for name in names]
@@ -189,8 +189,8 @@ def _spreads(marks: Sequence[Spread], about: str, x_label: str, width: float) ->
     steps = [value for value in (1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= value <= high]
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
-        x_ticks=apart([Tick(across.at(value), f"{value} x") for value in steps]), y_ticks=middles, x_label=x_label,
-        marks=drawn,
+        x_ticks=apart([Tick(across.at(value), f"{value} x") for value in steps], width), y_ticks=middles,
+        x_label=x_label, marks=drawn,
     )  # fmt: skip
     return Drawn(plot, legend([[Entry(*looks[name], name)] for name in names], width))
 
@@ -211,7 +211,7 @@ def _lengths(bars: Sequence[tuple[str, int, str]], about: str, x_label: str, wid
     steps = [number * 2**20 for number in range(int(most / 2**20) + 1)]
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
-        x_ticks=apart([Tick(across.at(tokens), length(tokens)) for tokens in steps]), y_ticks=middles,
+        x_ticks=apart([Tick(across.at(tokens), length(tokens)) for tokens in steps], width), y_ticks=middles,
         x_label=x_label, marks=marks,
     )  # fmt: skip
     return Drawn(plot, legend([[Entry(SWATCH, "hue-0", x_label)]], width))

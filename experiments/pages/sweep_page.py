@@ -22,8 +22,8 @@ from sim.workload import parse_length
 
 _WIDTH, _HEIGHT, _LOW = 560, 520, 340
 """Of the parity plot in pixels, on a wide screen; its height on a phone."""
-_PANEL = (250, 246)
-"""Width, at least, and height of each plot of the error."""
+_PANEL, _PANEL_HIGH, _PANEL_LOW = 250, 246, 190
+"""Width, at least, and height of each plot of the error; its height on a phone."""
 _CROWD, _WIDEST = 11, 800
 """Width that a mark of a plot of the error needs, and that the plot may take."""
 _LEFT, _RIGHT = 56, 6
@@ -124,7 +124,7 @@ def _roomy(cells: Sequence[Judged], looks: Looks) -> int:
     """Return the width of a plot of the error that has room for all schedules at all lengths."""
     lengths = {parse_length(one.cell.seq, "`seq`") for one in cells}
     needed = _LEFT + _RIGHT + _CROWD * len(lengths) * len(looks.schedules)
-    return max(_PANEL[0], min(needed, _WIDEST))
+    return max(_PANEL, min(needed, _WIDEST))
 
 
 def _panels(cells: Sequence[Judged], looks: Looks, width: float) -> list[Drawn]:
@@ -132,11 +132,15 @@ def _panels(cells: Sequence[Judged], looks: Looks, width: float) -> list[Drawn]:
     members: dict[Panel, list[tuple[int, Judged]]] = {}
     for number, one in enumerate(cells):
         members.setdefault(Panel(one.cell.scope, one.cell.layers, one.cell.gpus), []).append((number, one))
-    frame = plots.Frame(_LEFT, 26, width - _RIGHT, _PANEL[1] - 26)
+    frame = plots.Frame(_LEFT, 26, width - _RIGHT, _panel_height(width) - 26)
     lengths = sorted({parse_length(one.cell.seq, "`seq`") for one in cells})
     across, slot = _lengths(lengths, frame)
     axes = Axes(frame, across, _errors(cells, frame), slot)
     return [Drawn(_panel(members[panel], looks, axes, width)) for panel in sorted(members)]
+
+
+def _panel_height(width: float) -> int:
+    return _PANEL_LOW if is_narrow(width) else _PANEL_HIGH
 
 
 def _lengths(lengths: Sequence[int], frame: plots.Frame) -> tuple[plots.Axis, float]:
@@ -171,9 +175,9 @@ def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, widt
         about=f"Error of the step over length: {title}",
         title=title,
         width=width,
-        height=_PANEL[1],
+        height=_panel_height(width),
         frame=frame,
-        x_ticks=plots.apart([plots.Tick(across.at(tokens), length(tokens)) for tokens in sorted(targets)]),
+        x_ticks=plots.apart([plots.Tick(across.at(tokens), length(tokens)) for tokens in sorted(targets)], width),
         y_ticks=plots.share_ticks(up),
         areas=[plots.Area("band-1", _target(across.at(tokens), slot, share, up)) for tokens, share in targets.items()],
         trends=[
