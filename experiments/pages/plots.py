@@ -49,7 +49,7 @@ SHAPES = (
 """Outlines around the origin: circle, square, triangle, diamond, triangle upside down, pentagon."""
 CIRCLE, SQUARE, TRIANGLE = SHAPES[:3]
 SWATCH = "M-8 -5.5h16v11h-16z"
-_MARGIN = 4
+_MARGIN = 8
 """Pixels between texts, at least."""
 
 
@@ -270,8 +270,8 @@ def apart(ticks: Sequence[Tick], width: float) -> list[Tick]:
 def named(label: str, at: float, top: float, frame: Frame, *, above: bool) -> Tick:
     """Return the tick of what has a name, which stands above its ``top`` or at the left of the frame."""
     if above:
-        return Tick(at, shortened(label, frame.right - frame.left - 2 * _MARGIN), top - _MARGIN)
-    return Tick(at, shortened(label, frame.left - 2 * _MARGIN))
+        return Tick(at, shortened(label, frame.right - frame.left - _MARGIN), top - 4)
+    return Tick(at, shortened(label, frame.left - _MARGIN))
 
 
 def _named(marks: Sequence[Mark], frame: Frame) -> list[Mark]:

@@ -145,7 +145,11 @@ def simulate_chapter(result: Result) -> Chapter:
             bars(first, {"saved": [saves[figure] for figure in first]}, title="what doubling each figure saves",
                  about="Share of the step that doubling each figure of the machine saves", unit=SHARE)
         )  # fmt: skip
-    rows = [{"figure": head(name), "value": _shown(name, value)} for name, value in found.items() if is_figure(value)]
+    rows = [
+        {"figure": head(name), "value": _shown(name, value)}
+        for name, value in found.items()
+        if is_figure(value) and name != "answer"
+    ]
     rows += [{"figure": f"floor of {name}", "value": seconds(value)} for name, value in found["floors"].items()]
     return Chapter(
         title=f"Predicted step: {result.name}",
