@@ -12,8 +12,8 @@ _EDGE, _GAP, _HEAD = 10, 8, 20
 """Pixels around a figure, below each of its drawings, and from one line of its title to the next."""
 _SCALE = 1.3
 """Pixels of a figure over those that its drawings are laid out in: as large as the text of pages around it."""
-_HEAD_SIZE = 15 / 12
-"""Size of its title over that of other texts."""
+_HEAD_SIZE = 1.4
+"""Width of a character of its title, larger and bold, over that of other texts."""
 
 
 def figure(title: str, drawings: Sequence[Drawn], about: Sequence[str] = ()) -> str:

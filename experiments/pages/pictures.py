@@ -64,13 +64,13 @@ def legend(groups: Sequence[Sequence[Entry]], width: float) -> Legend:
     """
     x, y, placed = 0.0, _LEGEND_ROW / 2, []
     for group in groups:
-        lengths = [33 + text_width(entry.label) for entry in group]
+        lengths = [38 + text_width(entry.label) for entry in group]
         if x and x + sum(lengths) > width:
             x, y = 0.0, y + _LEGEND_ROW
         for entry, long in zip(group, lengths, strict=True):
             if x and x + long > width:
                 x, y = 0.0, y + _LEGEND_ROW
-            first, *rest = wrapped(entry.label, width - 22) if long - 12 > width else [entry.label]
+            first, *rest = wrapped(entry.label, width - 22) if long - 17 > width else [entry.label]
             placed.append((x + 9, y, entry._replace(label=first)))
             for line in rest:
                 y += TEXT_ROW

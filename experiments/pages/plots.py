@@ -173,7 +173,7 @@ def parity_plot(points: Sequence[Point], shares: Sequence[float], width: float, 
     """
     shown = [point for point in points if plottable(point.times)]
     low, high = _time_range([point.times for point in shown])
-    frame = Frame(66, 10, width - 14, height - 44)
+    frame = Frame(72, 10, width - 14, height - 44)
     across = Axis(low=low, high=high, begin=frame.left, end=frame.right)
     up = Axis(low=low, high=high, begin=frame.bottom, end=frame.top)
     return Plot(
@@ -239,10 +239,12 @@ def _parity_mark(point: Point, across: Axis, up: Axis) -> Mark:
 
 
 def time_ticks(axis: Axis) -> list[Tick]:
-    """Return 1, 2 and 5 times every power of ten, or, where these are too close, the powers of ten."""
+    """Return 1, 2 and 5 times every power of ten, or, where these are too close, the powers of ten, if there are three."""
     decade = abs(axis.end - axis.begin) / math.log10(axis.high / axis.low)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
-    values = [float(f"{step}e{power}") for power in powers for step in ((1, 2, 5) if decade > 170 else (1,))]
+    inside = sum(axis.low <= 10.0**power <= axis.high for power in powers)
+    steps = (1, 2, 5) if decade > 170 or inside < 3 else (1,)
+    values = [float(f"{step}e{power}") for power in powers for step in steps]
     return [Tick(axis.at(value), seconds(value)) for value in values if axis.low <= value <= axis.high]
 
 

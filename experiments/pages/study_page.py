@@ -70,7 +70,7 @@ def lines(series: Sequence[Line], *, about: str, x_label: str, y_label: str, x_n
 def _lines(
     series: Sequence[Line], about: str, x_label: str, y_label: str, x_name: Callable[[float], str], width: float
 ) -> Drawn:
-    frame = Frame(62, 14, width - 16, (_LOW if is_narrow(width) else _HEIGHT) - 48)
+    frame = Frame(66, 14, width - 16, (_LOW if is_narrow(width) else _HEIGHT) - 48)
     xs = sorted({x for line in series for x, _, _ in line.points})
     most = max(y for line in series for _, y, _ in line.points) * 1.06
     across = Axis(low=xs[0] / 1.1, high=xs[-1] * 1.1, begin=frame.left, end=frame.right)
