@@ -239,7 +239,9 @@ def _parity_mark(point: Point, across: Axis, up: Axis) -> Mark:
 
 
 def time_ticks(axis: Axis) -> list[Tick]:
-    """Return 1, 2 and 5 times every power of ten, or, where these are too close, the powers of ten, if there are three."""
+    """Return 1, 2 and 5 times every power of ten, or the powers of ten, where these are three or more and have no more
+    room.
+    """
     decade = abs(axis.end - axis.begin) / math.log10(axis.high / axis.low)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
     inside = sum(axis.low <= 10.0**power <= axis.high for power in powers)
