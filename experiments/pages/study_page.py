@@ -220,7 +220,7 @@ def _lengths(bars: Sequence[tuple[str, int, str]], about: str, x_label: str, wid
 def _rows(names: Sequence[str], left: float, width: float, high: float = _ROW) -> tuple[Frame, list[Tick]]:
     """Return the frame of rows with names, and the middle of each: names stand beside them, on phones above."""
     above = _NAME if is_narrow(width) and any(names) else 0
-    frame = Frame(14 if above else left, 10, width - 16, 10 + (high + above) * len(names))
+    frame = Frame(14 if above else left, 10, width - 20, 10 + (high + above) * len(names))
     tops = [frame.top + (high + above) * row + above for row in range(len(names))]
     return frame, [
         named(name, top + high / 2, top, frame, above=bool(above)) for name, top in zip(names, tops, strict=True)

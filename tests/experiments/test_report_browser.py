@@ -26,8 +26,10 @@ pytestmark = [
     pytest.mark.gloo,  # it starts a process, the browser
     pytest.mark.skipif(not BROWSER, reason="no chromium, google-chrome or headless_shell on PATH"),
 ]
-SMALLEST = """Math.min(...[...document.querySelectorAll("svg text")].filter((text) => text.getBoundingClientRect().width).map(
-  (text) => parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b)))"""
+SMALLEST = """Math.min(...[...document.querySelectorAll("svg text")]
+  .filter((text) => text.getBoundingClientRect().width)
+  .map((text) => [parseFloat(getComputedStyle(text).fontSize), text.getScreenCTM()])
+  .map(([size, { a, b }]) => size * Math.hypot(a, b)))"""
 """Pixels of the smallest text of any drawing, as it is shown."""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 
