@@ -60,7 +60,8 @@ class Table:
             return f"<tr>{''.join(f'<{tag}>{html.escape(_shown(cell))}</{tag}>' for cell in cells)}</tr>"
 
         heads = line("th", self.rows[0]) if self.rows else ""
-        return f"<table>{heads}{''.join(line('td', row.values()) for row in self.rows)}</table>"
+        rows = "".join(line("td", row.values()) for row in self.rows)
+        return f'<div style="overflow-x: auto"><table>{heads}{rows}</table></div>'
 
 
 def table(predictions: Prediction | Iterable[Prediction]) -> Table:

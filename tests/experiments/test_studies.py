@@ -27,7 +27,7 @@ def test_the_page_says_what_a_study_finds(name: str) -> None:
     assert f"## {wanted.question}\n\n`longstep study {name}`\n" in PAGE.read_text()
     assert found.conclusion in PAGE.read_text()
     assert (PAGE.parent / f"{name}.svg").read_text().startswith("<svg")
-    assert {mark.row for mark in found.picture.plot.marks} == {*range(len(found.rows))}
+    assert {mark.row for mark in found.picture.wide.plot.marks} == {*range(len(found.rows))}
 
 
 def test_verdicts_follow_from_the_rows() -> None:
