@@ -233,10 +233,12 @@ def _bar(left: float, long: float, middle: float, look: str, row: int, tip: str)
     return Mark(x=left, y=middle, whisker="", ends=(left, left + long), shape=outline, look=look, row=row, tip=tip)
 
 
-def page(name: str, question: str, conclusion: str, picture: Picture, rows: Sequence[dict[str, Any]]) -> str:
+def page(
+    name: str, question: str, answer: str, conclusion: str, picture: Picture, rows: Sequence[dict[str, Any]]
+) -> str:
     """Return the page of a study."""
     return render(
-        "study.html.j2", title=question, name=name, conclusion=conclusion, picture=picture,
+        "study.html.j2", title=question, answer=answer, name=name, conclusion=conclusion, picture=picture,
         heads=[head(key) for key in rows[0]], rows=rows, said=said,
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ class Study(Writes):
     seeds: OptionalInt = None
     """Batches of each kind, of one study that draws them; by default as many as its page has."""
     json: bool = False
-    """Print JSON: the conclusion, and the rows."""
+    """Print JSON: the answer in a sentence, the conclusion, and the rows."""
 
 
 def study(command: Study, console: Console) -> None:
@@ -70,17 +70,20 @@ def study(command: Study, console: Console) -> None:
     before = _page_with(command) if out else ""
     with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {wanted.name}"):
         found = wanted.found(command.jobs, command.seeds)
+    answer = wanted.answer(found.conclusion)
     if out and picture:
         told = section(wanted.name, wanted.question, found.picture.wide.plot.about, found.conclusion)
         picture.write(figure(wanted.question, [found.picture.narrow]).encode())
         out.write(with_section(before, wanted.name, told).encode())
     if html:
-        html.write(page(wanted.name, wanted.question, found.conclusion, found.picture, found.rows).encode())
+        html.write(page(wanted.name, wanted.question, answer, found.conclusion, found.picture, found.rows).encode())
     if svg:
         svg.write(figure(wanted.question, [found.picture.narrow]).encode())
     if command.json:
-        print_json({"question": wanted.question, "conclusion": found.conclusion, "rows": list(found.rows)}, console)
+        said_first = {"answer": answer, "question": wanted.question, "conclusion": found.conclusion}
+        print_json({**said_first, "rows": list(found.rows)}, console)
         return
+    console.print(answer, markup=False)
     table = Table(*found.rows[0], title=wanted.question, title_justify="left")
     for row in found.rows:
         table.add_row(*(said(key, value) for key, value in row.items()))

@@ -92,7 +92,7 @@ def of_roofline(_: Path) -> str:
 
 
 def of_study(picture: Picture, _: Path) -> str:
-    return study("name", "which?", "So.", picture, [{"seq": 1}])
+    return study("name", "which?", "This one.", "So. This one.", picture, [{"seq": 1}])
 
 
 PAGES: dict[str, Callable[[Path], str]] = {
@@ -106,7 +106,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "sweep": lambda _: sweep_page.page(make_sweep(("ring",))),
     **{name: partial(of_study, picture) for name, picture in PICTURES.items()},
 }
-ANSWERED = {"cases", "comparison", "lab", "report", "sweep"}
+ANSWERED = {"cases", "comparison", "lab", "report", "sweep", *PICTURES}
 """Pages whose sentence is written."""
 
 

@@ -30,6 +30,16 @@ def test_the_page_says_what_a_study_finds(name: str) -> None:
     assert {mark.row for mark in found.picture.wide.plot.marks} == {*range(len(found.rows))}
 
 
+@pytest.mark.parametrize("name", names())
+def test_a_sentence_of_a_conclusion_answers_its_question(name: str) -> None:
+    """It has figures, and is no longer than a few lines."""
+    (said,) = re.findall(rf"`longstep study {name}`\n\n!.*\n\n(.*)\n", PAGE.read_text())
+    answer = study(name).answer(said)
+    assert answer.endswith(".")
+    assert re.search(r"\d", answer)
+    assert len(answer) < 330
+
+
 def test_verdicts_follow_from_the_rows() -> None:
     """Zigzag takes 4 s, dcp 2 s and fcp-style 8 s of a bound of 1 s: 2 times as fast is inside 1.19 to 2.45, 0.5 times
     is outside 1.13 to 2.21.
@@ -82,6 +92,8 @@ def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out)
     assert len(found["rows"]) == 24
     assert found["conclusion"] in html.read_text()
+    assert f'<p class="answer">{found["answer"]}</p>' in html.read_text()
+    assert found["conclusion"].startswith(f"{found['answer']} The bound")
     assert len(re.findall(r'<g class="hue-\d" data-row', svg.read_text())) == 24
 
 
