@@ -124,7 +124,7 @@ def study_chapter(result: Result) -> Chapter:
     """Return a chapter of a study."""
     found = result.data
     charts = sweep_charts(found["rows"]) if all(row.get("step_time_s") for row in found["rows"]) else []
-    says = [found["conclusion"]]
+    says = [found[key] for key in ("answer", "conclusion") if key in found]
     return Chapter(title=found["question"], says=says, charts=charts, tables=[table("rows", found["rows"])])
 
 

@@ -79,7 +79,8 @@ class Table:
             return f"<tr>{''.join(f'<{tag}>{html.escape(_shown(cell))}</{tag}>' for cell in cells)}</tr>"
 
         heads = line("th", self.rows[0]) if self.rows else ""
-        shown = f"<table>{heads}{''.join(line('td', row.values()) for row in self.rows)}</table>"
+        rows = "".join(line("td", row.values()) for row in self.rows)
+        shown = f'<div style="overflow-x: auto"><table>{heads}{rows}</table></div>'
         return as_html(self.answer, shown, self.rests_on) if self.answer else shown
 
 
