@@ -15,6 +15,7 @@ from sim.breakdown import breakdown, critical_rank
 from sim.engine.report import floors
 from sim.engine.room import Limit, room_of
 from sim.engine.simulate import Simulation
+from sim.errors import InputError
 from sim.garbage import garbage_collection_off
 from sim.memory import walks
 from sim.schedule.derive.replicas import folds
@@ -96,7 +97,7 @@ class Explanation:
     weighed: tuple[Weighed, ...]
     """Single changes, those that help most first."""
     record: str
-    """How often such answers were right."""
+    """How often such answers were right; at the rates of datasheets, that it is at these."""
     logged: Logged | None = None
     measured_s: float | None = None
     measured_bytes: float | None = None
@@ -106,8 +107,7 @@ class Explanation:
     @property
     def helps(self) -> tuple[Weighed, ...]:
         """The changes that help most: keys of the framework first."""
-        shown = [one for one in self.weighed[:CHANGES] if one.longest is not None or self.longest is None]
-        return tuple(sorted(shown, key=lambda one: one.change.by == "option"))
+        return tuple(sorted((one for one in self.weighed if one.helps), key=lambda one: one.change.by == "option"))
 
     @property
     def answer(self) -> str:
@@ -128,6 +128,9 @@ class Explanation:
             return f"{said} is as expected."
         ratio = self.measured_s / self.step_time_s
         times = f"{said} is {number(ratio, 2)} times as long as predicted"
+        parts = turns(self.setup)
+        if parts > 1 and low_s <= parts * self.measured_s <= high_s:
+            return f"{times}, and as expected of one of its {parts} micro-batches: see what the log counts as a step."
         if self.measured_s < self.floor_s:
             return f"{times}, and impossible: the GPUs at their peak take {seconds(self.floor_s, FEW)}."
         return f"{times}: {self._cause()}."
@@ -273,7 +276,8 @@ def explain(
 @garbage_collection_off()
 def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> Explanation:
     """Return the same of files that were read, and of what a log says."""
-    given = {**given, "scope": "step"}
+    if given.get("scope", "step") != "step":
+        raise InputError(f"`scope` {given['scope']}: explained are training steps; set `scope` step, or leave it out")
     setup, assumptions = found.answer(**given)
     rows = found.rows(**given)
     predicted = shortened(setup).replace(seeds=setup.seeds or 1).predicted()
@@ -306,7 +310,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
         expected_bytes=(least, most),
         longest=longest,
         weighed=tuple(scale.weigh(changes(found, **given), CHANGES, _LIMIT_S)),
-        record=record(predicted.simulation),
+        record=record(predicted.simulation) if predicted.profile else predicted.rests_on[0],
         logged=logged,
         measured_s=step.measured_s(judge, measured),
         measured_bytes=measured.memory_bytes,

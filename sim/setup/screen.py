@@ -138,12 +138,12 @@ def _changes(found: Explanation) -> list[str]:
     }
     lines += [f"  {text}" for by, text in marks.items() if any(one.change.by == by for one in found.helps)]
     if any(one.tokens != 1 for one in found.helps):
-        lines.append("  a step has other tokens then: the time is for as many as now")
+        lines.append("  ^ its step has other tokens: the time is for as many as now")
     return lines
 
 
 def _of_change(one: Weighed, found: Explanation) -> list[str]:
-    mark = {"flag": "", "nearest flag": " ~", "option": " *"}[one.change.by]
+    mark = {"flag": "", "nearest flag": " ~", "option": " *"}[one.change.by] + (" ^" if one.tokens != 1 else "")
     text, step = f"{one.change.text}{mark}", "does not fit"
     if one.step_time_s is not None:
         step = f"{seconds(one.step_time_s, FEW)} ({100 * (one.step_time_s / found.step_time_s - 1):+.0f} %)"

@@ -50,6 +50,8 @@ class Weighed:
     """Of a step, as a share of those that it had."""
     longest: int | None = None
     """The longest context that fits, in tokens; None where it was not asked."""
+    helps: bool = False
+    """Whether it is one of those that help most."""
 
 
 def turns(setup: Setup) -> int:
@@ -107,7 +109,7 @@ class Scale:
                 found[number] = self._played(one)
         helping = self._helping(found)[:shown]
         with_longest = [
-            dataclasses.replace(one, longest=longest_by_few(one.change.setup, one.free_bytes, self.longest))
+            dataclasses.replace(one, longest=longest_by_few(one.change.setup, one.free_bytes, self.longest), helps=True)
             for one in helping
         ]
         return [*with_longest, *(one for one in found if one not in helping)]

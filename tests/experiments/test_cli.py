@@ -532,7 +532,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("simulat",), "unknown command 'simulat' (did you mean 'simulate'?): allowed are list, show"),
         (
             (),
-            "expected a command: list, show, simulate, doctor, sweep, crossover, winners, study, fit, ladder, ",
+            "expected a command: list, show, simulate, explain, doctor, sweep, crossover, winners, study, fit, ",
         ),
         (("simulate", "--gpu", "4"), "unknown option '--gpu' (did you mean '--gpus'?): allowed are"),
         (("simulate", "--passes=both"), "unknown option '--passes' (did you mean '--pass'?)"),

@@ -120,6 +120,7 @@ def test_what_was_measured_is_as_expected_or_what_it_is(plain: Explanation) -> N
     assert "is 30 times as long as predicted: no single change of it would take that" in slow.answer
     assert f"longstep doctor --from {TORCHTITAN} --step-time" in slow.answer
     assert "is 0.01 times as long as predicted, and impossible: " in small(f"{step_s / 100}s/it").answer
+    assert "as expected of one of its 8 micro-batches" in small(f"{step_s / 8}s/it").answer
     assert "GiB more than expected" in small(f"{held + 40}GiB").answer
     tokens = plain.setup.resolved().workload.seq * 8
     by_rate = small(f"tps: {tokens / step_s / 2}, 5 apples")
@@ -180,8 +181,9 @@ def test_the_screen_is_read_at_80_columns_and_without_colour(capsys: pytest.Capt
         ([str(TORCHTITAN), "--log", "missing.log"], "log file 'missing.log' cannot be read"),
         (["missing.toml"], "configuration file 'missing.toml' cannot be read"),
         ([str(FILES / "nanotron-3d.yaml")], "not sayable: .*--anyway"),
+        ([str(TORCHTITAN), "--scope", "layer"], "--scope layer: explained are training steps"),
     ],
-    ids=["no file", "no log", "no such log", "no such file", "not sayable"],
+    ids=["no file", "no log", "no such log", "no such file", "not sayable", "no step"],
 )
 def test_wrong_files_and_logs_are_a_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -208,8 +210,8 @@ def test_changes_of_a_large_model_take_what_predictions_of_them_do(files: tuple[
     for one in found.helps:
         predicted = one.change.setup.predicted()
         assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=2e-3), one.change.text
-        assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=1e-3), one.change.text
-        assert one.longest == longest(one.change.setup, 2**24), one.change.text
+        assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=2e-2), one.change.text  # of one rank
+        assert one.longest == pytest.approx(longest(one.change.setup, 2**24), rel=1 / 15), one.change.text
 
 
 def test_of_documents_no_longest_context_is_told() -> None:

@@ -192,6 +192,34 @@ def test_a_global_batch_that_is_typed_is_shared_as_files_say() -> None:
         found.setup(gpus=16, global_batch=3)
 
 
+BLOCKS: dict[str, tuple[str, list[tuple[str, str]], dict[str, Any]]] = {
+    "Qwen2.5's biases": ("megatron-llama3-8b.sh", [("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")], {
+        "biases": ("qkv",)}),
+    "Qwen3's norms": ("megatron-llama3-8b.sh", [("--swiglu", "--swiglu --qk-layernorm")], {"qk_norm": "head"}),
+    "all biases": ("megatron-llama3-8b.sh", [("--disable-bias-linear", "")], {"biases": ("qkv", "out", "mlp")}),
+    "no gate": ("megatron-llama3-8b.sh", [("--swiglu", ""), ("--ffn-hidden-size 14336", "")], {
+        "mlp": "gelu", "ffn_dim": 4 * 4096}),
+    "GeGLU and biases": ("nanotron-llama3-8b.yaml", [("hidden_act: silu",
+        "hidden_act: gelu\n    attention_bias: true")], {"mlp": "geglu", "biases": ("qkv",)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_lines_of_a_block_are_taken(name: str, tmp_path: Path) -> None:
+    file, changes, expected = BLOCKS[name]
+    found = imported(changed(tmp_path, file, *changes)).setup()
+    model = found.resolved().workload.model
+    assert {field: getattr(model, field) for field in expected} == expected
+    others = {"biases", "qk_norm", "mlp", "norms"} - expected.keys()
+    assert {getattr(model, field) for field in others} == {msgspec.UNSET}
+    _, command = parse(shlex.split(command_of(found))[1:])
+    assert command.selection.setup().resolved() == found.resolved()
+
+
+def test_the_405b_of_torchtitan_is_that_of_llama_3_1() -> None:
+    assert imported(FILES / "torchtitan-llama3-405b.toml", anyway=True).setup().model == "llama3.1-405b"
+
+
 def test_what_is_typed_comes_before_what_a_file_says() -> None:
     found = imported(FILES / "torchtitan-llama3-8b.toml")
     assert found.setup(gpus=64).dp_degree == 8
