@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sim.setup.balance import balance
     from sim.setup.crossover import crossover
     from sim.setup.doctor import Diagnosis, doctor
+    from sim.setup.explain import Explanation, explain
     from sim.setup.explore import explore
     from sim.setup.fabric import fabric
     from sim.setup.fit import fit, ladder, what_helps
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
     from sim.setup.winners import winners
 
 __all__ = [
-    "Answer", "Comparison", "Diagnosis", "Imported", "InputError", "LongstepError", "Measured", "OwnSchedule",
-    "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover", "doctor",
-    "execute", "explore", "fabric", "fewest_gpus", "fit", "imported", "ladder", "longest_context", "machine_balance",
-    "memory_prices", "mesh", "model", "names", "neighbours", "plan", "predict", "profile", "roofline", "simulate",
-    "sweep", "table", "verify", "what_helps", "winners", "workload",
+    "Answer", "Comparison", "Diagnosis", "Explanation", "Imported", "InputError", "LongstepError", "Measured",
+    "OwnSchedule", "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover",
+    "doctor", "execute", "explain", "explore", "fabric", "fewest_gpus", "fit", "imported", "ladder",
+    "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names", "neighbours", "plan", "predict",
+    "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.comparison": ("Comparison", "compare"),
@@ -54,6 +55,7 @@ _HOMES = {
     "sim.setup.balance": ("balance",),
     "sim.setup.crossover": ("crossover",),
     "sim.setup.doctor": ("Diagnosis", "doctor"),
+    "sim.setup.explain": ("Explanation", "explain"),
     "sim.setup.explore": ("explore",),
     "sim.setup.fabric": ("fabric",),
     "sim.setup.fit": ("fit", "ladder", "what_helps"),

@@ -170,14 +170,18 @@ def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec
     valid together.
 
     A path is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). Beside it
-    stands a value, or ``*2`` and ``/2`` relative to the present one. Raises InputError that names the keys allowed.
+    stands a value, or ``*2`` and ``/2`` relative to the present one; of words that may be left out ``none``, or several
+    as ``qkv+out``. Raises InputError that names the keys allowed.
     """
     data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
-    unset = _unset_flags(spec)
+    unset, words = _unset_flags(spec), _words(type(spec)) if isinstance(spec, msgspec.Struct) else {}
     data |= dict.fromkeys(unset, False)
+    data |= {name: _joined(data.get(name, "")) for name in words}
     for path, text in changes:
         _replace(data, path, text, where)
-    data = {name: value for name, value in data.items() if value or name not in unset}
+    for name in words:
+        data[name] = "" if data[name] == "none" else data[name].split("+") if words[name] and data[name] else data[name]
+    data = {name: value for name, value in data.items() if value or name not in {*unset, *words}}
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
@@ -196,6 +200,25 @@ def _unset_flags(spec: object) -> set[str]:
 def _flags(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the fields of a struct that may be true."""
     return tuple(one.name for one in msgspec.structs.fields(kind) if bool in get_args(one.type))
+
+
+@cache
+def _words(kind: type[msgspec.Struct]) -> dict[str, bool]:
+    """Return the fields of a struct that may be left out and else are one of some words, or several: whether they may
+    be several.
+    """
+    found = {}
+    for one in msgspec.structs.fields(kind):
+        for hint in get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ():
+            several = get_origin(hint) is tuple
+            if get_origin(get_args(hint)[0] if several else hint) is Literal:
+                found[one.name] = several
+    return found
+
+
+def _joined(words: str | Sequence[str]) -> str:
+    """Return a word, or several as ``set`` takes them: joined by +."""
+    return words if isinstance(words, str) else "+".join(words)
 
 
 def _keys(path: str) -> list[str]:

@@ -267,6 +267,9 @@ READERS = {
         "sequence_len: !!python/object/apply:evil.build []\n".encode(), command("import", "FILE", "--anyway")),
     "configuration, shell": Reader("run.sh", lambda code: f"python {code} --num-layers $(python {code}) `{code}` "
         f"--hidden-size 64 --spec {code}\n".encode(), command("simulate", "--from", "FILE", "--anyway")),
+    "log": Reader("run.log", lambda code: f"{code} step: 4 memory: 3.0GiB(4%) {code}: 26s/it\n".encode(), command(
+        "explain", str(CONFIGURATIONS / "torchtitan-llama3-8b.toml"), "--model", "tiny", "--layers", "1", "--seq", "1K",
+        "--gpus", "1", "--ring-degree", "1", "--batch", "1", "--log", "FILE")),
     "schedule": Reader("schedule.json", schedule_json, as_program),
     "schedule, over it": Reader("schedule.json", schedule_json,
         command("show", "--gpus", "2", "--format", "json", "--out", "FILE")),
@@ -307,7 +310,7 @@ PLACES: dict[str, str] = {
     "experiments/evidence/results.py:_json": "results, JSON lines",
     "experiments/evidence/results.py:_parquet": "results, Parquet",
     "experiments/evidence/results.py:read_result": "results, JSON",
-    "experiments/pages/step_chapters.py:_evidence": "results, step",
+    "experiments/pages/chapters.py:stated": "results, step",
     "experiments/recipes/carry.py:needed_by_tests": OURS,
     "experiments/recipes/carry.py:requirements": OURS,
     "experiments/recipes/gpu.py:leave": OURS,
@@ -356,6 +359,7 @@ PLACES: dict[str, str] = {
     "sim/setup/journal.py:_head": "journal",
     "sim/setup/journal.py:_portion": "journal",
     "sim/setup/journal.py:_read": "journal",
+    "sim/setup/logs.py:read_log": "log",
     "sim/setup/profiled.py:_decoded": "trace of torch",
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",

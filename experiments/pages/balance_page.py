@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from experiments.pages.plots import HUES, Frame, Mark, Plot, Tick, Trend
+from experiments.pages.pictures import Drawn, is_narrow, picture
+from experiments.pages.plots import HUES, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
 from experiments.pages.render import render
 from sim.setup.balance import Balance
 from sim.units import seconds, size
 
-_WIDTH, _ROW, _LEFT = 1000, 64, 130
-"""Pixels: of the plot, of a planner's bars with the distance to the next, and of the names beside them."""
+_WIDTH, _BARS, _LEFT, _NAME = 1000, 64, 130, 18
+"""Pixels: of the plot, of a planner's bars with the distance to the next, of the names beside them, and of a name above
+them.
+"""
 _MOST_TICKS = 16
 
 
@@ -25,25 +28,37 @@ def page(title: str, found: Balance) -> str:
         "planned in",
         "refused",
     )
-    return render("balance.html.j2", title=title, plot=bars(found), heads=heads, rows=found.rows.rows, size=size)
+    drawn = picture(lambda width: Drawn(bars(found, width)), _WIDTH)
+    return render(
+        "balance.html.j2",
+        title=title,
+        answer=found.answer,
+        picture=drawn,
+        heads=heads,
+        rows=found.rows.rows,
+        size=size,
+    )
 
 
-def bars(found: Balance) -> Plot:
+def bars(found: Balance, width: float = _WIDTH) -> Plot:
     """Return a bar for each rank of every planner, as high as its seconds, and a line at their mean."""
-    frame = Frame(_LEFT, 10, _WIDTH - 20, 10 + _ROW * max(1, len(found.found)))
+    above, x_label = is_narrow(width), "rank; the lines are means"
+    row = _BARS + _NAME * above
+    frame = Frame(14 if above else _LEFT, 10, width - 20, 10 + row * max(1, len(found.found)))
     wide = (frame.right - frame.left) / found.ranks
     most = max((float(one.seconds.sum(axis=1).max()) for one in found.found), default=0.0) or 1.0
     places = {row["planner"]: number for number, row in enumerate(found.rows)}
     marks, trends, names = [], [], []
     for number, one in enumerate(found.found):
         per_rank = one.seconds.sum(axis=1).tolist()
-        ground = frame.top + _ROW * (number + 0.92)
-        mean = ground - 0.84 * _ROW * (sum(per_rank) / len(per_rank)) / most
+        ground = frame.top + row * (number + 1) - 0.08 * _BARS
+        mean = ground - 0.84 * _BARS * (sum(per_rank) / len(per_rank)) / most
         trends.append(Trend("equal", [(frame.left, mean), (frame.right, mean)]))
-        names.append(Tick(ground - 0.42 * _ROW, one.planned.planner))
+        middle, top = ground - 0.42 * _BARS, ground - 0.84 * _BARS
+        names.append(named(one.planned.planner, middle, top, frame, above=above))
         look = f"hue-{number % len(HUES)}"
         for rank, taken in enumerate(per_rank):
-            left, high = frame.left + wide * (rank + 0.1), 0.84 * _ROW * taken / most
+            left, high = frame.left + wide * (rank + 0.1), 0.84 * _BARS * taken / most
             outline = f"M0 0h{0.8 * wide:.2f}v{-high:.2f}h{-0.8 * wide:.2f}z"
             tip = f"{one.planned.planner}, rank {rank}\n{seconds(taken)}\n{one.statistics.tokens[rank]} tokens"
             marks.append(
@@ -53,12 +68,14 @@ def bars(found: Balance) -> Plot:
     step = -(-found.ranks // _MOST_TICKS)
     return Plot(
         about="Predicted seconds of attention of every rank, a row of bars for each planner",
-        width=_WIDTH,
-        height=frame.bottom + 44,
+        width=width,
+        height=height_below(frame, x_label),
         frame=frame,
-        x_ticks=[Tick(frame.left + wide * (rank + 0.5), str(rank)) for rank in range(0, found.ranks, step)],
+        x_ticks=apart(
+            [Tick(frame.left + wide * (rank + 0.5), str(rank)) for rank in range(0, found.ranks, step)], width
+        ),
         y_ticks=names,
-        x_label="rank; the lines are means",
+        x_label=x_label,
         trends=trends,
         marks=marks,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from experiments.evidence.provenance import evidence_lines
+from experiments.evidence.results import Result
 from experiments.pages.charts import Chart
 from experiments.pages.tables import Rows
+from sim.engine.report import Evidence
 
 
 class Chapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,8 +22,20 @@ class Chapter(msgspec.Struct, frozen=True, kw_only=True):
     charts: Sequence[Chart] = ()
     tables: Sequence[Rows] = ()
     timeline: dict[str, Any] | None = None
+    rests_on: Sequence[str] = ()
+    """What its answer rests on, in three lines at most."""
     evidence: Sequence[str] = ()
-    """What its figures rest on."""
+    """All that its figures rest on."""
+
+
+def said(result: Result, otherwise: Sequence[str]) -> list[str]:
+    """Return the answer of a result, or what is said of one that has none."""
+    return [result.answer] if result.answer else [*otherwise]
+
+
+def stated(evidence: Mapping[str, Any]) -> list[str]:
+    """Return evidence that a verb printed, in lines."""
+    return evidence_lines(msgspec.convert(evidence, Evidence))
 
 
 def is_figure(value: Any) -> bool:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
-from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
+from experiments.evidence.provenance import evidence_lines
+from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
+from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Point, parity_plot, plottable, times_in_words
 from experiments.pages.render import render
 from experiments.pages.timeline import DIGITS, family_colours
 from sim.breakdown import PARTS, PartName, breakdown
@@ -79,16 +81,19 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: list[Parts]
 
 
-def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> str:
-    """Return the page of a comparison, with the simulated and one executed trace of its schedule."""
+def page(title: str, found: Comparison, simulated: Trace, executed: Trace, *, rests_on: Sequence[str] = ()) -> str:
+    """Return the page of a comparison, with the simulated and one executed trace of its schedule, and the lines of what
+    the prediction ``rests_on``.
+    """
     inside = contents(found, simulated, executed)
     rows = [*inside.kinds, inside.step]
     return render(
         "page.html.j2",
         title=title,
-        step=found.step,
-        repeats=len(found.step_times_s),
+        answer=found.answer,
         lines=comparison_lines(found),
+        rests_on=rests_on,
+        evidence=evidence_lines(found.report.evidence),
         parity=_parity(rows),
         unplotted=[row.name for row in rows if not plottable(row.times)],
         parts=PARTS,
@@ -98,7 +103,7 @@ def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> st
     )
 
 
-def _parity(rows: Sequence[Kind]) -> Plot:
+def _parity(rows: Sequence[Kind]) -> Picture:
     """Return the plot of all op kinds and the step; the page colours it like the timeline."""
     points = [
         Point(
@@ -112,7 +117,11 @@ def _parity(rows: Sequence[Kind]) -> Plot:
         for number, row in enumerate(rows)
     ]
     about = "Simulated against measured time of every op kind and the step"
-    return parity_plot(points, [_BAND], 500, 430, about)
+
+    def lay_out(width: float) -> Drawn:
+        return Drawn(parity_plot(points, [_BAND], width, 320 if is_narrow(width) else 430, about))
+
+    return picture(lay_out, 500)
 
 
 def _tip(row: Kind) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from experiments.evidence.comparison import Measured
 from experiments.evidence.published import HEADS, CasePrediction, Evidence, judged_groups, provenance
 from experiments.pages.legend import BANDS, Kind, Looks
-from experiments.pages.plots import Plot, Point, parity_plot
+from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
+from experiments.pages.plots import Point, parity_plot
 from experiments.pages.render import render
 from sim.units import percent, seconds
 
-_SIZE = (560, 520)
-"""Width and height of a plot in pixels."""
+_WIDTH, _HEIGHT, _LOW = 560, 520, 340
+"""Of a plot in pixels, on a wide screen; its height on a phone."""
 
 
 def page(evidence: Sequence[Evidence]) -> str:
@@ -24,21 +25,36 @@ def page(evidence: Sequence[Evidence]) -> str:
             {
                 "provenance": provenance(one.file),
                 "groups": judged_groups(one),
-                "key": looks.key(_SIZE[0]),
                 "parity": _parity(one.found, looks, first),
                 "cases": one.found,
                 "first": first,
             }
         )
         first += len(one.found)
-    return render("evidence.html.j2", title="Predicted against published times", heads=HEADS, sections=sections)
+    return render(
+        "evidence.html.j2", title="Predicted against published times", answer=_answer(evidence), heads=HEADS,
+        sections=sections,
+    )  # fmt: skip
+
+
+def _answer(evidence: Sequence[Evidence]) -> str:
+    found = [case for one in evidence for case in one.found]
+    if not found:
+        return ""
+    mean = sum(abs(one.error) for one in found) / len(found)
+    bounded = [one for one in found if one.bounded]
+    covered = f"; {sum(one.covered for one in bounded)} of {len(bounded)} intervals hold what was measured"
+    return (
+        f"Predicted times of {len(found)} published cases are off by {100 * mean:.1f} % in the mean"
+        f"{covered if bounded else ''}."
+    )
 
 
 def _kind(found: CasePrediction) -> Kind:
     return Kind(found.case.name, found.ranks, found.case.setup.scope)
 
 
-def _parity(found: Sequence[CasePrediction], looks: Looks, first: int) -> Plot:
+def _parity(found: Sequence[CasePrediction], looks: Looks, first: int) -> Picture:
     points = [
         Point(
             times=_times(one),
@@ -49,7 +65,13 @@ def _parity(found: Sequence[CasePrediction], looks: Looks, first: int) -> Plot:
         )
         for number, one in enumerate(found)
     ]
-    return parity_plot(points, BANDS, *_SIZE, "Predicted against published time of every case, on logarithmic axes")
+    about = "Predicted against published time of every case, on logarithmic axes"
+
+    def lay_out(width: float) -> Drawn:
+        plot = parity_plot(points, BANDS, width, _LOW if is_narrow(width) else _HEIGHT, about)
+        return Drawn(plot, looks.key(width))
+
+    return picture(lay_out, _WIDTH)
 
 
 def _times(one: CasePrediction) -> Measured:

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from experiments.pages.plots import HUES, SWATCH, Entry, Legend, legend, text_width
+from experiments.pages.pictures import Entry, Legend, legend
+from experiments.pages.plots import HUES, SWATCH
 from experiments.pages.render import render
+from experiments.pages.texts import text_width
 from sim.errors import InputError
 from sim.units import rate
 from topology.cluster import Cluster

@@ -8,30 +8,31 @@ from typing import Any
 from experiments.evidence.lab import LabRecord, LabResult
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.pages import plots
+from experiments.pages.figures import figure as alone
 from experiments.pages.legend import BANDS
+from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
 from experiments.pages.render import render
 from sim.units import percent
 
-_SIZE = (760, 620)
-_HEAD, _EDGE = 66, 20
-"""What a figure leaves above its plot, and around all."""
+_WIDTH, _HEIGHT, _LOW = 760, 620, 340
+"""Of the plot in pixels, on a wide screen; its height on a phone."""
 
 
 def page(record: LabRecord) -> str:
     """Return the page of a record."""
-    key, parity = _plot(record)
     profile = record.profile
+    answer, *lines = lab_lines(record)
     return render(
         "lab.html.j2",
         title=_title(record),
-        lines=lab_lines(record),
-        provenance=[
+        answer=answer,
+        notes=[
+            *lines,
             f"machine: {profile.machine.gpu}",
             f"kernels: profile of {profile.name}, by: {profile.command}",
             f"lab: begun {record.begun}, by: {record.command}",
         ],
-        key=key,
-        parity=parity,
+        parity=_parity(record),
         heads=LAB_HEADS,
         rows=[_row(one) for one in record.results],
     )
@@ -39,33 +40,20 @@ def page(record: LabRecord) -> str:
 
 def figure(record: LabRecord) -> str:
     """Return the parity plot of a record as an SVG, light or dark as its reader prefers."""
-    key, parity = _plot(record)
-    return render(
-        "parity.svg.j2",
-        width=_SIZE[0] + 2 * _EDGE,
-        height=_HEAD + _SIZE[1] + key.height + 2 * _EDGE,
-        edge=_EDGE,
-        head=_HEAD,
-        title=_title(record),
-        subtitles=[f"{record.profile.machine.gpu}, begun {record.begun}"],
-        key=key,
-        key_at=_HEAD + _SIZE[1] + _EDGE,
-        parity=parity,
-        panels=[],
-    )
+    return alone(_title(record), [_parity(record).narrow], [f"{record.profile.machine.gpu}, begun {record.begun}"])
 
 
 def _title(record: LabRecord) -> str:
     return f"Lab of slow links: {record.title}"
 
 
-def _plot(record: LabRecord) -> tuple[plots.Legend, plots.Plot]:
+def _parity(record: LabRecord) -> Picture:
     """Return the parity plot of all cells, and its key."""
     methods = list(dict.fromkeys(one.cell.method for one in record.results))
     networks = list(dict.fromkeys(one.cell.network for one in record.results))
-    colours = [plots.Entry(plots.CIRCLE, _hue(methods, name), name) for name in methods]
-    shapes = [plots.Entry(_shape(networks, name), "inked", name) for name in networks]
-    bands = [plots.Entry(plots.SWATCH, look, f"±{100 * share:g} %") for share, look in plots.band_looks(BANDS)]
+    colours = [Entry(plots.CIRCLE, _hue(methods, name), name) for name in methods]
+    shapes = [Entry(_shape(networks, name), "inked", name) for name in networks]
+    bands = [Entry(plots.SWATCH, look, f"±{100 * share:g} %") for share, look in plots.band_looks(BANDS)]
     points = [
         plots.Point(
             times=one.times,
@@ -76,10 +64,13 @@ def _plot(record: LabRecord) -> tuple[plots.Legend, plots.Plot]:
         )
         for number, one in enumerate(record.results)
     ]
-    return (
-        plots.legend([colours, shapes, bands], _SIZE[0]),
-        plots.parity_plot(points, BANDS, *_SIZE, "Predicted against measured step time of every cell"),
-    )
+    about = "Predicted against measured step time of every cell"
+
+    def lay_out(width: float) -> Drawn:
+        plot = plots.parity_plot(points, BANDS, width, _LOW if is_narrow(width) else _HEIGHT, about)
+        return Drawn(plot, legend([colours, shapes, bands], width))
+
+    return picture(lay_out, _WIDTH)
 
 
 def _row(one: LabResult) -> list[tuple[Any, str]]:

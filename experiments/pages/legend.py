@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from experiments.pages.plots import CIRCLE, HUES, SHAPES, SWATCH, Entry, Legend, band_looks, legend
+from experiments.pages.pictures import Entry, Legend, legend
+from experiments.pages.plots import CIRCLE, HUES, SHAPES, SWATCH, band_looks
 from sim.schedule.methods.catalog import SCHEDULES
 
 BANDS = (0.05, 0.10, 0.20)

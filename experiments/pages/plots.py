@@ -1,6 +1,7 @@
 """Plots as data: scales, ticks, marks and legends in the pixels of an SVG, which ``templates/plots.j2`` draws.
 
-As in SVG, x grows to the right and y downwards. Colours are classes, so that one drawing serves light and dark.
+As in SVG, x grows to the right and y downwards. Colours are classes, so that one drawing serves light and dark. What
+has a width is laid out for it: ``pictures.py`` says for which.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Measured
+from experiments.pages.texts import TEXT_ROW, shortened, text_width, wrapped
 from sim.units import seconds
 
 HUES = {
@@ -47,10 +49,8 @@ SHAPES = (
 """Outlines around the origin: circle, square, triangle, diamond, triangle upside down, pentagon."""
 CIRCLE, SQUARE, TRIANGLE = SHAPES[:3]
 SWATCH = "M-8 -5.5h16v11h-16z"
-
-_CHARACTER = 6.8
-"""Width of a character of the plots' 12 pixels, a generous mean: fonts differ."""
-_LEGEND_ROW = 20
+_MARGIN = 8
+"""Pixels between texts, at least."""
 
 
 Anchor = Literal["start", "middle", "end"]
@@ -80,6 +80,8 @@ class Tick(NamedTuple):
 
     at: float
     label: str
+    label_at: float | None = None
+    """The base of its label where that stands inside the frame, at its left."""
 
 
 class Area(NamedTuple):
@@ -143,6 +145,16 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
     trends: list[Trend] = []
     marks: list[Mark]
 
+    @property
+    def x_lines(self) -> list[str]:
+        """The name of the x axis, in lines that its frame has room for."""
+        return wrapped(self.x_label, self.frame.right - self.frame.left)
+
+
+def height_below(frame: Frame, x_label: str) -> float:
+    """Return the height of a plot with this frame: below it are its ticks' labels and the name of its x axis."""
+    return frame.bottom + 28 + TEXT_ROW * len(wrapped(x_label, frame.right - frame.left))
+
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """What a parity plot shows of one thing."""
@@ -161,7 +173,7 @@ def parity_plot(points: Sequence[Point], shares: Sequence[float], width: float, 
     """
     shown = [point for point in points if plottable(point.times)]
     low, high = _time_range([point.times for point in shown])
-    frame = Frame(66, 10, width - 14, height - 44)
+    frame = Frame(72, 10, width - 14, height - 44)
     across = Axis(low=low, high=high, begin=frame.left, end=frame.right)
     up = Axis(low=low, high=high, begin=frame.bottom, end=frame.top)
     return Plot(
@@ -169,7 +181,7 @@ def parity_plot(points: Sequence[Point], shares: Sequence[float], width: float, 
         width=width,
         height=height,
         frame=frame,
-        x_ticks=time_ticks(across),
+        x_ticks=apart(time_ticks(across), width),
         y_ticks=time_ticks(up),
         x_label="measured (median)",
         y_label="simulated",
@@ -227,10 +239,14 @@ def _parity_mark(point: Point, across: Axis, up: Axis) -> Mark:
 
 
 def time_ticks(axis: Axis) -> list[Tick]:
-    """Return 1, 2 and 5 times every power of ten, or, where these are too close, the powers of ten."""
+    """Return 1, 2 and 5 times every power of ten, or the powers of ten, where these are three or more and have no more
+    room.
+    """
     decade = abs(axis.end - axis.begin) / math.log10(axis.high / axis.low)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
-    values = [float(f"{step}e{power}") for power in powers for step in ((1, 2, 5) if decade > 170 else (1,))]
+    inside = sum(axis.low <= 10.0**power <= axis.high for power in powers)
+    steps = (1, 2, 5) if decade > 170 or inside < 3 else (1,)
+    values = [float(f"{step}e{power}") for power in powers for step in steps]
     return [Tick(axis.at(value), seconds(value)) for value in values if axis.low <= value <= axis.high]
 
 
@@ -243,9 +259,23 @@ def share_ticks(axis: Axis, apart: float = 20) -> list[Tick]:
     return [Tick(axis.at(n * step), f"{100 * n * step:+.6g} %" if n else "0 %") for n in numbers]
 
 
-def text_width(text: str) -> float:
-    """Return about how many pixels a text takes."""
-    return _CHARACTER * len(text)
+def apart(ticks: Sequence[Tick], width: float) -> list[Tick]:
+    """Return those of an x axis whose labels lie in the plot's width and do not run into the one before."""
+    found: list[Tick] = []
+    for tick in ticks:
+        half = text_width(tick.label) / 2
+        if not half <= tick.at <= width - half:
+            continue
+        if not found or tick.at - found[-1].at >= (text_width(tick.label) + text_width(found[-1].label)) / 2 + _MARGIN:
+            found.append(tick)
+    return found
+
+
+def named(label: str, at: float, top: float, frame: Frame, *, above: bool) -> Tick:
+    """Return the tick of what has a name, which stands above its ``top`` or at the left of the frame."""
+    if above:
+        return Tick(at, shortened(label, frame.right - frame.left - _MARGIN), top - 4)
+    return Tick(at, shortened(label, frame.left - _MARGIN))
 
 
 def _named(marks: Sequence[Mark], frame: Frame) -> list[Mark]:
@@ -276,35 +306,3 @@ def _inside(box: tuple[float, float, float, float], frame: Frame) -> bool:
 
 def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
     return one[0] <= other[2] and other[0] <= one[2] and one[1] <= other[3] and other[1] <= one[3]
-
-
-class Entry(NamedTuple):
-    """What a shape or a colour means."""
-
-    shape: str
-    look: str
-    label: str
-
-
-class Legend(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries with their places, in rows."""
-
-    width: float
-    height: float
-    entries: list[tuple[float, float, Entry]]
-
-
-def legend(groups: Sequence[Sequence[Entry]], width: float) -> Legend:
-    """Return a legend that breaks its rows at a width, if it can between groups."""
-    x, y, placed = 0.0, _LEGEND_ROW / 2, []
-    for group in groups:
-        lengths = [33 + text_width(entry.label) for entry in group]
-        if x and x + sum(lengths) > width:
-            x, y = 0.0, y + _LEGEND_ROW
-        for entry, long in zip(group, lengths, strict=True):
-            if x and x + long > width:
-                x, y = 0.0, y + _LEGEND_ROW
-            placed.append((x + 9, y, entry))
-            x += long
-        x += 10
-    return Legend(width=width, height=y + _LEGEND_ROW / 2, entries=placed)

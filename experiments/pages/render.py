@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from experiments.pages.plots import HUES, THEMES
+from experiments.pages.texts import TEXT_ROW
 from sim.files import Kind, marked
 from sim.units import percent, seconds
 
@@ -30,6 +31,6 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"seconds": seconds, "percent": percent}
-    environment.globals |= {"hues": list(HUES.values()), "themes": THEMES}
+    environment.globals |= {"hues": list(HUES.values()), "themes": THEMES, "text_row": TEXT_ROW}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment

@@ -6,26 +6,32 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
+from experiments.pages.pictures import Drawn, Entry, is_narrow, legend, picture
+from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below
 from experiments.pages.render import render
+from sim.setup.table import Table
 from sim.units import length, rate, seconds
 
-_WIDTH, _HEIGHT = 1000, 520
+_WIDTH, _HEIGHT, _LOW = 1000, 520, 380
+"""Of the plot in pixels, on a wide screen; its height on a phone."""
 _FAMILIES = ("flash", "memory-efficient", "standard", "gemm", "other")
 """Kernels that have a colour each."""
 
 
-def page(title: str, balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+def page(title: str, balance: dict[str, Any], found: Table) -> str:
     """Return the page of a row of ``longstep.machine_balance`` and of what ``longstep.roofline`` returned."""
+    rows = found.rows
     lengths = sorted({row["seq"] for row in rows})
     families = [Entry(SWATCH, _hue(name), name) for name in _FAMILIES]
     shapes = [Entry(_shape(lengths, seq), "inked", length(seq)) for seq in lengths]
     return render(
         "roofline.html.j2",
         title=f"Roofline: {title}",
+        answer=found.answer,
         balance=balance,
-        key=legend([families, shapes], _WIDTH),
-        plot=plot(balance, rows),
+        picture=picture(
+            lambda width: Drawn(plot(balance, rows, width), legend([families, shapes], width)), _WIDTH
+        ),
         heads=(
             "kernel", "length", "FLOPs", "HBM bytes", "FLOPs/byte", "bound by", "time", "FLOP/s", "of the roof", "note"
         ),
@@ -45,9 +51,9 @@ def kernel_name(row: dict[str, Any]) -> str:
     return str(row["kernel"])
 
 
-def plot(balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Plot:
+def plot(balance: dict[str, Any], rows: Sequence[dict[str, Any]], width: float = _WIDTH) -> Plot:
     """Return the plot, both axes logarithmic: a line for the datasheet, one for what calibrated kernels reach."""
-    frame = Frame(86, 14, _WIDTH - 16, _HEIGHT - 48)
+    frame, x_label = Frame(86, 14, width - 16, (_LOW if is_narrow(width) else _HEIGHT) - 48), "FLOPs a byte of HBM"
     lengths = sorted({row["seq"] for row in rows})
     across = _axis([row["flops_per_byte"] for row in rows] + [balance["flops_per_byte"]], frame.left, frame.right)
     rates = [row["flops_per_s"] for row in rows] + [balance["peak_flops_per_s"]]
@@ -58,12 +64,12 @@ def plot(balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Plot:
         trends.append(Trend(_hue("other"), reached))
     return Plot(
         about="Rate of every kernel over its FLOPs a byte, below the roof of the GPU",
-        width=_WIDTH,
-        height=_HEIGHT,
+        width=width,
+        height=height_below(frame, x_label),
         frame=frame,
-        x_ticks=[Tick(across.at(value), f"{value:,g}") for value in _decades(across)],
+        x_ticks=apart([Tick(across.at(value), f"{value:,g}") for value in _decades(across)], width),
         y_ticks=[Tick(up.at(value), rate(value, "FLOP/s")) for value in _decades(up)],
-        x_label="FLOPs a byte of HBM",
+        x_label=x_label,
         y_label="FLOP/s",
         trends=trends,
         marks=[_mark(number, row, lengths, across, up) for number, row in enumerate(rows)],

@@ -1,24 +1,39 @@
-"""A study as one HTML page and as one SVG figure: lines, shares or a map of winners, and the rows behind them."""
+"""A study as one HTML page: lines, shares or a map of winners, and the rows behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Legend, Mark, Plot, Tick, Trend, legend
+from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
+from experiments.pages.plots import (
+    HUES,
+    SHAPES,
+    SWATCH,
+    Axis,
+    Frame,
+    Mark,
+    Plot,
+    Tick,
+    Trend,
+    apart,
+    height_below,
+    named,
+)
 from experiments.pages.render import render
 from experiments.pages.tables import head
+from experiments.pages.texts import text_width
 from sim.errors import InputError
 from sim.files import Kind, marked
 from sim.units import length, seconds, size
 
-_WIDTH, _HEIGHT = 860, 380
-_EDGE, _HEAD, _GAP = 14, 44, 8
-"""Pixels of a figure around its plot, above it, and below its key."""
-_LABEL = 44
-"""Pixels from one label to the next."""
-_ROW = 26
-"""Pixels of a bar with its distance to the next."""
+_WIDTH, _HEIGHT, _LOW = 860, 380, 320
+"""Pixels of lines, on a wide screen; their height on a phone."""
+_ROW, _CELL = 26, 40
+"""Pixels of a bar with its distance to the next, and of a row of a map."""
+_NAME = 18
+"""Pixels of a name above what it names."""
 _SPREAD_ROW = 112
 """Pixels of a row of marks with whiskers."""
 
@@ -40,13 +55,6 @@ a sweep of the unknown gives, and tests nothing.
 CHAPTER_FILE = Kind("a page of studies", marked(_CHAPTER.splitlines()[0]))
 
 
-class Picture(NamedTuple):
-    """A plot with its key."""
-
-    plot: Plot
-    key: Legend
-
-
 class Line(NamedTuple):
     """Points that are joined: of each x, y, and what hovering says."""
 
@@ -56,7 +64,13 @@ class Line(NamedTuple):
 
 def lines(series: Sequence[Line], *, about: str, x_label: str, y_label: str, x_name: Callable[[float], str]) -> Picture:
     """Return lines over a logarithmic x; y begins at 0."""
-    frame = Frame(70, 14, _WIDTH - 16, _HEIGHT - 48)
+    return picture(partial(_lines, series, about, x_label, y_label, x_name), _WIDTH)
+
+
+def _lines(
+    series: Sequence[Line], about: str, x_label: str, y_label: str, x_name: Callable[[float], str], width: float
+) -> Drawn:
+    frame = Frame(66, 14, width - 16, (_LOW if is_narrow(width) else _HEIGHT) - 48)
     xs = sorted({x for line in series for x, _, _ in line.points})
     most = max(y for line in series for _, y, _ in line.points) * 1.06
     across = Axis(low=xs[0] / 1.1, high=xs[-1] * 1.1, begin=frame.left, end=frame.right)
@@ -71,24 +85,28 @@ def lines(series: Sequence[Line], *, about: str, x_label: str, y_label: str, x_n
             marks.append(Mark(x=x, y=y, whisker="", ends=(x, x), shape=shape, look=look, row=row, tip=said))
             row += 1
     plot = Plot(
-        about=about, width=_WIDTH, height=_HEIGHT, frame=frame,
-        x_ticks=_apart([Tick(across.at(x), x_name(x)) for x in xs]),
+        about=about, width=width, height=height_below(frame, x_label), frame=frame,
+        x_ticks=apart([Tick(across.at(x), x_name(x)) for x in xs], width),
         y_ticks=[Tick(up.at(value), f"{value:.4g}") for value in _round(most)], x_label=x_label, y_label=y_label,
         trends=trends, marks=marks,
     )  # fmt: skip
     entries = [Entry(shape, look, line.name) for line, (shape, look) in zip(series, looks, strict=True)]
-    return Picture(plot, legend([[entry] for entry in entries], _WIDTH))
+    return Drawn(plot, legend([[entry] for entry in entries], width))
 
 
 def shares(bars: Sequence[tuple[str, Mapping[str, float]]], *, about: str, x_label: str) -> Picture:
     """Return a bar for each row, whose parts stand for shares."""
-    frame = Frame(90, 10, _WIDTH - 16, 10 + _ROW * len(bars))
+    return picture(partial(_shares, bars, about, x_label), _WIDTH)
+
+
+def _shares(bars: Sequence[tuple[str, Mapping[str, float]]], about: str, x_label: str, width: float) -> Drawn:
+    frame, middles = _rows([bar for bar, _ in bars], 90, width)
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
     most = max(sum(parts.values()) for _, parts in bars)
     across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
     marks = []
     for row, (bar, parts) in enumerate(bars):
-        begin, middle = 0.0, frame.top + _ROW * (row + 0.5)
+        begin, middle = 0.0, middles[row].at
         for name in names:
             if share := parts.get(name, 0.0):
                 left, right = across.at(begin), across.at(begin + share)
@@ -96,40 +114,46 @@ def shares(bars: Sequence[tuple[str, Mapping[str, float]]], *, about: str, x_lab
                 marks.append(_bar(left, right - left, middle, look, row, tip))
                 begin += share
     plot = Plot(
-        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
+        about=about, width=width, height=height_below(frame, x_label), frame=frame,
         x_ticks=[Tick(across.at(share), f"{100 * share:.0f} %") for share in (0, 0.25, 0.5, 0.75, 1) if share <= most],
-        y_ticks=[Tick(frame.top + _ROW * (row + 0.5), bar) for row, (bar, _) in enumerate(bars)], x_label=x_label,
-        marks=marks,
+        y_ticks=middles, x_label=x_label, marks=marks,
     )  # fmt: skip
     entries = [Entry(SWATCH, f"hue-{number % len(HUES)}", name) for number, name in enumerate(names)]
-    return Picture(plot, legend([[entry] for entry in entries], _WIDTH))
+    return Drawn(plot, legend([[entry] for entry in entries], width))
 
 
 def winners(cells: Mapping[tuple[str, str], tuple[str, str]], *, about: str, x_label: str, y_label: str) -> Picture:
     """Return a map: by column and row who wins, and what hovering says."""
+    return picture(partial(_winners, cells, about, x_label, y_label), _WIDTH)
+
+
+def _winners(
+    cells: Mapping[tuple[str, str], tuple[str, str]], about: str, x_label: str, y_label: str, width: float
+) -> Drawn:
     xs, ys = (list(dict.fromkeys(key[number] for key in cells)) for number in (0, 1))
     names = sorted({winner for winner, _ in cells.values()})
-    frame = Frame(90, 10, _WIDTH - 16, 10 + 40 * len(ys))
-    wide, high = (frame.right - frame.left) / len(xs), (frame.bottom - frame.top) / len(ys)
+    frame, rows = _rows(ys, 90, width, _CELL)
+    wide, high = (frame.right - frame.left) / len(xs), _CELL
+    fits = max(map(text_width, names)) + 4 < wide
+    known = {name: name if fits else chr(ord("A") + number) for number, name in enumerate(names)}
     marks = []
     for number, ((x, y), (winner, tip)) in enumerate(cells.items()):
-        left, top = frame.left + wide * xs.index(x), frame.top + high * ys.index(y)
+        left, top = frame.left + wide * xs.index(x), rows[ys.index(y)].at - high / 2
         marks.append(
             Mark(
                 x=round(left, 2), y=round(top, 2), whisker="", ends=(left, left + wide),
                 shape=f"M1 1h{wide - 2:.2f}v{high - 2:.2f}h{2 - wide:.2f}z", look=f"hue-{names.index(winner)}",
-                row=number, tip=f"{x}, {y}\n{tip}", name=winner,
+                row=number, tip=f"{x}, {y}\n{tip}", name=known[winner],
                 name_at=(round(left + wide / 2, 2), round(top + high / 2 + 4, 2), "middle"),
             )
         )  # fmt: skip
     plot = Plot(
-        about=about, width=_WIDTH, height=frame.bottom + 48, frame=frame,
-        x_ticks=[Tick(frame.left + wide * (number + 0.5), x) for number, x in enumerate(xs)],
-        y_ticks=[Tick(frame.top + high * (number + 0.5), y) for number, y in enumerate(ys)], x_label=x_label,
-        y_label=y_label, marks=marks,
+        about=about, width=width, height=height_below(frame, x_label), frame=frame,
+        x_ticks=apart([Tick(frame.left + wide * (number + 0.5), x) for number, x in enumerate(xs)], width),
+        y_ticks=rows, x_label=x_label, y_label=y_label, marks=marks,
     )  # fmt: skip
-    key = legend([[Entry(SWATCH, f"hue-{number}", name)] for number, name in enumerate(names)], _WIDTH)
-    return Picture(plot, key)
+    said = [name if fits else f"{known[name]}: {name}" for name in names]
+    return Drawn(plot, legend([[Entry(SWATCH, f"hue-{number}", name)] for number, name in enumerate(said)], width))
 
 
 class Spread(NamedTuple):
@@ -143,14 +167,19 @@ class Spread(NamedTuple):
 
 def spreads(marks: Sequence[Spread], *, about: str, x_label: str) -> Picture:
     """Return a row of marks with whiskers for each of their rows, over a logarithmic x."""
+    return picture(partial(_spreads, marks, about, x_label), _WIDTH)
+
+
+def _spreads(marks: Sequence[Spread], about: str, x_label: str, width: float) -> Drawn:
     rows, names = (list(dict.fromkeys(getattr(one, key) for one in marks)) for key in ("row", "name"))
-    frame = Frame(150, 10, _WIDTH - 16, 10 + _SPREAD_ROW * len(rows))
+    frame, middles = _rows(rows, 150, width, _SPREAD_ROW)
     low, high = min(one.values[0] for one in marks) / 1.1, max(one.values[2] for one in marks) * 1.1
     across = Axis(low=low, high=high, begin=frame.left, end=frame.right)
     looks = {name: (SHAPES[at % len(SHAPES)], f"hue-{at % len(HUES)}") for at, name in enumerate(names)}
     drawn = []
     for number, one in enumerate(marks):
-        y = frame.top + _SPREAD_ROW * (rows.index(one.row) + (names.index(one.name) + 1) / (len(names) + 1))
+        share = (names.index(one.name) + 1) / (len(names) + 1)
+        y = middles[rows.index(one.row)].at + _SPREAD_ROW * (share - 0.5)
         left, middle, right = (across.at(value) for value in one.values)
         shape, look = looks[one.name]
         drawn.append(
@@ -159,30 +188,43 @@ def spreads(marks: Sequence[Spread], *, about: str, x_label: str) -> Picture:
         )  # fmt: skip
     steps = [value for value in (1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= value <= high]
     plot = Plot(
-        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
-        x_ticks=[Tick(across.at(value), f"{value} x") for value in steps],
-        y_ticks=[Tick(frame.top + _SPREAD_ROW * (at + 0.5), row) for at, row in enumerate(rows)], x_label=x_label,
-        marks=drawn,
+        about=about, width=width, height=height_below(frame, x_label), frame=frame,
+        x_ticks=apart([Tick(across.at(value), f"{value} x") for value in steps], width), y_ticks=middles,
+        x_label=x_label, marks=drawn,
     )  # fmt: skip
-    return Picture(plot, legend([[Entry(*looks[name], name)] for name in names], _WIDTH))
+    return Drawn(plot, legend([[Entry(*looks[name], name)] for name in names], width))
 
 
 def lengths(bars: Sequence[tuple[str, int, str]], *, about: str, x_label: str) -> Picture:
     """Return a bar for each row, as long as its tokens, with what hovering says."""
-    frame = Frame(200, 10, _WIDTH - 16, 10 + _ROW * len(bars))
+    return picture(partial(_lengths, bars, about, x_label), _WIDTH)
+
+
+def _lengths(bars: Sequence[tuple[str, int, str]], about: str, x_label: str, width: float) -> Drawn:
+    frame, middles = _rows([name for name, _, _ in bars], 200, width)
     most = max(tokens for _, tokens, _ in bars) * 1.05
     across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
-    marks, y_ticks = [], []
-    for row, (name, tokens, tip) in enumerate(bars):
-        middle, long = frame.top + _ROW * (row + 0.5), across.at(tokens) - frame.left
-        marks.append(_bar(frame.left, long, middle, "hue-0", row, f"{name}\n{tip}"))
-        y_ticks.append(Tick(middle, name))
+    marks = [
+        _bar(frame.left, across.at(tokens) - frame.left, middles[row].at, "hue-0", row, f"{name}\n{tip}")
+        for row, (name, tokens, tip) in enumerate(bars)
+    ]
+    steps = [number * 2**20 for number in range(int(most / 2**20) + 1)]
     plot = Plot(
-        about=about, width=_WIDTH, height=frame.bottom + 44, frame=frame,
-        x_ticks=[Tick(across.at(number * 2**20), length(number * 2**20)) for number in range(int(most / 2**20) + 1)],
-        y_ticks=y_ticks, x_label=x_label, marks=marks,
+        about=about, width=width, height=height_below(frame, x_label), frame=frame,
+        x_ticks=apart([Tick(across.at(tokens), length(tokens)) for tokens in steps], width), y_ticks=middles,
+        x_label=x_label, marks=marks,
     )  # fmt: skip
-    return Picture(plot, legend([[Entry(SWATCH, "hue-0", x_label)]], _WIDTH))
+    return Drawn(plot, legend([[Entry(SWATCH, "hue-0", x_label)]], width))
+
+
+def _rows(names: Sequence[str], left: float, width: float, high: float = _ROW) -> tuple[Frame, list[Tick]]:
+    """Return the frame of rows with names, and the middle of each: names stand beside them, on phones above."""
+    above = _NAME if is_narrow(width) and any(names) else 0
+    frame = Frame(14 if above else left, 10, width - 20, 10 + (high + above) * len(names))
+    tops = [frame.top + (high + above) * row + above for row in range(len(names))]
+    return frame, [
+        named(name, top + high / 2, top, frame, above=bool(above)) for name, top in zip(names, tops, strict=True)
+    ]
 
 
 def _bar(left: float, long: float, middle: float, look: str, row: int, tip: str) -> Mark:
@@ -191,19 +233,12 @@ def _bar(left: float, long: float, middle: float, look: str, row: int, tip: str)
     return Mark(x=left, y=middle, whisker="", ends=(left, left + long), shape=outline, look=look, row=row, tip=tip)
 
 
-def figure(title: str, picture: Picture) -> str:
-    """Return a picture as an SVG file that stands alone."""
-    key_at = _HEAD + picture.plot.height + _GAP
-    return render(
-        "study.svg.j2", title=title, plot=picture.plot, key=picture.key, edge=_EDGE, head=_HEAD, key_at=key_at,
-        width=picture.plot.width + 2 * _EDGE, height=key_at + picture.key.height + _EDGE,
-    )  # fmt: skip
-
-
-def page(name: str, question: str, conclusion: str, picture: Picture, rows: Sequence[dict[str, Any]]) -> str:
+def page(
+    name: str, question: str, answer: str, conclusion: str, picture: Picture, rows: Sequence[dict[str, Any]]
+) -> str:
     """Return the page of a study."""
     return render(
-        "study.html.j2", title=question, name=name, conclusion=conclusion, plot=picture.plot, key=picture.key,
+        "study.html.j2", title=question, answer=answer, name=name, conclusion=conclusion, picture=picture,
         heads=[head(key) for key in rows[0]], rows=rows, said=said,
     )  # fmt: skip
 
@@ -239,15 +274,6 @@ def said(key: str, value: Any) -> str:
     if key.endswith("_s") and not key.endswith("_per_s"):
         return seconds(value)
     return size(value) if key.endswith("_bytes") else f"{value:.4g}"
-
-
-def _apart(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return those whose labels do not run into the one before."""
-    found: list[Tick] = []
-    for tick in ticks:
-        if not found or tick.at - found[-1].at >= _LABEL:
-            found.append(tick)
-    return found
 
 
 def _round(most: float) -> list[float]:

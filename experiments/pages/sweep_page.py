@@ -6,26 +6,26 @@ Intervals are those of the repeats.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.record import Judged, Record, judged, provenance, quiet_repeats, summary
 from experiments.pages import plots
+from experiments.pages.figures import figure as alone
 from experiments.pages.legend import BANDS, Kind, Looks
+from experiments.pages.pictures import NARROW, Drawn, Picture, is_narrow, picture
 from experiments.pages.render import render
 from sim.units import length, percent
 from sim.workload import parse_length
 
-_MAIN, _PANEL = (560, 520), (250, 246)
-"""Width and height of the parity plot and (at least) of each plot of the error on the page, in pixels."""
+_WIDTH, _HEIGHT, _LOW = 560, 520, 340
+"""Of the parity plot in pixels, on a wide screen; its height on a phone."""
+_PANEL, _PANEL_HIGH, _PANEL_LOW = 250, 246, 190
+"""Width, at least, and height of each plot of the error; its height on a phone."""
 _CROWD, _WIDEST = 11, 800
 """Width that a mark of a plot of the error needs, and that the plot may take."""
-_FIGURE_MAIN, _FIGURE_PANEL, _FIGURE_LEAST = 440, (226, 182), 400
-"""Of a figure: width of the parity plot, (at least) size of the others, and least height of the parity plot."""
-_FIGURE_RIGHT, _HEAD = 500, 82
-"""Of a figure: width for plots of the error that stand side by side, and height of the titles."""
-_GAP, _EDGE = 22, 20
 _LEFT, _RIGHT = 56, 6
 """Margins of a plot of the error."""
 _DODGE = 15
@@ -54,18 +54,19 @@ def page(record: Record) -> str:
     """Return the page of a sweep."""
     cells = judged(record)
     looks = _looks(cells)
+    answer, *more = summary(record)
+    wide, narrow = (_panels(cells, looks, width) for width in (_roomy(cells, looks), NARROW))
     return render(
         "parity.html.j2",
         title=f"Simulated against measured: {record.title}",
-        summary=summary(record),
-        provenance=provenance(record),
+        answer=f"{answer}.",
+        notes=[*more, *provenance(record)],
         drift=DRIFT,
         cells=cells,
         tokens=[parse_length(one.cell.seq, "`seq`") for one in cells],
-        key=looks.key(_MAIN[0]),
-        parity=_parity(cells, looks, _MAIN),
+        parity=picture(partial(_parity, cells, looks), _WIDTH),
         unplotted=[one.cell.name for one in cells if not plots.plottable(one.times)],
-        panels=_panels(cells, looks, _roomy(cells, looks, _PANEL)),
+        panels=list(map(Picture, wide, narrow)),
     )
 
 
@@ -73,27 +74,10 @@ def figure(record: Record) -> str:
     """Return both plots of a sweep as one SVG, light or dark as its reader prefers."""
     cells = judged(record)
     looks = _looks(cells)
-    wide, high = _roomy(cells, looks, _FIGURE_PANEL)
-    panels = _panels(cells, looks, (wide, high))
-    key = looks.key(_FIGURE_MAIN)
-    columns = min(len(panels), max(1, _FIGURE_RIGHT // (wide + _GAP)))
-    below = -(-len(panels) // columns) * high
-    main = max(_FIGURE_LEAST, min(below - key.height - _GAP, _FIGURE_MAIN + 60))
-    left = _EDGE + _FIGURE_MAIN + _GAP
-    return render(
-        "parity.svg.j2",
-        width=left + columns * (wide + _GAP) - _GAP + _EDGE,
-        height=_HEAD + max(below, main + _GAP + key.height) + _EDGE,
-        edge=_EDGE,
-        head=_HEAD,
-        title=f"Simulated against measured step times: {record.title}",
-        subtitles=_subtitles(record, cells),
-        key=key,
-        key_at=_HEAD + main + _GAP,
-        parity=_parity(cells, looks, (_FIGURE_MAIN, main)),
-        panels=[
-            (left + n % columns * (wide + _GAP), _HEAD + n // columns * high, panel) for n, panel in enumerate(panels)
-        ],
+    return alone(
+        f"Simulated against measured step times: {record.title}",
+        [_parity(cells, looks, NARROW), *_panels(cells, looks, NARROW)],
+        _subtitles(record, cells),
     )
 
 
@@ -107,11 +91,11 @@ def _subtitles(record: Record, cells: Sequence[Judged]) -> tuple[str, str]:
     repeats = "/".join(sorted({str(len(one.errors)) for one in cells}))
     return (
         f"{machine}; {quiet_repeats(cells)} repeats on a quiet machine",
-        f"Bars: least to greatest of {repeats} repeats. Right: error of the step over its length; shaded: target",
+        f"Bars: least to greatest of {repeats} repeats. Below: error of the step over its length; shaded: target",
     )
 
 
-def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> plots.Plot:
+def _parity(cells: Sequence[Judged], looks: Looks, width: float) -> Drawn:
     points = [
         plots.Point(
             times=one.times,
@@ -123,7 +107,8 @@ def _parity(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) ->
         for number, one in enumerate(cells)
     ]
     about = "Simulated against measured step time of every cell, on logarithmic axes"
-    return plots.parity_plot(points, BANDS, *size, about)
+    plot = plots.parity_plot(points, BANDS, width, _LOW if is_narrow(width) else _HEIGHT, about)
+    return Drawn(plot, looks.key(width))
 
 
 def _tip(one: Judged) -> str:
@@ -135,23 +120,27 @@ def _tip(one: Judged) -> str:
     )
 
 
-def _roomy(cells: Sequence[Judged], looks: Looks, least: tuple[int, int]) -> tuple[int, int]:
-    """Return the size of a plot of the error that has room for all schedules at all lengths."""
+def _roomy(cells: Sequence[Judged], looks: Looks) -> int:
+    """Return the width of a plot of the error that has room for all schedules at all lengths."""
     lengths = {parse_length(one.cell.seq, "`seq`") for one in cells}
     needed = _LEFT + _RIGHT + _CROWD * len(lengths) * len(looks.schedules)
-    return max(least[0], min(needed, _WIDEST)), least[1]
+    return max(_PANEL, min(needed, _WIDEST))
 
 
-def _panels(cells: Sequence[Judged], looks: Looks, size: tuple[float, float]) -> list[plots.Plot]:
+def _panels(cells: Sequence[Judged], looks: Looks, width: float) -> list[Drawn]:
     """Return the error over length, a plot for every scope and number of ranks; all have the same axes."""
     members: dict[Panel, list[tuple[int, Judged]]] = {}
     for number, one in enumerate(cells):
         members.setdefault(Panel(one.cell.scope, one.cell.layers, one.cell.gpus), []).append((number, one))
-    frame = plots.Frame(_LEFT, 26, size[0] - _RIGHT, size[1] - 26)
+    frame = plots.Frame(_LEFT, 26, width - _RIGHT, _panel_height(width) - 26)
     lengths = sorted({parse_length(one.cell.seq, "`seq`") for one in cells})
     across, slot = _lengths(lengths, frame)
     axes = Axes(frame, across, _errors(cells, frame), slot)
-    return [_panel(members[panel], looks, axes, size) for panel in sorted(members)]
+    return [Drawn(_panel(members[panel], looks, axes, width)) for panel in sorted(members)]
+
+
+def _panel_height(width: float) -> int:
+    return _PANEL_LOW if is_narrow(width) else _PANEL_HIGH
 
 
 def _lengths(lengths: Sequence[int], frame: plots.Frame) -> tuple[plots.Axis, float]:
@@ -169,7 +158,7 @@ def _errors(cells: Sequence[Judged], frame: plots.Frame) -> plots.Axis:
     return plots.Axis(low=low - pad, high=high + pad, begin=frame.bottom, end=frame.top, logarithmic=False)
 
 
-def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size: tuple[float, float]) -> plots.Plot:
+def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, width: float) -> plots.Plot:
     """Return the error over length of one panel: schedules stand side by side at each length."""
     frame, across, up, slot = axes
     schedules = [name for name in looks.schedules if any(one.cell.method == name for _, one in members)]
@@ -185,10 +174,10 @@ def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size
     return plots.Plot(
         about=f"Error of the step over length: {title}",
         title=title,
-        width=size[0],
-        height=size[1],
+        width=width,
+        height=_panel_height(width),
         frame=frame,
-        x_ticks=_length_ticks(across, sorted(targets)),
+        x_ticks=plots.apart([plots.Tick(across.at(tokens), length(tokens)) for tokens in sorted(targets)], width),
         y_ticks=plots.share_ticks(up),
         areas=[plots.Area("band-1", _target(across.at(tokens), slot, share, up)) for tokens, share in targets.items()],
         trends=[
@@ -197,16 +186,6 @@ def _panel(members: Sequence[tuple[int, Judged]], looks: Looks, axes: Axes, size
         ],
         marks=[mark for found in marks.values() for mark in found],
     )
-
-
-def _length_ticks(axis: plots.Axis, lengths: Sequence[int], apart: float = 30) -> list[plots.Tick]:
-    """Return the lengths that have room for their names."""
-    ticks: list[plots.Tick] = []
-    for tokens in lengths:
-        at = axis.at(tokens)
-        if not ticks or at - ticks[-1].at >= apart:
-            ticks.append(plots.Tick(at, length(tokens)))
-    return ticks
 
 
 def _target(middle: float, slot: float, share: float, up: plots.Axis) -> list[tuple[float, float]]:

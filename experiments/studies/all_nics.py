@@ -15,6 +15,7 @@ from topology.kinds import RailOnlySpec
 from topology.specs import ClusterSpec
 
 QUESTION = "How fast is one pair of GPUs in two servers if its flow takes all NICs?"
+ANSWER = 2
 _MACHINES = ("h800", "hgx-h100", "hgx-b200", "dgx-a100")
 _NICS = (1, 2, 4, 8)
 _NIC_BYTES_PER_S = 50e9

@@ -14,6 +14,7 @@ from experiments.studies.study import Finding
 from sim.units import length, size
 
 QUESTION = "From which length on does cheaper attention make a step faster: window, blocks, or linear?"
+ANSWER = 3
 _STEP = longstep.Setup(
     model="llama3-8b", cluster="hgx-h100", gpus=8, jitter=0.0,
     set={"schedule.activations": "host", "schedule.mlp": "tiled", "schedule.loss": "chunked"},

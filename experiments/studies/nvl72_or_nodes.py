@@ -13,6 +13,7 @@ from sim.units import length
 from topology.specs import ClusterSpec, SocketSpec
 
 QUESTION = "How much faster than nodes of 8 is a rack whose 64 GPUs all share NVLink?"
+ANSWER = 1
 _GPUS = 64
 _DOMAINS = (8, 16, 32, 64)
 _LENGTHS = (64 * 1024, 256 * 1024, 1024**2)

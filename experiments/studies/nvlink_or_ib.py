@@ -10,6 +10,7 @@ from experiments.studies.study import Finding
 from sim.units import length
 
 QUESTION = "What would NVLink of twice or four times the rate win, and what InfiniBand of 800 or 1600 Gb/s?"
+ANSWER = 1
 _LENGTHS = tuple(16 * 1024 << power for power in range(6))
 _LAYER = longstep.Setup(model="llama3-8b", cluster="hgx-h100", nodes=2, scope="layer", layers=1, jitter=0.0)
 _CANDIDATES = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import experiments.studies
-from experiments.pages.study_page import Picture
+from experiments.pages.pictures import Picture
 from sim.errors import InputError, none_of
 from sim.setup.names import at_least_one
 
@@ -33,6 +34,12 @@ class Study(NamedTuple):
     find: Callable[[int | None], Finding]
     draws: Callable[[int | None, int], Finding] | None = None
     """The same with a number of seeds, of studies that draw batches."""
+    sentence: int = 0
+    """Of its conclusion, the one that answers the question, counted from 0: those before it say of what."""
+
+    def answer(self, conclusion: str) -> str:
+        """Return the sentence of a conclusion that answers the question."""
+        return re.split(r"(?<=\.) (?=[A-Za-z])", conclusion)[self.sentence]
 
     def found(self, jobs: int | None, seeds: int | None) -> Finding:
         """Return what it finds; raises InputError for ``seeds`` of a study that draws nothing."""
@@ -54,4 +61,5 @@ def study(name: str) -> Study:
     if name not in names():
         raise InputError(none_of("study", name, names()))
     module = import_module(f"experiments.studies.{name.replace('-', '_')}")
-    return Study(name, module.QUESTION, module.find, module.find if hasattr(module, "SEEDS") else None)
+    draws = module.find if hasattr(module, "SEEDS") else None
+    return Study(name, module.QUESTION, module.find, draws, getattr(module, "ANSWER", 0))

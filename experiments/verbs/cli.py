@@ -53,6 +53,7 @@ _VERBS = {
     "list": _Verb("show", "List", "list_names"),
     "show": _Verb("show", "Show", "show"),
     "simulate": _Verb("simulate", "Simulate", "simulate"),
+    "explain": _Verb("explain", "Explain", "explain"),
     "doctor": _Verb("doctor", "Doctor", "doctor"),
     "sweep": _Verb("sweep", "Sweep", "sweep"),
     "crossover": _Verb("crossover", "Crossover", "crossover"),

@@ -10,8 +10,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.pages.figures import figure
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
-from experiments.pages.study_page import CHAPTER_FILE, chapter, figure, page, said, section, with_section
+from experiments.pages.study_page import CHAPTER_FILE, chapter, page, said, section, with_section
 from experiments.studies import claims
 from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
@@ -45,7 +46,7 @@ class Study(Writes):
     seeds: OptionalInt = None
     """Batches of each kind, of one study that draws them; by default as many as its page has."""
     json: bool = False
-    """Print JSON: the conclusion, and the rows."""
+    """Print JSON: the answer in a sentence, the conclusion, and the rows."""
 
 
 def study(command: Study, console: Console) -> None:
@@ -69,17 +70,20 @@ def study(command: Study, console: Console) -> None:
     before = _page_with(command) if out else ""
     with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {wanted.name}"):
         found = wanted.found(command.jobs, command.seeds)
+    answer = wanted.answer(found.conclusion)
     if out and picture:
-        told = section(wanted.name, wanted.question, found.picture.plot.about, found.conclusion)
-        picture.write(figure(wanted.question, found.picture).encode())
+        told = section(wanted.name, wanted.question, found.picture.wide.plot.about, found.conclusion)
+        picture.write(figure(wanted.question, [found.picture.narrow]).encode())
         out.write(with_section(before, wanted.name, told).encode())
     if html:
-        html.write(page(wanted.name, wanted.question, found.conclusion, found.picture, found.rows).encode())
+        html.write(page(wanted.name, wanted.question, answer, found.conclusion, found.picture, found.rows).encode())
     if svg:
-        svg.write(figure(wanted.question, found.picture).encode())
+        svg.write(figure(wanted.question, [found.picture.narrow]).encode())
     if command.json:
-        print_json({"question": wanted.question, "conclusion": found.conclusion, "rows": list(found.rows)}, console)
+        said_first = {"answer": answer, "question": wanted.question, "conclusion": found.conclusion}
+        print_json({**said_first, "rows": list(found.rows)}, console)
         return
+    console.print(answer, markup=False)
     table = Table(*found.rows[0], title=wanted.question, title_justify="left")
     for row in found.rows:
         table.add_row(*(said(key, value) for key, value in row.items()))
@@ -131,9 +135,9 @@ def _write_all(command: Study, console: Console) -> None:
         with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {name}"):
             found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
-        told.append(section(name, wanted.question, found.picture.plot.about, found.conclusion))
+        told.append(section(name, wanted.question, found.picture.wide.plot.about, found.conclusion))
         figures[name] = found.figures
         if picture := pictures.get(name):
-            picture.write(figure(wanted.question, found.picture).encode())
+            picture.write(figure(wanted.question, [found.picture.narrow]).encode())
     if out:
         out.write(chapter(told, claims.markdown(claims.judged(figures))).encode())

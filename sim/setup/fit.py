@@ -12,7 +12,10 @@ from sim.errors import InputError
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
+from sim.setup.answer import grounds, what_fits
+from sim.setup.answer_table import of_ladder
 from sim.setup.global_batch import sequences_of
+from sim.setup.prediction import Prediction
 from sim.setup.room import Room, room
 from sim.setup.setup import Configuration, Setup
 from sim.setup.stacks import STACKS, TECHNIQUES
@@ -31,18 +34,27 @@ def longest(setup: Setup, most: int) -> int:
     """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
     lengths between each power of two and the next; that memory grows with the length is taken for granted.
     """
-    mesh = setup.resolved().mesh
-    least = LEAST * (mesh.size // mesh.dp)
-    octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
-    lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
-    lengths = [tokens for tokens in lengths if tokens <= most]
+    lengths = lengths_tried(setup, most)
     fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
     return lengths[fitting - 1] if fitting else 0
 
 
+def lengths_tried(setup: Setup, most: int) -> list[int]:
+    """Return the lengths up to ``most`` of which the longest context is one."""
+    mesh = setup.resolved().mesh
+    least = LEAST * (mesh.size // mesh.dp)
+    octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
+    lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
+    return [tokens for tokens in lengths if tokens <= most]
+
+
 def _room(setup: Setup) -> Room:
     """Return the memory of a training step; a length that does not divide is padded."""
-    return room(setup.replace(pad=True).resolved())
+    return room(_padded(setup))
+
+
+def _padded(setup: Setup) -> Configuration:
+    return setup.replace(pad=True).resolved()
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
@@ -55,7 +67,7 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
         alone = not names.entry(schedule).degrees
         gpus = setup.gpus or num_gpus(setup)
         changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
-        changes |= {"ulysses_degree": None, "ring_degree": None}
+        changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 
 
@@ -108,15 +120,19 @@ def ladder(
     for name in techniques:
         names.one_of("techniques", name, TECHNIQUES)
     states = list(rungs(techniques))
+    of_all = None
     for done, (name, options) in enumerate(states, 1):
-        rows.append({"techniques": name, **_rung(using(base, options), limit)})
+        rung = using(base, options)
+        predicted = _predicted(rung)
+        rows.append({"techniques": name, **_rung(rung, predicted, limit)})
+        if done == 1 + len(techniques):  # all are switched on
+            of_all = grounds(predicted)
         if progress:
             progress(done, len(states))
-    return Table(rows)
+    return Table(rows).answering(of_ladder(rows), of_all)
 
 
-def _rung(setup: Setup, most: int) -> dict[str, Any]:
-    predicted = setup.replace(seeds=setup.seeds or 1).predicted()
+def _rung(setup: Setup, predicted: Prediction, most: int) -> dict[str, Any]:
     found = predicted.figures
     assert found.room is not None
     return {
@@ -148,12 +164,16 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
     for row in rows:
         names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])  # no name is both
-    found = []
+    found: list[dict[str, Any]] = []
+    best: tuple[tuple[int, float], Prediction] | None = None
     for done, (row, tokens) in enumerate(cells, 1):
-        found.append({"row": row, "seq": tokens, **_cell(_row(base, row).replace(seq=tokens))})
+        cell, predicted = _cell(_row(base, row).replace(seq=tokens))
+        found.append({"row": row, "seq": tokens, **cell})
+        if predicted and (best is None or best[0] < (tokens, -predicted.step_time_s)):
+            best = (tokens, -predicted.step_time_s), predicted
         if progress:
             progress(done, len(cells))
-    return Table(found)
+    return Table(found).answering(what_fits(found) if found else "", grounds(best[1]) if best else None)
 
 
 def what_helps(setup: Setup) -> list[str]:
@@ -174,20 +194,25 @@ def _row(base: Setup, row: str) -> Setup:
     return using(base, {"schedule": stack.schedule if stack else row}).replace(stack=row if stack else None)
 
 
-def _cell(setup: Setup) -> dict[str, Any]:
-    cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
+def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
+    """Return what is said of a row at a length, and the prediction of what fits."""
+    cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
+    cell |= {"helps": "", "error": ""}
     try:
-        found = _room(setup)
+        configuration = _padded(setup)
+        found = room(configuration)
+        cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
         if found.free_bytes >= 0:
-            return cell | {"step_time_s": _seconds(setup)}
-        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}
+            predicted = _predicted(setup)
+            return cell | {"step_time_s": predicted.step_time_s}, predicted
+        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}, None
     except InputError as refused:
-        return cell | {"error": str(refused)}
+        return cell | {"error": str(refused)}, None
 
 
-def _seconds(setup: Setup) -> float:
-    return setup.replace(seeds=setup.seeds or 1).predicted().step_time_s
+def _predicted(setup: Setup) -> Prediction:
+    return setup.replace(seeds=setup.seeds or 1).predicted()
 
 
 def _helping(setup: Setup, free_bytes: int) -> list[str]:
@@ -196,8 +221,8 @@ def _helping(setup: Setup, free_bytes: int) -> list[str]:
     alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
     enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
     if enough:
-        before_s = _seconds(setup)
-        lost_s = {name: _seconds(using(setup, off[name])) - before_s for name in enough}
+        before_s = _predicted(setup).step_time_s
+        lost_s = {name: _predicted(using(setup, off[name])).step_time_s - before_s for name in enough}
         return [max(enough, key=lambda name: enough[name] / lost_s[name] if lost_s[name] > 0 else math.inf)]
     taken = list(off)
     for name in (None, *reversed(off)):

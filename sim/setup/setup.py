@@ -31,7 +31,17 @@ from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.global_batch import of_each, sequences_of
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
-from sim.setup.names import CLUSTER, MODEL, PLACEMENTS, Assumed, Overrides, at_least_one, one_of
+from sim.setup.names import (
+    CLUSTER,
+    MODEL,
+    ONE_REPLICA,
+    PLACEMENTS,
+    Assumed,
+    Overrides,
+    Untold,
+    at_least_one,
+    one_of,
+)
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.workload import BlockMask, ModelSpec, Workload
@@ -72,8 +82,11 @@ class Setup:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
-    dp_degree: int = 1
-    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    cp: int | None = None
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    dp_degree: int = ONE_REPLICA
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
+    ``cp`` as many as the GPUs make."""
     global_batch: int | str | None = None
     """What all replicas together train in a step: a plain number of sequences, or tokens: ``4M``, ``4194304 tokens``.
     It gives ``batch``; micro-batches of one sequence each, where none are set; and ``dp_degree``, where that is 1 and
@@ -160,7 +173,7 @@ class Setup:
         """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
         ones.
         """
-        if self.global_batch is not None:
+        if self.cp is not None or self.global_batch is not None:
             return self.spelled_out().resolved()
         self._require_types()
         overrides = _overrides(self.set)
@@ -170,7 +183,7 @@ class Setup:
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry,
-            self._mesh(entry, spec, model, self.gpus, self.dp_degree),
+            self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
             self._stacked(entry, overrides["schedule"]),
         )
         workload = names.workload(
@@ -193,6 +206,47 @@ class Setup:
         )
         return _padded(found) if self.pad else found
 
+    def without_cp(self) -> Setup:
+        """Return it with GPUs and replicas in the place of ``cp``; itself where it has none. Raises InputError where
+        degrees, GPUs or replicas say otherwise.
+
+        >>> spelled = Setup("ulysses", cp=8, gpus=16).without_cp()
+        >>> spelled.gpus, spelled.dp_degree, spelled.cp
+        (16, 2, None)
+        """
+        if self.cp is None:
+            return self
+        self._require_types()
+        cp, entry, name = self.cp, names.entry(self.played), names.schedule_name(self.played)
+        if cp > 1 and not entry.degrees:
+            raise InputError(
+                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
+            )
+        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
+        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
+        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (whole and inside != cp):
+            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
+        dp = self.dp_degree
+        if isinstance(dp, Untold):
+            spec = names.changed_cluster(
+                names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
+            )
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
+            if gpus % cp:
+                above = -(-gpus // cp) * cp
+                raise InputError(
+                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{above}, or another `cp`"
+                )
+            dp = gpus // cp
+        elif self.gpus not in {None, cp * dp}:
+            raise InputError(
+                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
+                f"the three"
+            )
+        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
+
     def spelled_out(self) -> Setup:
         """Return it with its ``global_batch`` as replicas, sequences of each, and micro-batches; itself where it has
         none. Raises InputError for what does not divide, with the nearest that does.
@@ -201,6 +255,8 @@ class Setup:
         >>> spelled.dp_degree, spelled.batch, spelled.set
         (2, 8, ('schedule.micro_batches=8',))
         """
+        if self.cp is not None:
+            return self.without_cp().spelled_out()
         if self.global_batch is None:
             return self
         self._require_types()
@@ -210,7 +266,7 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         gpus, replicas = self._shared_gpus(entry, spec)
-        mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
+        mesh = self._mesh(entry, spec, self.model_spec, gpus, int(replicas))
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
@@ -287,7 +343,7 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "dp_degree"):
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 

@@ -166,7 +166,7 @@ def families(
     """
     _require_options(options)
     sequences = _sequences(setup)
-    whole = setup.replace(ulysses_degree=None, ring_degree=None)
+    whole = setup.replace(ulysses_degree=None, ring_degree=None, cp=None)
     every = as_ring(whole)
     gpus, per_node = every.mesh.size, every.spec.gpus_per_node
     tokens = whole.sequence_length if target.tokens_per_s else 0
@@ -190,14 +190,16 @@ def families(
                 continue
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
                 continue
-            if ranks not in {None, ring}:
+            if ranks not in {None, ring} or setup.cp not in {None, ulysses * ring}:
                 continue
             spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
             base = setup.replace(schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, jitter=0.0)
             each = setup.batch * dp if sequences is None else sequences
-            base = base.replace(global_batch=None if sequences is None else sequences)
-            base = base.replace(ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None)
+            base = base.replace(
+                cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None,
+                global_batch=None if sequences is None else sequences,
+            )  # fmt: skip
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
                 placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()}).spelled_out()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from experiments.evidence.comparison import measured
-from experiments.pages.plots import CIRCLE, Axis, Entry, Point, legend, parity_plot, share_ticks, text_width, time_ticks
+from experiments.pages.pictures import Entry, legend
+from experiments.pages.plots import CIRCLE, Axis, Point, parity_plot, share_ticks, time_ticks
+from experiments.pages.texts import text_width
 
 
 def test_an_axis_puts_values_on_pixels() -> None:
@@ -40,7 +42,7 @@ def point(row: int, simulated: float, times: list[float], name: str = "") -> Poi
 
 def test_a_parity_plot_by_hand() -> None:
     """2 s measured, 1 s simulated: right of the diagonal, by as much as a point of 2 s and 2 s lies above."""
-    plot = parity_plot([point(0, 1.0, [2.0, 1.8, 2.4]), point(1, 2.0, [2.0])], [0.1], 460.0, 434.0, "")
+    plot = parity_plot([point(0, 1.0, [2.0, 1.8, 2.4]), point(1, 2.0, [2.0])], [0.1], 466.0, 434.0, "")
     low, even = plot.marks
     assert low.x == even.x
     assert low.y > even.y

@@ -26,6 +26,11 @@ pytestmark = [
     pytest.mark.gloo,  # it starts a process, the browser
     pytest.mark.skipif(not BROWSER, reason="no chromium, google-chrome or headless_shell on PATH"),
 ]
+SMALLEST = """Math.min(...[...document.querySelectorAll("svg text")]
+  .filter((text) => text.getBoundingClientRect().width)
+  .map((text) => [parseFloat(getComputedStyle(text).fontSize), text.getScreenCTM()])
+  .map(([size, { a, b }]) => size * Math.hypot(a, b)))"""
+"""Pixels of the smallest text of any drawing, as it is shown."""
 Call = Callable[..., Awaitable[dict[str, Any]]]
 
 
@@ -62,6 +67,10 @@ class Tab:
     async def hover(self, x: float, y: float) -> None:
         for shift in (8, 4, 0):
             await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + shift, y=y)
+
+    async def tap(self, x: float, y: float) -> None:
+        await self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        await self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     @property
     def complaints(self) -> list[str]:
@@ -108,6 +117,7 @@ async def with_tab(address: str, path: Path, look: Callable[[Tab], Awaitable[Non
     await tab.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
     )
+    await tab.call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     await tab.call("Emulation.setEmulatedMedia", features=[scheme])
     await tab.call("Page.navigate", url=path.as_uri())
@@ -129,6 +139,7 @@ def test_a_browser_draws_a_report(width: int, dark: bool, capsys: pytest.Capture
         assert drawn
         assert await tab.value("[...document.querySelectorAll('.chart')].filter(c => c.data).length") == charts
         assert await tab.value("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert await tab.value(SMALLEST) >= 12
         paper = await tab.value("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
         ticks = await tab.value("[...document.querySelectorAll('#chart-0-0 .ytick')].map(t => t.textContent)")
@@ -146,8 +157,14 @@ def test_a_browser_draws_a_report(width: int, dark: bool, capsys: pytest.Capture
         canvas = "document.querySelector('#timeline-1 canvas')"
         await tab.value(f"{canvas}.scrollIntoView({{block: 'center'}})")
         left, top = await tab.value(f"(b => [b.x, b.y])({canvas}.getBoundingClientRect())")
-        await tab.hover(left + 182, top + 24 + 22 + 8)
+        beside, above = (0, 17) if width < 500 else (178, 0)
+        await tab.hover(left + beside + 4, top + 24 + 22 + above + 8)
         assert "rank 0, compute" in await tab.until("document.getElementById('tip').textContent")
+        if width < 500:
+            await tab.tap(left + 4, top + 24)
+            assert not await tab.value("document.getElementById('tip').checkVisibility()"), "nothing is there"
+            await tab.tap(left + 4, top + 24 + 22 + above + 8)
+            assert await tab.value("document.getElementById('tip').checkVisibility()")
         sort = "document.querySelector('#chapter-0 > .scroll table')"
         await tab.value(f"{sort}.tHead.rows[0].cells[2].firstElementChild.click()")
         assert await tab.value(f"{sort}.tBodies[0].rows[0].cells[2].dataset.value") == "64.0"

@@ -27,7 +27,17 @@ def test_the_page_says_what_a_study_finds(name: str) -> None:
     assert f"## {wanted.question}\n\n`longstep study {name}`\n" in PAGE.read_text()
     assert found.conclusion in PAGE.read_text()
     assert (PAGE.parent / f"{name}.svg").read_text().startswith("<svg")
-    assert {mark.row for mark in found.picture.plot.marks} == {*range(len(found.rows))}
+    assert {mark.row for mark in found.picture.wide.plot.marks} == {*range(len(found.rows))}
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_sentence_of_a_conclusion_answers_its_question(name: str) -> None:
+    """It has figures, and is no longer than a few lines."""
+    (said,) = re.findall(rf"`longstep study {name}`\n\n!.*\n\n(.*)\n", PAGE.read_text())
+    answer = study(name).answer(said)
+    assert answer.endswith(".")
+    assert re.search(r"\d", answer)
+    assert len(answer) < 330
 
 
 def test_verdicts_follow_from_the_rows() -> None:
@@ -82,6 +92,8 @@ def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out)
     assert len(found["rows"]) == 24
     assert found["conclusion"] in html.read_text()
+    assert f'<p class="answer">{found["answer"]}</p>' in html.read_text()
+    assert found["conclusion"].startswith(f"{found['answer']} The bound")
     assert len(re.findall(r'<g class="hue-\d" data-row', svg.read_text())) == 24
 
 

@@ -55,7 +55,8 @@ def test_degrees_say_how_many_replicas_share_it(fields: dict[str, object], spell
     ("fields", "said"),
     [
         ({"gpus": 16, "dp_degree": 8, "global_batch": 12},
-         r"12 is no multiple of 8 replicas: set it to 8 or 16 \(sequences\); of its divisors 1, 2, 4 would do as `dp_"),
+         (r"`global_batch` 12 is no multiple of 8 replicas: set it to 8 or 16 \(sequences\); of its divisors 1, 2, 4 "
+         r"would do as `dp_degree` on 16 GPUs")),
         ({"gpus": 8, "ulysses_degree": 2, "global_batch": 3}, r"set it to 4 \(sequences\); of its divisors 1 would do"),
         ({"gpus": 12, "ulysses_degree": 8, "global_batch": 2}, "`gpus` 12 .* set `gpus` to 8 or 16, or the degrees"),
         ({"gpus": 4, "dp_degree": 2, "batch": 3, "global_batch": 8}, "not the `batch` 3: .* set `global_batch` 6"),

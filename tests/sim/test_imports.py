@@ -24,7 +24,7 @@ from sim.setup.imports.facts import FACTS, facts_of
 from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
-from sim.setup.names import Assumed
+from sim.setup.names import Assumed, Untold
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
@@ -190,6 +190,34 @@ def test_a_global_batch_that_is_typed_is_shared_as_files_say() -> None:
     assert found.setup(global_batch=8).predicted().step_time_s == found.setup().predicted().step_time_s
     with pytest.raises(InputError, match="`global_batch` 3 is not 1 sequences at once x 2 replicas"):
         found.setup(gpus=16, global_batch=3)
+
+
+BLOCKS: dict[str, tuple[str, list[tuple[str, str]], dict[str, Any]]] = {
+    "Qwen2.5's biases": ("megatron-llama3-8b.sh", [("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")], {
+        "biases": ("qkv",)}),
+    "Qwen3's norms": ("megatron-llama3-8b.sh", [("--swiglu", "--swiglu --qk-layernorm")], {"qk_norm": "head"}),
+    "all biases": ("megatron-llama3-8b.sh", [("--disable-bias-linear", "")], {"biases": ("qkv", "out", "mlp")}),
+    "no gate": ("megatron-llama3-8b.sh", [("--swiglu", ""), ("--ffn-hidden-size 14336", "")], {
+        "mlp": "gelu", "ffn_dim": 4 * 4096}),
+    "GeGLU and biases": ("nanotron-llama3-8b.yaml", [("hidden_act: silu",
+        "hidden_act: gelu\n    attention_bias: true")], {"mlp": "geglu", "biases": ("qkv",)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_lines_of_a_block_are_taken(name: str, tmp_path: Path) -> None:
+    file, changes, expected = BLOCKS[name]
+    found = imported(changed(tmp_path, file, *changes)).setup()
+    model = found.resolved().workload.model
+    assert {field: getattr(model, field) for field in expected} == expected
+    others = {"biases", "qk_norm", "mlp", "norms"} - expected.keys()
+    assert {getattr(model, field) for field in others} == {msgspec.UNSET}
+    _, command = parse(shlex.split(command_of(found))[1:])
+    assert command.selection.setup().resolved() == found.resolved()
+
+
+def test_the_405b_of_torchtitan_is_that_of_llama_3_1() -> None:
+    assert imported(FILES / "torchtitan-llama3-405b.toml", anyway=True).setup().model == "llama3.1-405b"
 
 
 def test_what_is_typed_comes_before_what_a_file_says() -> None:
@@ -377,7 +405,7 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     }  # fmt: skip
     found = FileSelection().setup()
     assert found == longstep.Setup(scope="step")
-    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, bool, tuple, type(None)}
+    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, Untold, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep
@@ -413,9 +441,12 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "11 taken, 22 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
-    assert "│ zigzag │" in capsys.readouterr().out
+    assert "│ zigzag R 8 │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
-    assert [row["row"] for row in json.loads(capsys.readouterr().out)] == ["ring", "fsdp"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["answer"].startswith("The longest that fits is 8K, by ")
+    assert len(found["rests_on"]) == 3
+    assert [row["row"] for row in found["rows"]] == ["ring", "fsdp"]
     _, doctor = parse(["doctor", *given])
     assert doctor.selection.setup() == imported(file).setup(model="tiny", layers=1, seq="8K")
     with pytest.raises(SystemExit):

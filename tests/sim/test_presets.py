@@ -73,6 +73,17 @@ def test_a_flag_that_is_left_out_can_be_set() -> None:
     assert override(tiny, [("tied_embeddings", "false")], "--set") == tiny
 
 
+def test_words_that_are_left_out_can_be_set_and_left_out_again() -> None:
+    tiny = load_model("tiny")
+    found = override(tiny, [("biases", "qkv+out"), ("qk_norm", "head"), ("mlp", "gelu")], "--set")
+    assert (found.biases, found.qk_norm, found.mlp) == (("qkv", "out"), "head", "gelu")
+    assert override(found, [("biases", "none"), ("qk_norm", "none"), ("mlp", "none")], "--set") == tiny
+    assert override(found, [("num_layers", "3")], "--set").biases == ("qkv", "out")
+    for path, wrong in (("biases", "qkv+all"), ("qk_norm", "both"), ("mlp", "3")):
+        with pytest.raises(InputError, match=f"{path}.*allowed are"):
+            override(tiny, [(path, wrong)], "--set")
+
+
 def test_heads_that_do_not_divide_after_an_override() -> None:
     with pytest.raises(InputError, match="num_kv_heads 3 does not divide num_heads 8: allowed are 1, 2, 4, 8"):
         override(load_model("tiny"), [("num_kv_heads", "3")], "--set")

@@ -43,11 +43,16 @@ FACTS: dict[str, str] = {
     "gqa": "whether there are fewer key/value heads than query heads",
     "dtype": "data type of the model",
     "tied_embeddings": "whether the embedding is the LM head",
+    "biases": "which linear layers have a bias",
+    "qk_norm": "how q and k are normed",
+    "mlp": "what an MLP computes",
 }
 """What a key may say, beside ``schedule.KEY``, an option of the schedule."""
 MODEL = ("model", "family", "flavor", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
 """Of these, those that describe the model."""
-TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings")
+BLOCK = ("biases", "qk_norm", "mlp")
+"""And of the model its layers, where they are not as Llama's."""
+TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", *BLOCK)
 _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""
 _MOST = 10**12

@@ -38,6 +38,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Another key that says the same: where it is there, that default is none."""
     of_model: bool = False
     """Whether it does not matter where the model is given otherwise."""
+    needs: dict[str, str] = {}
+    """Other keys that the framework wants beside some values, as ``recompute_method=uniform``."""
     file: str = ""
     """The framework whose file it names, which then has to be given, too."""
 
@@ -73,6 +75,8 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     methods: dict[str, Method] = {}
     harmless: dict[str, str] = {}
     """Patterns of keys that change neither time nor memory here, and why."""
+    assigns: bool = False
+    """Whether its text files assign keys, as KEY=VALUE; others have flags."""
     includes: dict[str, str] = {}
     """Other frameworks whose keys are meant behind a prefix, dot included."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import Row, Said, Understood, understood
+from sim.setup.imports.facts import BLOCK, Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
+from sim.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
@@ -32,6 +33,8 @@ _LIKE = "llama3-8b"
 _NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
 """What models of the same sizes may differ in without taking another time."""
 
+_AS_FACTS = {"cp": "cp", "accumulate": "accumulation"}
+"""What is given as a file would say it, and comes before what files say."""
 _MOST_REPLICAS = 4096
 """That are tried as divisors of a batch."""
 
@@ -150,33 +153,55 @@ def _model_of(said: Understood) -> dict[str, Any]:
     name = facts["model"]
     if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
         raise InputError(f"{name!r} is a path, which is not opened: set `model`")
-    return {"model": name} if names.model(name) else {}
+    model = names.model(name)
+    block = {field: facts[field] for field in BLOCK if field in facts}
+    differs = names.model(name, set=block) != model
+    return {"model": name} | ({"set": {f"model.{field}": value for field, value in block.items()}} if differs else {})
 
 
 def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
     """Return a model by its sizes: the preset that has them all, or another one with these set."""
     heads, hidden = int(facts["heads"]), int(facts["hidden"])
-    ffn = int(4 * hidden * 2 / 3) // 64 * 64  # of SwiGLU, Megatron-LM arguments.py
+    gated = facts.get("mlp") != "gelu"
+    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden  # Megatron-LM arguments.py
     sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
     if facts.get("gqa") == "false":
         facts = {name: value for name, value in facts.items() if name != "kv_heads"}
     sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
     changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
+    changes |= {name: facts[name] for name in BLOCK if name in facts}
     changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
     own = names.model(_LIKE, set=changes)
-    compared = {*own.__struct_fields__} - _NOT_SIZES - ({"vocab_size"} if "vocab" not in facts else set())
+    preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
+    if preset is not None:
+        return {"model": preset}
+    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+
+
+@cache
+def _preset(own: ModelSpec, not_said: frozenset[str]) -> str | None:
+    """Return the preset that has the sizes of a model, but for those that nobody has said; None if there is none."""
+    compared = {*own.__struct_fields__} - _NOT_SIZES - not_said
     for preset in names.names("models"):
         if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
-            return {"model": preset}
-    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
+            return preset
+    return None
 
 
 class _Writer:
     """Writes the setup of a run, part by part, and what it takes for granted."""
 
     def __init__(self, said: Understood, given: Mapping[str, Any], *, anyway: bool) -> None:
-        self.said, self.given, self.anyway = said, given, anyway
+        self.said, self.anyway = said, anyway
+        self.given = {name: value for name, value in given.items() if name not in _AS_FACTS}
+        self.typed = {fact: given[name] for name, fact in _AS_FACTS.items() if name in given}
+        """What is given in words of files."""
+        for fact, count in self.typed.items():
+            names.at_least_one(next(name for name, one in _AS_FACTS.items() if one == fact), count)
         self.facts = {name: one.value for name, one in said.facts.items()}
+        self.facts |= {fact: str(count) for fact, count in self.typed.items()}
+        for fact in ("global_batch", "global_tokens") if "accumulation" in self.typed else ():
+            self.facts.pop(fact, None)  # which so many micro-batches say otherwise
         self.methods = said.framework.methods
         self.assumptions = list[str]()
         self.options = {name.partition(".")[2]: value for name, value in self.facts.items() if "." in name}
@@ -216,6 +241,11 @@ class _Writer:
         if "factors" in self.facts:
             said = dict(zip(degrees, map(int, self.facts["factors"].split()), strict=True))
         cp = self._count("cp", math.prod(said.values()))
+        if "cp" in self.typed:
+            said = dict.fromkeys(said, cp) if len(said) < 2 else said
+            if typed and math.prod(typed.values()) != cp:
+                told = " x ".join(f"`{name}_degree` {degree}" for name, degree in typed.items())
+                raise InputError(f"`cp` {cp} is not {told}: leave out one of them, or give both degrees")
         if said and math.prod(said.values()) != cp:
             raise InputError(
                 f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them"
@@ -224,6 +254,8 @@ class _Writer:
         own = self.given.get("schedule") or ("stack" in self.given and stack_of(self.given["stack"]).schedule)
         if own:
             takes = names.entry(own).degrees
+            if "cp" in self.typed and cp > 1 and not takes:
+                raise InputError(f"`cp` {cp}: schedule {own!r} splits no sequence: leave out one of them")
             cp = cp if takes else 1
             by = takes[0] if len(takes) == 1 else "cp"
             return self.given.get("schedule"), typed or {by: cp}
@@ -292,6 +324,8 @@ class _Writer:
         else:
             seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", "")))
         if "batch" in self.given:
+            if "accumulation" in self.typed:
+                self.options["micro_batches"] = self.facts["accumulation"]
             return {"seq": seq}
         micro = self._of_tokens("micro", seq) or 1
         typed = self.given.get("global_batch")
