@@ -21,9 +21,9 @@ Figure: TypeAlias = Literal[
 
 _FIRST = 3
 """Steps of a log that are left out: they compile, warm up and allocate."""
-_MOST_LINES = 10_000
+_MOST_LINES = 2000
 """Of a file the last ones are read."""
-_MOST_LINE = 4096
+_MOST_LINE = 1024
 """Characters of a line: what is longer is no line of figures."""
 _NUMBER = r"(?<![\d.])(?P<value>\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]?\d{1,2})?)"
 _LARGEST = 1e18
