@@ -12,6 +12,7 @@ import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.memory import print_memory
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import (
     critical_path_shown,
@@ -31,6 +32,7 @@ from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.setup.answer import sentence
+from sim.setup.answer_what_if import what_if
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
@@ -52,6 +54,8 @@ class Simulate(Writes):
     sensitivity: bool = False
     """Also print how the step time depends on every figure of the machine, as elasticities, and what its critical path
     goes to over time, and what more memory would buy a training step; as JSON the elasticities alone."""
+    memory: bool = False
+    """Print instead what fills the memory of a training step; as JSON the same."""
     neighbours: bool = False
     """Print instead what one change of a degree or an option makes of the step; as JSON the same."""
     vary: Texts = ()
@@ -87,6 +91,9 @@ def simulate(command: Simulate, console: Console) -> None:
     predicted = setup.predicted()
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
+    if command.memory:
+        print_memory(predicted, console, json=command.json)
+        return
     if command.json:
         found = {"assumed": setup.assumed} | predicted.to_dict()
         print_json(_elasticities(setup, predicted) if command.sensitivity else found, console)
@@ -109,6 +116,8 @@ def _require_several(schedules: int, command: Simulate) -> None:
     """Raise InputError for what is asked of one step, where there are several."""
     if command.sensitivity:
         raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
+    if command.memory:
+        raise InputError("`memory` is of one step: leave it out, or `vary` and all but one `schedule`")
     if command.vary and schedules > 1:
         raise InputError("`vary` is of one schedule: leave it out, or all but one `schedule`")
 
@@ -185,6 +194,8 @@ def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     if command.json:
         print_json(found.rows, console)
         return
+    found.require_any()
+    console.print(what_if(found, list(vary)), markup=False)
     console.print(sweep_table(predicted.title, list(vary), found))
     tell_basis([predicted], console, everything=command.evidence)
 
