@@ -8,7 +8,7 @@ from typing import Any
 from sim.setup.table import Table
 from sim.units import FEW, number, seconds
 
-SAME = 5e-4
+SAME = 1e-3
 """Which share of a step is no change that one would notice."""
 
 
