@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from experiments.evidence.diagnosis import diagnosis
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
-from experiments.evidence.provenance import evidence_lines
 from sim.engine.report import Report
 from sim.errors import InputError
 from sim.memory import walks_with
 from sim.profile import Profile
 from sim.schedule.proof.check import Checked
+from sim.setup.answer import as_html, as_text
 from sim.setup.prediction import Prediction
 from sim.trace import Trace
-from sim.units import percent, size
+from sim.units import percent, seconds, seconds_between, size
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -85,6 +85,28 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     report: Report
     attention: str = ""
     """Which implementations of attention ran; empty in records of versions that did not say it."""
+
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: both times of the step, and how far they are apart."""
+        step = self.step
+        if not step.median_s:
+            return f"Simulated {seconds(step.simulated_s)}; the steps that were executed took no time"
+        off = f"{abs(100 * step.error):.1f} % {'more' if step.error >= 0 else 'less'}"
+        within = f"{seconds_between(step.low_s, step.high_s)} in {len(self.step_times_s)} steps"
+        return (
+            f"Simulated {seconds(step.simulated_s)}, which is {off} than measured, {seconds(step.median_s)} ({within})"
+        )
+
+    def to_dict(self, rests_on: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the answer and all figures as plain data, as ``longstep compare --json`` prints them."""
+        return {"answer": self.answer, "rests_on": [*rests_on], **msgspec.structs.asdict(self)}
+
+    def __repr__(self) -> str:
+        return as_text(self.answer, "", comparison_lines(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.answer, "", comparison_lines(self))
 
 
 def calibrated(profile: Profile | None) -> Profile:
@@ -229,7 +251,7 @@ def _allocated_line(peak: Peak) -> list[str]:
 
 
 def comparison_lines(found: Comparison) -> list[str]:
-    """Return what a comparison says beside its table: memory, the machine, where the error lies, and the evidence."""
+    """Return what a comparison says beside its table: memory, the machine, and where the error lies."""
     peak = found.peak_bytes
     return [
         f"peak of the buffers: simulated {size(peak.simulated)}, executed {size(peak.executed)}",
@@ -237,5 +259,4 @@ def comparison_lines(found: Comparison) -> list[str]:
         *([f"attention kernel: {found.attention}"] if found.attention else []),
         drift_line(found.drift),
         *(f"diagnosis: {sentence}" for sentence in found.diagnosis),
-        *evidence_lines(found.report.evidence),
     ]

@@ -50,7 +50,7 @@ _LISTS = {
     "cases": {"cases", "predicted_s", "measured_s"},
     "rows": {"step_time_s"},
 }
-"""Keys of each row that tell a list of rows."""
+"""Keys of each row that tell a list of rows, which is alone or stands as ``rows`` beside its answer."""
 
 
 class Result(NamedTuple):
@@ -63,6 +63,10 @@ class Result(NamedTuple):
     """A ``Record``, a ``LabRecord``, or the JSON that the verb printed; of tables a list of rows."""
     command: str = ""
     """That made it, where the file says so."""
+    answer: str = ""
+    """What it says in one sentence, where the file does."""
+    rests_on: tuple[str, ...] = ()
+    """What that rests on, likewise."""
 
 
 def read_result(path: str) -> Result:
@@ -83,7 +87,9 @@ def read_result(path: str) -> Result:
             f"{path!r} holds no result of Longstep: expected what a verb printed with --json, a table of sweep --out, "
             f"a record of validate or lab --out, or a trace of --trace; name such a file"
         )
-    return Result(name, kind, found)
+    said = found if isinstance(found, Mapping) else {}
+    answer, rests_on = str(said.get("answer", "")), tuple(map(str, said.get("rests_on") or ()))
+    return Result(name, kind, found["rows"] if kind in _LISTS else found, answer=answer, rests_on=rests_on)
 
 
 def _json(path: str, data: bytes) -> Any:
@@ -101,7 +107,11 @@ def _json(path: str, data: bytes) -> Any:
 def _kind(found: Any) -> str:
     """Return the kind of what was read; empty for none."""
     if isinstance(found, Mapping):
-        return _first(_OBJECTS, found.keys())
+        return _first(_OBJECTS, found.keys()) or _kind_of_rows(found.get("rows"))
+    return _kind_of_rows(found)
+
+
+def _kind_of_rows(found: Any) -> str:
     if isinstance(found, list) and found and all(isinstance(row, Mapping) for row in found):
         return _first(_LISTS, set.intersection(*(set(row) for row in found)))
     return ""

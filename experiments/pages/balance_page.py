@@ -25,7 +25,15 @@ def page(title: str, found: Balance) -> str:
         "planned in",
         "refused",
     )
-    return render("balance.html.j2", title=title, plot=bars(found), heads=heads, rows=found.rows.rows, size=size)
+    return render(
+        "balance.html.j2",
+        title=title,
+        answer=found.answer,
+        plot=bars(found),
+        heads=heads,
+        rows=found.rows.rows,
+        size=size,
+    )
 
 
 def bars(found: Balance) -> Plot:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from experiments.evidence.results import Result
 from experiments.pages.charts import Chart
 from experiments.pages.tables import Rows
 
@@ -19,8 +20,15 @@ class Chapter(msgspec.Struct, frozen=True, kw_only=True):
     charts: Sequence[Chart] = ()
     tables: Sequence[Rows] = ()
     timeline: dict[str, Any] | None = None
+    rests_on: Sequence[str] = ()
+    """What its answer rests on, in three lines at most."""
     evidence: Sequence[str] = ()
-    """What its figures rest on."""
+    """All that its figures rest on."""
+
+
+def said(result: Result, otherwise: Sequence[str]) -> list[str]:
+    """Return the answer of a result, or what is said of one that has none."""
+    return [result.answer] if result.answer else [*otherwise]
 
 
 def is_figure(value: Any) -> bool:

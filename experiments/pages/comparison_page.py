@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
+from experiments.evidence.provenance import evidence_lines
 from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Plot, Point, parity_plot, plottable, times_in_words
 from experiments.pages.render import render
 from experiments.pages.timeline import DIGITS, family_colours
@@ -79,16 +80,19 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: list[Parts]
 
 
-def page(title: str, found: Comparison, simulated: Trace, executed: Trace) -> str:
-    """Return the page of a comparison, with the simulated and one executed trace of its schedule."""
+def page(title: str, found: Comparison, simulated: Trace, executed: Trace, *, rests_on: Sequence[str] = ()) -> str:
+    """Return the page of a comparison, with the simulated and one executed trace of its schedule, and the lines of what
+    the prediction ``rests_on``.
+    """
     inside = contents(found, simulated, executed)
     rows = [*inside.kinds, inside.step]
     return render(
         "page.html.j2",
         title=title,
-        step=found.step,
-        repeats=len(found.step_times_s),
+        answer=found.answer,
         lines=comparison_lines(found),
+        rests_on=rests_on,
+        evidence=evidence_lines(found.report.evidence),
         parity=_parity(rows),
         unplotted=[row.name for row in rows if not plottable(row.times)],
         parts=PARTS,

@@ -9,6 +9,7 @@ from experiments.evidence.peaks import PEAK, beside
 from experiments.pages.plots import HUES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
 from sim.memory import TERMS
+from sim.setup.answer_table import of_ladder
 from sim.units import length, size
 from topology.specs import ClusterSpec
 
@@ -22,6 +23,7 @@ def page(title: str, rows: Sequence[dict[str, Any]], spec: ClusterSpec) -> str:
     return render(
         "ladder.html.j2",
         title=title,
+        answer=of_ladder(rows),
         seq=length(rows[0]["seq"]),
         key=legend([[look] for look in looks], _WIDTH),
         plot=bars(rows, spec.hbm.capacity_bytes - spec.reserved.nbytes),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 from markupsafe import Markup
 
 from experiments.evidence.results import Result
@@ -80,6 +81,7 @@ def page(title: str, results: Sequence[Result]) -> str:
     return render(
         "report.html.j2",
         title=title,
+        answer=next(iter(chapters[0].says), "") if len(chapters) == 1 else "",
         chapters=chapters,
         library=Markup(library),  # noqa: S704 - of a package, as a script; the test sees that no tag ends it
         charts=charts,
@@ -92,7 +94,7 @@ def page(title: str, results: Sequence[Result]) -> str:
 def chapter(result: Result) -> Chapter:
     """Return the chapter of a result; raises InputError for one that lacks what its kind has."""
     try:
-        return _CHAPTERS[result.kind](result)
+        return msgspec.structs.replace(_CHAPTERS[result.kind](result), rests_on=result.rests_on)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         if isinstance(error, InputError):
             raise

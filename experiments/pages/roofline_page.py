@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Entry, Frame, Mark, Plot, Tick, Trend, legend
 from experiments.pages.render import render
+from sim.setup.table import Table
 from sim.units import length, rate, seconds
 
 _WIDTH, _HEIGHT = 1000, 520
@@ -15,14 +16,16 @@ _FAMILIES = ("flash", "memory-efficient", "standard", "gemm", "other")
 """Kernels that have a colour each."""
 
 
-def page(title: str, balance: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+def page(title: str, balance: dict[str, Any], found: Table) -> str:
     """Return the page of a row of ``longstep.machine_balance`` and of what ``longstep.roofline`` returned."""
+    rows = found.rows
     lengths = sorted({row["seq"] for row in rows})
     families = [Entry(SWATCH, _hue(name), name) for name in _FAMILIES]
     shapes = [Entry(_shape(lengths, seq), "inked", length(seq)) for seq in lengths]
     return render(
         "roofline.html.j2",
         title=f"Roofline: {title}",
+        answer=found.answer,
         balance=balance,
         key=legend([families, shapes], _WIDTH),
         plot=plot(balance, rows),

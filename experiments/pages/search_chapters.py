@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from experiments.evidence.peaks import BESIDE, PEAK
+from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.results import Result
-from experiments.pages.chapters import Chapter, is_number
+from experiments.pages.chapters import Chapter, is_number, said
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, Point, Unit, bars, lines
 from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
 from experiments.pages.tables import head, table
+from sim.engine.report import Evidence
 from sim.memory import TERMS
 from sim.units import length, size
 
@@ -20,7 +24,7 @@ def rows_chapter(result: Result) -> Chapter:
     rows: list[dict[str, Any]] = result.data
     return Chapter(
         title=f"Sweep: {result.name}",
-        says=sweep_lines(rows),
+        says=[*said(result, []), *sweep_lines(rows)],
         charts=sweep_charts(rows),
         tables=[table("all rows", rows)],
         evidence=[f"by: {result.command}"] if result.command else [],
@@ -32,7 +36,7 @@ def plan_chapter(result: Result) -> Chapter:
     best, lost = result.data["best"], result.data["lost"]
     tried = result.data.get("tried") or []
     says = [f"{result.data['configurations']} configurations, {result.data['simulated']} simulated"]
-    if result.data["slack"]:
+    if result.data["slack"] and not result.answer:
         says.append("the search was cut short, so that there may be a better one")
     charts = []
     if best:
@@ -44,19 +48,22 @@ def plan_chapter(result: Result) -> Chapter:
             lines(series, title="the best configurations", x=(PEAK, BYTES), y=("step", SECONDS), joined=False,
                   about=f"Seconds of a step of each of the best configurations. {BESIDE}")
         )  # fmt: skip
-    else:
+    elif not result.answer:
         says.append(f"nothing fits; the smallest shortage: {result.data['shortage']}")
     tables = [table("best", best), table("why others lose", lost), table("tried", tried)]
     return Chapter(
-        title=f"Plan: {result.name}", says=[*_answered(result.data), *says], charts=charts,
+        title=f"Plan: {result.name}", says=[*said(result, _answered(result.data)), *says], charts=charts,
         tables=[one for one in tables if one.rows],
+        evidence=evidence_lines(msgspec.convert(found, Evidence)) if (found := result.data.get("evidence")) else [],
     )  # fmt: skip
 
 
 def answer_chapter(result: Result) -> Chapter:
     """Return a chapter of a reverse question to the planner."""
     return Chapter(
-        title=f"Plan: {result.name}", says=_answered(result.data), tables=[table("tried", result.data["tried"])]
+        title=f"Plan: {result.name}",
+        says=said(result, _answered(result.data)),
+        tables=[table("tried", result.data["tried"])],
     )
 
 
@@ -90,7 +97,10 @@ def balance_chapter(result: Result) -> Chapter:
     documents = result.data["documents"]
     return Chapter(
         title=f"Balance: {result.name}",
-        says=[f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens, {sum(documents)} in all"],
+        says=[
+            *said(result, []),
+            f"{len(documents)} documents of {min(documents)} to {max(documents)} tokens, {sum(documents)} in all",
+        ],
         charts=charts,
         tables=[table("planners", result.data["planners"])],
     )
@@ -109,7 +119,9 @@ def roofline_chapter(result: Result) -> Chapter:
     )  # fmt: skip
     notes = dict.fromkeys(row["note"] for row in result.data["kernels"] if row["note"])
     tables = [table("machine balance", result.data["balance"]), table("kernels", result.data["kernels"])]
-    return Chapter(title=f"Roofline: {result.name}", charts=[chart], tables=tables, evidence=list(notes))
+    return Chapter(
+        title=f"Roofline: {result.name}", says=said(result, []), charts=[chart], tables=tables, evidence=list(notes)
+    )
 
 
 def study_chapter(result: Result) -> Chapter:
@@ -130,7 +142,7 @@ def ladder_chapter(result: Result) -> Chapter:
     about = f"A bar for each set of techniques, by term; free and peak add up to the line. {BESIDE}"
     return Chapter(
         title=f"Ladder: {result.name}",
-        says=[f"techniques at {length(rows[0]['seq'])}: memory by term, and the longest context"],
+        says=said(result, [f"techniques at {length(rows[0]['seq'])}: memory by term, and the longest context"]),
         charts=[
             bars(names, terms, title=f"{PEAK} of a GPU", about=about, unit=BYTES, limit=(size(capacity), capacity)),
             bars(names, {"step": [row["step_time_s"] for row in rows]}, title="step", unit=SECONDS,
@@ -155,7 +167,8 @@ def fit_chapter(result: Result) -> Chapter:
             series.setdefault(row["row"], []).append(Point(row["seq"], row["step_time_s"], hollow=hollow))
     about = "Seconds of a step of what fits, over the sequence length; hollow: at the limit"
     charts = [lines(series, title="what fits", about=about, x=("S", None), y=("step", SECONDS))] if series else []
-    return Chapter(title=f"What fits: {result.name}", charts=charts, tables=[table("cells", rows)])
+    says = said(result, [])
+    return Chapter(title=f"What fits: {result.name}", says=says, charts=charts, tables=[table("cells", rows)])
 
 
 def winners_chapter(result: Result) -> Chapter:
@@ -180,7 +193,7 @@ def winners_chapter(result: Result) -> Chapter:
         charts.append(
             lines(places, title="the fastest", about=about, x=(head(across), across_unit(across)), y=up, joined=False)
         )
-    says = [f"{name}: {len(found)} of {len(rows)} places" for name, found in places.items()]
+    says = said(result, [f"{name}: {len(found)} of {len(rows)} places" for name, found in places.items()])
     return Chapter(title=f"Winners: {result.name}", says=says, charts=charts, tables=[table("places", rows)])
 
 
@@ -208,7 +221,7 @@ def crossover_chapter(result: Result) -> Chapter:
     charts = [
         lines(drawn, title="both", about=about, x=(head(key), across_unit(key)), y=("step", SECONDS))
     ] if drawn else []  # fmt: skip
-    says = says or [f"no crossover: {names[found['crossings'][-1]['below']]} everywhere"]
+    says = said(result, says or [f"no crossover: {names[found['crossings'][-1]['below']]} everywhere"])
     return Chapter(title=f"Crossover: {result.name}", says=says, charts=charts, tables=[table("changes", rows)])
 
 

@@ -13,7 +13,7 @@ from experiments.evidence.peaks import PEAK
 from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
-from experiments.pages.chapters import Chapter, is_figure
+from experiments.pages.chapters import Chapter, is_figure, said
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart, Point, bars, lines, parity
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
@@ -105,7 +105,7 @@ def compare_chapter(result: Result) -> Chapter:
     both = f"simulated {seconds(step['simulated_s'])}, measured {seconds(step['measured_s'])}"
     return Chapter(
         title=f"Executed beside simulated: {result.name}",
-        says=[f"{both}: error {percent(step['error'])}", *found["diagnosis"]],
+        says=[*said(result, [f"{both}: error {percent(step['error'])}"]), *found["diagnosis"]],
         charts=[_parity([step, *kinds], "op_kind")],
         tables=[table("op kinds, mean of the ranks, and the step", [*kinds, step])],
         evidence=_evidence(found["report"]["evidence"]),
@@ -145,13 +145,15 @@ def simulate_chapter(result: Result) -> Chapter:
             bars(first, {"saved": [saves[figure] for figure in first]}, title="what doubling each figure saves",
                  about="Share of the step that doubling each figure of the machine saves", unit=SHARE)
         )  # fmt: skip
-    rows = [{"figure": head(name), "value": _shown(name, value)} for name, value in found.items() if is_figure(value)]
+    rows = [
+        {"figure": head(name), "value": _shown(name, value)}
+        for name, value in found.items()
+        if is_figure(value) and name != "answer"
+    ]
     rows += [{"figure": f"floor of {name}", "value": seconds(value)} for name, value in found["floors"].items()]
     return Chapter(
         title=f"Predicted step: {result.name}",
-        says=[found["answer"], *found["rests_on"]]
-        if "answer" in found
-        else [f"{seconds(found['step_time_s'])} a step"],
+        says=said(result, [f"{seconds(found['step_time_s'])} a step"]),
         charts=charts,
         tables=[table("figures", rows)],
         evidence=_evidence(found["evidence"]),
@@ -193,9 +195,9 @@ def doctor_chapter(result: Result) -> Chapter:
     """Return a chapter of what a measured run points to."""
     found = result.data
     causes = [{name: value for name, value in row.items() if is_figure(value)} for row in found["causes"]]
-    said = [f"{found['verdict']}: predicted {seconds(found['simulated_s'])}"]
+    verdict = f"{found['verdict']}: predicted {seconds(found['simulated_s'])}"
     if found["measured_s"] is not None:
-        said[0] += f", measured {seconds(found['measured_s'])}"
+        verdict += f", measured {seconds(found['measured_s'])}"
     charts = []
     if steps := [row for row in causes if row.get("step_time_s")]:
         limit = None if found["measured_s"] is None else ("measured", found["measured_s"])
@@ -208,9 +210,12 @@ def doctor_chapter(result: Result) -> Chapter:
     if traced := found.get("traced"):
         tables.append(table("work beside the simulated one", traced["kinds"]))
     return Chapter(
-        title=f"Doctor: {result.name}", says=[*said, *found["findings"]], charts=charts, tables=tables,
+        title=f"Doctor: {result.name}",
+        says=[*said(result, [verdict]), *found["findings"]],
+        charts=charts,
+        tables=tables,
         evidence=[f"not simulated: {line}" for line in found["skipped"]],
-    )  # fmt: skip
+    )
 
 
 def _cause(row: Mapping[str, Any]) -> str:

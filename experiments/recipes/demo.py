@@ -8,9 +8,9 @@ from rich.table import Table
 import longstep
 from experiments.evidence.comparison import Comparison, comparison, drift_line
 from experiments.evidence.execution import Execution, open_session
-from experiments.evidence.provenance import evidence_lines
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.terminal import comparison_table, schedules_table
+from experiments.verbs.terminal import comparison_table, schedules_table, tell_basis
+from sim.setup.answer import sentence
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 from sim.units import percent, seconds
@@ -41,6 +41,7 @@ def compare_here(console: Console) -> None:
             for schedule in ("ring", "ulysses"):
                 predicted = ring.replace(seq=seq, schedule=schedule)
                 result, traces = comparison(predicted, session, Execution().repeats)
+                console.print(result.answer, markup=False)
                 console.print(comparison_table(predicted.title, result))
                 found.append((seq, schedule, result))
         write_trace(TRACE_FILE, predicted.checked, traces)
@@ -64,6 +65,6 @@ def predict_h100(console: Console) -> None:
             longstep.predict(schedule, model="llama3-8b", cluster="hgx-h100", seq=seq)
             for schedule in ("ring", "zigzag", "ulysses")
         ]
+        console.print(sentence(found), markup=False)
         console.print(schedules_table(found, {}))
-    for line in evidence_lines(found[0].report.evidence):
-        console.print(line, markup=False)
+    tell_basis(found, console)

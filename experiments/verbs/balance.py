@@ -17,13 +17,14 @@ from experiments.pages.balance_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json, progress, tell_assumed
+from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
 from sim.errors import InputError
 from sim.files import require_outputs
 from sim.presets import preset_names, read_bytes
+from sim.setup.balance import of_several
 from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
 from sim.setup.planners import PLANNERS
 from sim.units import length, seconds, size
@@ -74,7 +75,9 @@ class Balance(Writes):
     execute: bool = False
     """Execute every plan on this machine, too, one rank at a time, and show its slowest / mean beside the simulated."""
     json: bool = False
-    """Print JSON instead of tables: the figures of all planners, and by rank and by hop those of each."""
+    """Print JSON instead of tables: the answer, the figures of all planners, and by rank and by hop those of each."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def balance(command: Balance, console: Console) -> None:
@@ -112,11 +115,10 @@ def balance(command: Balance, console: Console) -> None:
     if command.json:
         by = {one.planned.planner: {"ranks": one.by_rank, "hops": one.by_hop} for one in found.found}
         beside = {"executed": executed} if command.execute else {}
-        print_json(
-            {"documents": found.batch.documents, "mask": found.mask, "planners": found.rows.rows, "of": by, **beside},
-            console,
-        )
+        said = {"answer": found.answer, "rests_on": found.rests_on, "documents": found.batch.documents}
+        print_json({**said, "mask": found.mask, "planners": found.rows.rows, "of": by, **beside}, console)
         return
+    console.print(found.answer, markup=False)
     console.print(_planners_table(title, found.rows.rows))
     if executed:
         console.print(_executed_table(executed))
@@ -124,8 +126,11 @@ def balance(command: Balance, console: Console) -> None:
         first = found.found[0]
         console.print(_table(f"{first.planned.planner}, by rank", first.by_rank))
         console.print(_table(f"{first.planned.planner}, by hop: of all ranks", first.by_hop))
-    for line in note_lines(found.notes):
-        console.print(line, markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    known = {*(found.grounds.evidence.notes if found.grounds else ())}
+    more = note_lines([note for note in found.extrapolated if note not in known])
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence, more=more)
 
 
 def _several(setup: longstep.Setup, planners: list[str], command: Balance, console: Console) -> None:
@@ -146,9 +151,11 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
             )
             rows += [{"seed": command.seed + number, "mask": found.mask, **row} for row in found.rows]
             show(number + 1, command.seeds)
+    several = longstep.Table(rows).answering(of_several(command.seeds, rows), found.grounds)
     if command.json:
-        print_json(rows, console)
+        print_json(answered(several), console)
         return
+    console.print(several.answer, markup=False)
     heads = ("planner", "attention", "slowest / mean", "received", "planned in")
     title = (
         f"attention of one layer of {command.model} over {found.ranks} GPUs of {command.cluster}: {command.seeds} "
@@ -170,6 +177,7 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
             planned,
         )
     console.print(table)
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _spread(rows: list[dict[str, Any]], name: str, shown: Callable[[float], str]) -> str:

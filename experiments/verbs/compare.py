@@ -14,7 +14,7 @@ from experiments.pages.comparison_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import comparison_table, print_json
+from experiments.verbs.terminal import comparison_table, print_json, tell_basis
 from experiments.verbs.writes import Writes
 from sim.files import require_outputs
 from sim.setup.prediction import write_trace
@@ -36,6 +36,8 @@ class Compare(Writes):
     """Write one HTML page with both to this file: op kinds, a parity plot, a timeline and where the step went."""
     json: bool = False
     """Print one JSON object instead of a table."""
+    evidence: bool = False
+    """Also print all that the prediction rests on, as a table."""
 
 
 def compare(command: Compare, console: Console, workers: Workers | None = None) -> None:
@@ -49,10 +51,12 @@ def compare(command: Compare, console: Console, workers: Workers | None = None) 
     if trace:
         write_trace(trace, checked, traces)
     if html:
-        html.write(page(predicted.title, found, *traces).encode())
+        html.write(page(predicted.title, found, *traces, rests_on=predicted.rests_on).encode())
     if command.json:
-        print_json(found, console)
+        print_json(found.to_dict(predicted.rests_on), console)
         return
+    console.print(found.answer, markup=False)
     console.print(comparison_table(predicted.title, found))
     for line in comparison_lines(found):
         console.print(line, markup=False)
+    tell_basis([predicted], console, everything=command.evidence)

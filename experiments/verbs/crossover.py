@@ -12,7 +12,7 @@ from rich.table import Table
 import longstep
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules
-from experiments.verbs.terminal import print_json, tell_assumed
+from experiments.verbs.terminal import print_json, tell, tell_assumed
 from sim.errors import InputError
 from sim.units import length
 
@@ -29,6 +29,8 @@ class Crossover:
     """How far a value may be off, as a share."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON instead of a table: a is the first one that was named, b the second."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def crossover(command: Crossover, console: Console) -> None:
@@ -41,8 +43,10 @@ def crossover(command: Crossover, console: Console) -> None:
     tell_assumed(setup, console, json=command.json)
     found = longstep.crossover(a, b, key.strip(), between.strip(), within=command.within)
     if command.json:
-        print_json({"along": key, **names, "crossings": found.rows, "points": found.points.rows}, console)
+        said = {"answer": found.answer, "rests_on": found.rests_on, "along": key, **names}
+        print_json({**said, "crossings": found.rows, "points": found.points.rows}, console)
         return
+    console.print(found.answer, markup=False)
     names |= {"": "neither fits"}
     table = Table("from", "to", "faster", "change known to be in", title=f"{names['a']} or {names['b']}, by {key}")
     below = between.partition("..")[0]
@@ -53,6 +57,7 @@ def crossover(command: Crossover, console: Console) -> None:
         table.add_row(below, until, names[row["below"]], known)
         below = until
     console.print(table)
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, longstep.Setup]]:

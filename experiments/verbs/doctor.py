@@ -14,12 +14,12 @@ from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_seconds, read_share
 from experiments.verbs.selection import FileSelection, listed
-from experiments.verbs.terminal import print_json, progress, tell_assumed
+from experiments.verbs.terminal import print_json, progress, tell, tell_assumed
 from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError, none_of
 from sim.setup.profiled import read_traces
 from sim.setup.traced import Traced
-from sim.units import percent, seconds, size
+from sim.units import FEW, percent, seconds, seconds_between, size
 
 _COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "dp_degree", "batch")
 _SHOWN = 6
@@ -49,6 +49,8 @@ class Doctor:
     """Chrome trace of the torch profiler (.json, .json.gz) or of longstep run --trace; of several ranks, as often."""
     json: bool = False
     """Print one JSON object."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def doctor(command: Doctor, console: Console) -> None:
@@ -67,10 +69,13 @@ def doctor(command: Doctor, console: Console) -> None:
         return
     for told in command.selection.told():
         console.print(with_flags(told), markup=False)
+    console.print(found.answer, markup=False)
+    console.print(_figures_table(found))
     if found.traced:
         console.print(_kinds_table(found.traced))
     for line in lines(found):
         console.print(line, markup=False)
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _json(found: Diagnosis) -> dict[str, Any]:
@@ -79,7 +84,23 @@ def _json(found: Diagnosis) -> dict[str, Any]:
         "kinds": [row._asdict() for row in found.traced.kinds],
         "ranks": [row._asdict() for row in found.traced.ranks],
     }
-    return dataclasses.asdict(found) | {"causes": found.table().rows, "traced": beside}
+    figures = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "grounds"}
+    said = {"answer": found.answer, "rests_on": found.rests_on}
+    return {**said, **figures, "causes": found.table().rows, "traced": beside}
+
+
+def _figures_table(found: Diagnosis) -> RichTable:
+    """Return what was measured beside what is predicted."""
+    floor = f"FLOPs at the peak and bytes at link rates take {seconds(found.floor_s, FEW)}" if found.floor_s else ""
+    alone = f"attention kernels alone {seconds(found.attention_s, FEW)}" if found.attention_s else ""
+    caption = ", ".join(filter(None, (floor, alone)))
+    table = RichTable("figure", "measured", "predicted", "of healthy runs", caption=caption, caption_justify="left")
+    of_time = seconds(found.simulated_s), seconds_between(found.low_s, found.high_s)
+    table.add_row("step", "" if found.measured_s is None else seconds(found.measured_s), *of_time)
+    held = "" if found.memory_bytes is None else size(found.memory_bytes)
+    between = " to ".join(size(end, FEW) for end in found.memory_within)
+    table.add_row("memory of a GPU", held, f"{size(found.peak_hbm_bytes)} allocated", between)
+    return table
 
 
 def _kinds_table(found: Traced) -> RichTable:
@@ -129,8 +150,8 @@ def _other(setup: Setup, text: str) -> tuple[Setup, Measured]:
 
 
 def lines(found: Diagnosis) -> list[str]:
-    """Return what was found as lines of text: the verdict with its figures, contradictions, and causes."""
-    said = [_verdict(found), *(f"- {finding}" for finding in found.findings)]
+    """Return what was found as lines of text: contradictions, and causes."""
+    said = [f"- {finding}" for finding in found.findings]
     if found.consistent:
         names = [cause.name for cause in found.consistent]
         said += ["", "consistent with what was measured, the best explanation first:"]
@@ -150,21 +171,3 @@ def lines(found: Diagnosis) -> list[str]:
     said += [f"not so: {', '.join(others)}"] if others else []
     said += [f"not seen in what was measured: {', '.join(found.untold)}"] if found.untold else []
     return said + [f"not simulated: {line}" for line in found.skipped]
-
-
-def _verdict(found: Diagnosis) -> str:
-    """Return the first line."""
-    expected = f"predicted {seconds(found.simulated_s)}, within {seconds(found.low_s)} to {seconds(found.high_s)}"
-    expected += f", {size(found.peak_hbm_bytes)} allocated a GPU"
-    if found.measured_s is None:
-        return f"{found.verdict}: {expected}"
-    times = f"measured {seconds(found.measured_s)}; {expected}"
-    if found.verdict == "healthy":
-        return f"healthy: {times}"
-    if found.verdict == "impossible":
-        times += f"; {found.floor_s / found.measured_s:.3g} times faster than FLOPs at the peak and bytes at link rates"
-    if found.measured_s < found.attention_s:
-        times += f"; {found.attention_s / found.measured_s:.3g} times faster than attention alone"
-    elif found.verdict == "too slow":
-        times += f" ({percent(found.measured_s / found.simulated_s - 1)})"
-    return f"{found.verdict}: {times}"

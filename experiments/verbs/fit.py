@@ -17,7 +17,7 @@ from experiments.pages.render import PAGE_FILE
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import FileSelection, StepSelection, listed
-from experiments.verbs.terminal import print_json, progress, tell_assumed
+from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, unknown
 from sim.files import require_outputs
@@ -46,7 +46,9 @@ class Fit(FileSelection):
     scope: str = "step"
     """What fits is known of training steps only."""
     json: bool = False
-    """Print JSON instead of a table: a list of all cells."""
+    """Print JSON instead of a table: the answer, and a list of all cells."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,9 @@ class Ladder(Writes):
     page: OptionalText = None
     """Write an HTML page with bars of the memory to this file."""
     json: bool = False
-    """Print JSON instead of a table: a list of all rows."""
+    """Print JSON instead of a table: the answer, and a list of all rows."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def fit(command: Fit, console: Console) -> None:
@@ -78,8 +82,10 @@ def fit(command: Fit, console: Console) -> None:
         tables = [longstep.fit(base, rows, lengths, progress=show) for base, rows in asked]
     found = longstep.Table([row for table in tables for row in table])
     found.require_any()
+    longest = max(tables, key=_longest)
+    found.answering(what_fits(found), longest.grounds)
     if command.json:
-        print_json(found.rows, console)
+        print_json(answered(found), console)
         return
     for told in dataclasses.replace(command, seq=lengths[0], schedule=None, stack=None).told():
         console.print(with_flags(told), markup=False)
@@ -88,11 +94,17 @@ def fit(command: Fit, console: Console) -> None:
     for start in range(0, len(found.rows), len(lengths)):
         cells = found.rows[start : start + len(lengths)]
         table.add_row(cells[0]["row"], *map(_cell, cells))
-    console.print(what_fits(found), markup=False)
+    console.print(found.answer, markup=False)
     console.print(table)
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
         console.print(f"- {error}", markup=False)
     console.print("~ at the limit. What is missing stands with a minus, and below it what to switch on.", markup=False)
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
+
+
+def _longest(table: longstep.Table) -> tuple[int, float]:
+    """Return the longest length of a table that fits, with how soon its fastest step is done."""
+    return max(((row["seq"], -row["step_time_s"]) for row in table if row["step_time_s"] is not None), default=(0, 0.0))
 
 
 def _asked(command: Fit, seq: str) -> Iterator[tuple[longstep.Setup, list[str]]]:
@@ -147,11 +159,13 @@ def ladder(command: Ladder, console: Console) -> None:
     if out:
         out.write(page(title, found.rows, spec_of(setup)).encode())
     if command.json:
-        print_json(found.rows, console)
+        print_json(answered(found), console)
         return
+    console.print(found.answer, markup=False)
     console.print(
         _ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found, beside(spec_of(setup)))
     )
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _ladder_table(title: str, found: longstep.Table, memory: str) -> Table:

@@ -17,13 +17,16 @@ from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import Ticker, print_json, printable, tell_assumed
+from experiments.verbs.terminal import Ticker, print_json, printable, tell, tell_assumed
 from sim.errors import InputError
+from sim.setup.answer_plan import interval_of, step_of
 from sim.setup.branches import Played
 from sim.setup.plan import Plan as Found
 from sim.setup.search import Progress
 from sim.setup.space import OPTIONS
-from sim.units import length, seconds, size
+from sim.units import FEW, length, number, seconds, size
+
+_LONGER = "--limit SECONDS searches longer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,9 @@ class Plan(StepSelection):
     """Processes; by default as many as there are cores."""
     json: bool = False
     """Print JSON instead of tables."""
+    evidence: bool = False
+    """Also print, as tables, why others lose, what doubling each figure of the machine saves, and all that the answer
+    rests on."""
 
 
 def plan(command: Plan, console: Console) -> None:
@@ -89,15 +95,30 @@ def plan(command: Plan, console: Console) -> None:
     tell_assumed(setup, console, json=command.json)
     with _live() as show:
         answer, found = _found(command, prices, show)
+    said = answer or found
+    assert said is not None
     if command.json:
-        told = {} if found is None else {**found._asdict(), "best": found.best.rows, "lost": found.lost.rows}
-        asked = {} if answer is None else {"value": answer.value, "sure": answer.sure, "tried": answer.tried.rows}
-        print_json({**asked, **told}, console)
+        print_json({"answer": said.answer, "rests_on": said.rests_on, **_asked(answer), **_planned(found)}, console)
         return
+    console.print(said.answer, markup=False)
     if answer is not None:
-        _print_answer(command, answer, console)
+        _print_tried(command, answer, console)
     if found is not None:
         _print_plan(command, found, answer, console)
+
+
+def _asked(answer: longstep.Answer | None) -> dict[str, Any]:
+    """Return what a question asked the other way round found, as plain data."""
+    return {} if answer is None else {"value": answer.value, "sure": answer.sure, "tried": answer.tried.rows}
+
+
+def _planned(found: Found | None) -> dict[str, Any]:
+    """Return a plan as plain data."""
+    if found is None:
+        return {}
+    figures = found._asdict()
+    grounds = figures.pop("grounds")
+    return {**figures, "best": found.best.rows, "lost": found.lost.rows, "evidence": grounds and grounds.evidence}
 
 
 @contextlib.contextmanager
@@ -181,62 +202,53 @@ def _found(
     return None, longstep.plan(setup, memory_budget=budget, tensors=tensors, price=price, **how)
 
 
-def _print_answer(command: Plan, answer: longstep.Answer, console: Console) -> None:
-    """Print the value that was asked for, and what was tried."""
+def _print_tried(command: Plan, answer: longstep.Answer, console: Console) -> None:
+    """Print what was tried."""
     what = "seq" if command.longest else "gpus"
     shown = length if command.longest else str
     table = Table("length" if command.longest else "GPUs", "enough", "with, or why not", title_justify="left")
     for row in answer.tried:
         table.add_row(shown(row[what]), {True: "yes", False: "no", None: "not known"}[row["reaches"]], row["why"])
     console.print(table)
-    console.print(_answered(command, answer))
-
-
-def _answered(command: Plan, answer: longstep.Answer) -> str:
-    """Return the answer in a sentence, which says so where the search was cut short, or ended where it was told to."""
-    cut = "" if answer.sure else "; the search was cut short, --limit gives it longer"
-    if answer.value is None:
-        return f"Nothing that was tried is enough{cut}."
-    if command.fewest_gpus:
-        return f"The fewest GPUs are {answer.value if answer.sure else f'{answer.value} or fewer'}{cut}."
-    tokens = f"{length(answer.value)}: {answer.value} tokens"
-    if answer.sure and not answer.tried[-1]["reaches"]:
-        return f"The longest context is {tokens}, to 1 %."
-    return f"The longest context is at least {tokens}{cut or ', where --until ends'}."
+    if not answer.sure:
+        console.print(_LONGER)
 
 
 def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, console: Console) -> None:
-    """Print the best configurations, and why the others lose."""
+    """Print the best configurations, or what would do, and what that rests on; and why the others lose."""
     seq = answer.value if answer and command.longest else None
     said = f"{found.configurations} configurations, {found.simulated} simulated"
     if len(found.best):
         at = seq or longstep.workload(command.model, command.seq, documents=command.documents).seq
         title = f"training steps of {command.model}, S {length(at)}: {said}"
         console.print(_best_table(title, found.best.rows, _beside(command)))
-        saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in found.best[0]["saves"].items())
-        console.print(
-            f"doubling one figure of the machine saves the first: {saved}; all others below 1 %", markup=False
-        )
-        for row in found.best.rows:
-            if row["tie"]:
-                console.print(f"- {row['schedule']}, {row['options']}: a tie with the first", markup=False)
+        for row in found.best.rows[1:]:
             if row["unusual"]:
                 said = f"no one would run this, {row['unusual']}"
                 console.print(f"- {row['schedule']}, {row['options']}: {said}", markup=False)
-    else:
-        said = "nothing was found so far that fits" if found.slack else "nothing fits"
-        console.print(f"{said}; the smallest shortage: {found.shortage}", markup=False)
-        if found.remedies:
-            told = "".join(f"\n- {one}" for one in found.remedies)
-            console.print(f"any of these would do, by the memory of one rank:{told}", markup=False)
-    if found.slack:
-        better = "cheaper" if command.cheapest else "faster"
-        rest = f"at most {100 * found.slack:.2g} % {better} by its lower bound" if found.slack < 1 else "not known yet"
-        said = f"what was not simulated is {rest}"
-        known = answer and not answer.sure  # by the sentence above
-        cut = "interrupted" if found.interrupted else "cut short"
-        console.print(f"- {said}" if known else f"The search was {cut}: {said}; --limit gives it longer.")
-    table = Table("schedule", "configurations", "simulated", "with", "why it loses", title="all", title_justify="left")
+    elif found.remedies:
+        told = "".join(f"\n- {one}" for one in found.remedies)
+        console.print(f"any of these would do, by the memory of one rank:{told}", markup=False)
+    if found.slack and (answer is None or answer.sure):  # else it is said
+        console.print(_LONGER)
+    if command.evidence:
+        console.print(_lost_table(found))
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence, more=_saved(found))
+
+
+def _saved(found: Found) -> list[str]:
+    """Return what doubling figures of the machine saves the first."""
+    if not len(found.best):
+        return []
+    saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in found.best[0]["saves"].items())
+    return [f"doubling one figure of the machine saves the first: {saved}; all others below 1 %"]
+
+
+def _lost_table(found: Found) -> Table:
+    """Return why others lose, a row for each schedule."""
+    table = Table(
+        "schedule", "configurations", "simulated", "with", "why it loses", title="why others lose", title_justify="left"
+    )
     by_schedule: dict[str, list[dict[str, Any]]] = {}
     for row in found.lost:
         by_schedule.setdefault(row["schedule"], []).append(row)
@@ -244,14 +256,14 @@ def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, con
         nearest = min(rows, key=_distance)
         counts = (str(sum(row[key] for row in rows)) for key in ("configurations", "simulated"))
         table.add_row(schedule, *counts, nearest["degrees"], nearest["why"])
-    console.print(table)
+    return table
 
 
 def _distance(row: dict[str, Any]) -> tuple[int, float]:
     """Return how far a schedule with its degrees is from the first: simulated, by a bound, or not known."""
-    for number, key in enumerate(("slower", "slower_at_least")):
+    for place, key in enumerate(("slower", "slower_at_least")):
         if row[key] is not None:
-            return number, row[key]
+            return place, row[key]
     return 2, (row["too_large"] + row["too_slow"]) / row["configurations"]
 
 
@@ -284,16 +296,15 @@ def _best_table(title: str, rows: list[dict[str, Any]], memory: str) -> Table:
     table = Table(*heads, *(["a billion tokens"] if priced else []), title=title, title_justify="left")
     table.caption, table.caption_justify = memory, "left"
     for row in rows:
-        within = "not known" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
         host = f", a socket {size(row['peak_socket_bytes'])}" if row["peak_socket_bytes"] else ""
         cells = [
             f"{row['schedule']}\n{row['options']}",
-            seconds(row["step_time_s"]),
-            within,
-            f"{row['tokens_per_s_per_gpu']:.4g}",
+            step_of(row),
+            interval_of(row),
+            number(row["tokens_per_s_per_gpu"], FEW),
             size(row["peak_hbm_bytes"]) + host,
             f"{'~' if row['fits'] is None else ''}{size(row['free_bytes'])}",
             row["bound_by"],
         ]
-        table.add_row(*cells, *([f"{row['cost_per_billion_tokens']:.4g}"] if priced else []))
+        table.add_row(*cells, *([number(row["cost_per_billion_tokens"], FEW)] if priced else []))
     return table

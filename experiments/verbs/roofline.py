@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
+from experiments.evidence.provenance import note_lines
 from experiments.pages.render import PAGE_FILE
 from experiments.pages.roofline_page import kernel_name, page
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json, tell_assumed
+from experiments.verbs.terminal import print_json, tell, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.files import require_outputs
 from sim.setup.names import CLUSTER, MODEL
@@ -38,7 +39,9 @@ class Roofline(Writes):
     page: OptionalText = None
     """Write an HTML page with the plot to this file."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print JSON instead of tables: the balance of all clusters, and a list of all kernels."""
+    """Print JSON instead of tables: the answer, the balance of all clusters, and a list of all kernels."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def roofline(command: Roofline, console: Console) -> None:
@@ -55,14 +58,17 @@ def roofline(command: Roofline, console: Console) -> None:
     balanced = next(row for row in of_cluster if row["cluster"] == command.cluster)
     title = f"kernels of a layer of {command.model} on one {balanced['gpu']}"
     if out:
-        out.write(page(title, balanced, found.rows).encode())
+        out.write(page(title, balanced, found).encode())
     if command.json:
-        print_json({"balance": of_cluster.rows, "kernels": found.rows}, console)
+        said = {"answer": found.answer, "rests_on": found.rests_on}
+        print_json({**said, "balance": of_cluster.rows, "kernels": found.rows}, console)
         return
+    console.print(found.answer, markup=False)
     console.print(_balance_table(of_cluster.rows))
     console.print(_kernels_table(title, found.rows))
-    for note in sorted({row["note"] for row in found if row["note"]}):
-        console.print(f"- {note}", markup=False)
+    known = {*(found.grounds.evidence.notes if found.grounds else ())}
+    more = note_lines(sorted({row["note"] for row in found if row["note"]} - known))
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence, more=more)
 
 
 def _balance_table(rows: list[dict[str, Any]]) -> Table:

@@ -27,7 +27,7 @@ from sim.breakdown import PartName
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
-from sim.setup.answer import interval, named, step_time, warnings
+from sim.setup.answer import Grounds, grounds, interval, named, step_time
 from sim.setup.names import scope_title
 from sim.units import FEW, length, number, percent, seconds, size
 from topology.reserved import PARTS, Basis
@@ -79,14 +79,21 @@ def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
 def tell_basis(predictions: Sequence[Prediction], console: Console, *, everything: bool = False) -> None:
     """Print what an answer rests on, in three lines: those of the fastest; or everything, of all, as a table."""
     first = min(predictions, key=lambda one: one.step_time_s)
-    for line in first.rests_on:
+    others = [grounds(one) for one in predictions if one is not first]
+    tell([grounds(first), *others], console, everything=everything)
+
+
+def tell(found: Sequence[Grounds], console: Console, *, everything: bool = False, more: Sequence[str] = ()) -> None:
+    """Print the same, the lines of the first; ``more`` is of everything, too."""
+    for line in found[0].lines if found else ():
         console.print(line, markup=False)
-    for note in dict.fromkeys(note for one in predictions for note in warnings(one)):
+    for note in dict.fromkeys(note for one in found for note in one.warnings):
         console.print(f"note: {note}", markup=False)
     if everything:
         table = Table("evidence", title="what it rests on", title_justify="left")
-        notes = sorted({note for one in predictions for note in one.figures.evidence.notes})
-        for line in evidence_lines(msgspec.structs.replace(first.figures.evidence, notes=notes)):
+        notes = sorted({note for one in found for note in one.evidence.notes})
+        lines = evidence_lines(msgspec.structs.replace(found[0].evidence, notes=notes)) if found else []
+        for line in (*more, *lines):
             table.add_row(line.removeprefix("evidence: "))
         console.print(table)
 
@@ -369,6 +376,11 @@ class Ticker(logging.Handler):
         if time.monotonic() - self._began >= self._SOON_S:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def answered(found: Figures) -> dict[str, Any]:
+    """Return rows with what they say, and what that rests on, as JSON has them."""
+    return {"answer": found.answer, "rests_on": found.rests_on, "rows": found.rows}
 
 
 def print_json(found: Any, console: Console) -> None:

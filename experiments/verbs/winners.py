@@ -13,9 +13,8 @@ from rich.table import Table
 import longstep
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
-from experiments.verbs.terminal import print_json, progress, tell_assumed
+from experiments.verbs.terminal import answered, print_json, progress, tell_assumed
 from sim.errors import InputError
-from sim.setup.answer import who_wins
 from sim.setup.axes import field_of
 from sim.units import length
 
@@ -32,7 +31,7 @@ class Winners:
     jobs: OptionalInt = None
     """Processes that play them; by default as many as there are cores."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print JSON instead of a table."""
+    """Print JSON instead of a table: the answer, and a list of all places."""
 
 
 def winners(command: Winners, console: Console) -> None:
@@ -47,10 +46,10 @@ def winners(command: Winners, console: Console) -> None:
     with progress("simulating") as show:
         found = longstep.winners(base, {field: names}, axes, jobs=command.jobs, progress=show)
     if command.json:
-        print_json(found.rows, console)
+        print_json(answered(found), console)
         return
     keys = [field_of(key) for key in axes]
-    console.print(who_wins(found), markup=False)
+    console.print(found.answer, markup=False)
     console.print(_map(found.rows, keys))
     for row in found.rows:
         console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {row['why']}")

@@ -41,14 +41,18 @@ class Decisive(NamedTuple):
         return "tokens" if self.kernel in (*ATTENTION_KERNELS, "gemm") else "elements"
 
 
-def decisive(simulation: Simulation) -> Decisive | None:
-    """Return the kernel that decides; None for a step without any."""
+def decisive(simulation: Simulation, before: Simulation | None = None, more: int = 0) -> Decisive | None:
+    """Return the kernel that decides; None for a step without any. Of a step of which few layers were simulated it has
+    so many times ``more`` what the last of these adds to the simulation ``before``.
+    """
     by_kernel: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     for use, seconds, _ in _kernels(simulation):
-        by_kernel[use.kernel] += seconds
+        by_kernel[use.kernel] += seconds * (1 + more)
         for one, _ in use.documents or ((use, 1),):
             sizes[use.kernel] = max(sizes[use.kernel], series_size(use.kernel, one.shape))
+    for use, seconds, _ in _kernels(before) if before else ():
+        by_kernel[use.kernel] -= seconds * more
     total = sum(by_kernel.values())
     if not total:
         return None

@@ -135,7 +135,7 @@ def report(simulation: Simulation, *, with_interval: bool = False, with_bound: b
         saves=bounded.saves,
         floors=lower,
         schedule_hash=trace.schedule_hash,
-        evidence=evidence(simulation, beyond_dram),
+        evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )
@@ -240,7 +240,6 @@ def evidence(simulation: Simulation, more: list[str]) -> Evidence:
         *sorted(simulation.cost.notes),
         *sorted(simulation.cost.warnings),
         *more,
-        *races(simulation),
         *(model.notes or ()),
     ]
     profile = simulation.profile

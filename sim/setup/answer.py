@@ -5,17 +5,19 @@ The same words are in a terminal, in Python and notebooks, in JSON and on pages.
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sim.engine.extrapolated import decisive
+from sim.engine.extrapolated import Decisive, decisive
 from sim.engine.learned import shipped
 from sim.engine.regime import Regime, regime
 from sim.engine.report import Evidence, Report
 from sim.engine.series import BEYOND_RANGE
+from sim.engine.simulate import Simulation
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import scope_title
 from sim.units import FEW, digits_within, length, number, seconds, seconds_between, size
@@ -23,7 +25,6 @@ from sim.workload import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sim.setup.prediction import Prediction
-    from sim.setup.table import Table
 
 _BOUND_BY: dict[Regime, str] = {"kernels": "kernels", "links": "links", "host": "the host"}
 _TRANSFER = re.compile(rf"(\w+) of (\d+) bytes among (\d+) ranks: {BEYOND_RANGE}")
@@ -109,18 +110,21 @@ def _behind(first: Prediction, others: Sequence[Prediction]) -> str:
     return said
 
 
-def what_fits(found: Table) -> str:
+def what_fits(found: Iterable[Mapping[str, Any]]) -> str:
     """Return what the rows of ``fit`` say: how long a context fits by each, and which is fastest of the longest.
 
-    >>> from sim.setup.table import Table
     >>> rows = [{"row": "a", "seq": 2048, "fits": True, "step_time_s": 1.0, "free_bytes": 1, "helps": "", "error": ""}]
     >>> rows += [{**rows[0], "row": "b", "seq": 4096, "step_time_s": 2.0}]
-    >>> print(what_fits(Table(rows)))
+    >>> print(what_fits(rows))
     The longest that fits is 4K, by b in 2 s a step; a up to 2K
     """
+    found = list(found)
     fitting = [row for row in found if row["fits"] is not False and row["step_time_s"] is not None]
     if not fitting:
-        nearest = max((row for row in found if not row["error"]), key=lambda row: float(row["free_bytes"]))
+        played = [row for row in found if not row["error"]]
+        if not played:
+            return f"Nothing can be played: {found[0]['error']}"
+        nearest = max(played, key=lambda row: float(row["free_bytes"]))
         missing = f"{size(-nearest['free_bytes'], FEW)} is missing for {nearest['row']} at {length(nearest['seq'])}"
         helps = f"switching on {nearest['helps']} helps" if nearest["helps"] else "no technique is enough"
         return f"Nothing fits: {missing}, {helps}"
@@ -134,12 +138,11 @@ def what_fits(found: Table) -> str:
     return "; ".join([f"The longest that fits is {length(most)}, {of}", *others])
 
 
-def who_wins(found: Table) -> str:
+def who_wins(found: Sequence[Mapping[str, Any]]) -> str:
     """Return what the rows of ``winners`` say: how many places each wins.
 
-    >>> from sim.setup.table import Table
     >>> places = [{"winner": name, "tied": name == "ring"} for name in ("ring", "ulysses", "ulysses", "")]
-    >>> print(who_wins(Table(places)))
+    >>> print(who_wins(places))
     Of 4 places ulysses wins 2, ring 1; ties among these: 1; nothing fits at 1
     """
     places = Counter(row["winner"] for row in found)
@@ -153,31 +156,53 @@ def who_wins(found: Table) -> str:
     return f"Of {len(found)} places {won or 'none is won'}{'; ' if rest else ''}{'; '.join(rest)}"
 
 
+class Grounds(NamedTuple):
+    """What an answer rests on."""
+
+    lines: list[str]
+    """Three at most: the kernels, with how far the decisive one is beyond what was measured; what was not measured of
+    transfers; how often such answers were right."""
+    warnings: list[str]
+    """What else has to be said: of memory that is exceeded, of races, and of what a model has and is not computed."""
+    evidence: Evidence
+    """All of it."""
+
+
+def as_text(answer: str, shown: str, about: Sequence[str]) -> str:
+    """Return an answer with what is shown below it, and what is said about it."""
+    return "\n".join([answer, *([shown] if shown else []), *(f"  {line}" for line in about)])
+
+
+def as_html(answer: str, shown: str, about: Sequence[str]) -> str:
+    """Return the same for a notebook; ``shown`` is HTML."""
+    return f"<p><b>{html.escape(answer)}</b></p>{shown}<p>{'<br>'.join(map(html.escape, about))}</p>"
+
+
+def grounds(prediction: Prediction) -> Grounds:
+    """Return what a prediction rests on."""
+    simulation = prediction.simulation
+    return grounds_of(simulation, prediction.figures.evidence, decisive(simulation))
+
+
+def grounds_of(simulation: Simulation, found: Evidence, most: Decisive | None) -> Grounds:
+    """Return what a simulation rests on, by all of its evidence and the kernel that decides."""
+    at_datasheet = simulation.profile is None
+    others = [note for note in found.notes[at_datasheet:] if note not in simulation.cost.notes]
+    if at_datasheet:
+        return Grounds(found.notes[:1], others, found)
+    return Grounds([_kernels(found, most), _not_measured(simulation), _record(simulation)], others, found)
+
+
 def rests_on(prediction: Prediction) -> list[str]:
-    """Return what an answer rests on, in three lines: the kernels, with how far the decisive one is beyond what was
-    measured; what was not measured of transfers; how often such answers were right.
-    """
-    found = prediction.figures.evidence
-    if prediction.profile is None:
-        return list(found.notes[:1])
-    return [_kernels(prediction, found), _not_measured(prediction), _record(prediction)]
+    """Return what a prediction rests on, in three lines at most."""
+    return grounds(prediction).lines
 
 
-def warnings(prediction: Prediction) -> list[str]:
-    """Return what else has to be said: of memory that is exceeded, of races, and of what a model has and is not
-    computed.
-    """
-    priced = prediction.simulation.cost.notes
-    at_datasheet = prediction.profile is None
-    return [note for note in prediction.figures.evidence.notes[at_datasheet:] if note not in priced]
-
-
-def _kernels(prediction: Prediction, found: Evidence) -> str:
+def _kernels(found: Evidence, most: Decisive | None) -> str:
     """Return where kernels come from, and how far the decisive one is from what was measured."""
     under = {"burst": ", short runs", "sustained": ", under load"}.get(found.rates, "")
     state = "" if found.complete else ", not complete"
     said = f"kernels: profile {found.profile!r} of {found.measured_on}, measured {found.created}{under}{state}"
-    most = decisive(prediction.simulation)
     if most is None:
         return said
     said += f"; {100 * most.share:.0f} % of their time is {most.kernel} of {length(round(most.size))} {most.unit}"
@@ -188,11 +213,11 @@ def _kernels(prediction: Prediction, found: Evidence) -> str:
     return f"{said}, {number(most.size / most.measured, 2)} times the largest measured"
 
 
-def _not_measured(prediction: Prediction) -> str:
+def _not_measured(simulation: Simulation) -> str:
     """Return which transfers were not measured, or none about as large, and which kernels."""
     most: dict[str, tuple[int, int]] = {}
     others: dict[str, None] = {}
-    for note in sorted(prediction.simulation.cost.notes):
+    for note in sorted(simulation.cost.notes):
         if found := _TRANSFER.fullmatch(note):
             most[found[1]] = max(most.get(found[1], (0, 0)), (int(found[2]), int(found[3])))
         elif not note.endswith(BEYOND_RANGE) and ("not in the profile" in note or "not measured" in note):
@@ -204,9 +229,9 @@ def _not_measured(prediction: Prediction) -> str:
     return f"not measured {'; not '.join(parts)}" if parts else "all kinds of kernels and transfers were measured"
 
 
-def _record(prediction: Prediction) -> str:
+def _record(simulation: Simulation) -> str:
     """Return how often such answers were right."""
-    by, learned = regime(prediction.simulation), shipped()
+    by, learned = regime(simulation), shipped()
     within = learned.within(by)
     bound = f"steps bound by {_BOUND_BY[by]} like this one"
     if within is None:

@@ -17,6 +17,8 @@ from sim.batches.seconds import Floats, attention_seconds
 from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.errors import InputError
+from sim.setup.answer import Grounds, as_html, as_text, grounds
+from sim.setup.answer_table import of_balance
 from sim.setup.effort import require_few
 from sim.setup.names import kept, one_of
 from sim.setup.planners import MOST_TASKS, PLANNERS, Attention, asked_of, playing
@@ -95,8 +97,38 @@ class Balance(NamedTuple):
     seconds: ``attention_s`` with all transfers, ``slowest_s`` and ``mean_s`` of kernels; ``skew`` is the slowest rank
     over the mean, of seconds, pairs and tokens; bytes are those that the rank receives forward that receives most."""
     notes: list[str]
-    """Which plans are too large to be simulated; what the predicted seconds rest on, where the profile has nothing
-    near."""
+    """How much the batch was padded, and which plans are too large to be simulated."""
+    extrapolated: list[str]
+    """What the predicted seconds of kernels rest on, where the profile has nothing near."""
+    grounds: Grounds | None = None
+    """What the step of the fastest planner rests on; None where none was simulated."""
+
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: which planner attends the batch fastest, and how far others are behind."""
+        return of_balance(self.rows.rows, OWN, LOWER_BOUND)
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What that rests on, in three lines at most."""
+        return self.grounds.lines if self.grounds else []
+
+    def __repr__(self) -> str:
+        return as_text(self.answer, str(self.rows), self.rests_on)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.answer, self.rows._repr_html_(), self.rests_on)
+
+
+def of_several(batches: int, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the same sentence of several batches, by the medians of their rows."""
+    medians = []
+    for planner in dict.fromkeys(row["planner"] for row in rows):
+        mine = [row for row in rows if row["planner"] == planner and not row["error"]]
+        figures = {name: [row[name] for row in mine if row[name] is not None] for name in _FIGURES}
+        middle = {name: float(np.median(values)) if values else None for name, values in figures.items()}
+        medians.append({"planner": planner, "error": "" if mine else "of all batches", **middle})
+    return of_balance(medians, OWN, LOWER_BOUND, batches)
 
 
 def balance(
@@ -169,7 +201,9 @@ def balance(
         )
         rows.append(balanced[-1].row)
     rows.append(_bound(packed, ranks, per_token, attention))
-    return Balance(packed, keeps.name, ranks, balanced, Table(rows), [*unplayed, *attention.notes])
+    steps = [one.played for one in balanced if one.played]
+    of_fastest = grounds(min(steps, key=lambda one: one.step_time_s)) if steps else None
+    return Balance(packed, keeps.name, ranks, balanced, Table(rows), unplayed, attention.notes, of_fastest)
 
 
 _FIGURES = (

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from sim.engine.extrapolated import decisive
 from sim.engine.interval import Interval, interval
+from sim.engine.report import evidence
 from sim.engine.room import Limit, Room, room_of
 from sim.engine.sensitivity import bound
 from sim.engine.simulate import Simulation, simulate
@@ -16,6 +18,7 @@ from sim.garbage import garbage_collection_off
 from sim.memory import walks
 from sim.schedule.derive.replicas import folds
 from sim.schedule.proof.check import Checked
+from sim.setup.answer import Grounds, grounds_of
 from sim.setup.bounds import Least, least_of_any, least_room, least_seconds
 from sim.setup.room import room
 from sim.setup.setup import Setup
@@ -73,6 +76,8 @@ class Played(NamedTuple):
     bound_by: str = ""
     saves: Mapping[str, float] = {}
     """By figure of the machine the share of the step that doubling it saves."""
+    grounds: Grounds | None = None
+    """What it rests on."""
 
     @property
     def batch_s(self) -> float:
@@ -89,14 +94,20 @@ def step_of(setup: Setup) -> tuple[float, Simulation]:
     """Return the seconds of a training step without noise, and its simulation: of more than ``PLAYED`` layers only so
     many are played, and the others taken to add as much as the last of these. The schedule is not proved.
     """
+    step_s, last, _ = _steps_of(setup)
+    return step_s, last
+
+
+def _steps_of(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
+    """Return the same with the simulation of fewer layers; None where all are played."""
     layers = setup.resolved().workload.layers
     few, more = PLAYED
     if layers <= more:
         played = _simulation(setup)
-        return played.trace.step_time_s, played
+        return played.trace.step_time_s, played, None
     before, played = _simulation(setup.replace(layers=few)), _simulation(setup.replace(layers=more))
     each_s = (played.trace.step_time_s - before.trace.step_time_s) / (more - few)
-    return played.trace.step_time_s + each_s * (layers - more), played
+    return played.trace.step_time_s + each_s * (layers - more), played, before
 
 
 @garbage_collection_off()
@@ -182,7 +193,7 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     ``beaten_at``, in seconds over worth, as fast as it has to be, and fits.
     """
     try:
-        step_s, last = step_of(branch.setup)
+        step_s, last, before = _steps_of(branch.setup)
         result = Played(branch, step_s)
         if result.batch_s > beaten_at or not result.reaches:
             return result
@@ -194,7 +205,9 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     found, longer = interval(last), step_s / last.trace.step_time_s
     within = found and Interval(found.low_s * longer, found.high_s * longer)
     bounded = bound(last)
-    return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves)
+    more = branch.setup.resolved().workload.layers - last.checked.schedule.header.workload.layers
+    grounds = grounds_of(last, evidence(last, []), decisive(last, before, more))
+    return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves, grounds=grounds)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:

@@ -8,7 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.errors import InputError, LongstepError
+from sim.setup.answer import grounds
+from sim.setup.answer_table import of_crossings
 from sim.setup.axes import changed, field_of, limits
+from sim.setup.names import schedule_name
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from sim.setup.table import Table
@@ -79,7 +82,8 @@ def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0
     rows.append({"value": None, "low": None, "high": None, "below": last, "above": last})
     found = Crossings(rows)
     found.points = Table(axis.played)
-    return found
+    answer = of_crossings(key, (low, high), axis.names, rows, found.points.rows)
+    return found.answering(answer, grounds(axis.winner(steps[0].value if steps else high)))
 
 
 class _Along:
@@ -109,6 +113,18 @@ class _Along:
             return "a" if one else "b" if other else ""
         mine, others = figure(one), figure(other)
         return "b" if mine is not None and others is not None and mine > others else "a"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return what both are called: by their stacks or schedules, where these differ."""
+        named = [str(one.stack or schedule_name(one.played)) for one in self._both]
+        return dict(zip("ab", named if named[0] != named[1] else ("the first", "the second"), strict=True))
+
+    def winner(self, value: float) -> Prediction:
+        """Return the faster one at a value, or at the nearest one at which one of them can be played and fits."""
+        known = sorted(self._known.items(), key=lambda one: abs(math.log(float(one[0]) / value)))
+        both = next(both for _, both in known if any(both))
+        return min((one for one in both if one), key=lambda one: one.step_time_s)
 
     @property
     def played(self) -> list[dict[str, float | None]]:

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from sim.breakdown import attention_s
 from sim.errors import InputError, LongstepError
+from sim.setup.answer import Grounds, as_html, as_text, grounds
+from sim.setup.answer_run import of_diagnosis
 from sim.setup.hypotheses import MACHINES, NO_FACTOR, PROGRAMS, Machine, Program, Sign, both
 from sim.setup.judge import RANKS_WITHIN, Case, Judge, play, quick
 from sim.setup.measured import Measured, findings_of_figures
@@ -86,6 +88,30 @@ class Diagnosis:
     """Hypotheses that could not be simulated, and why."""
     traced: Traced | None = None
     """What traces say beside the simulated run; None where none was given."""
+    floor_by: str = ""
+    """Whose floor that is: compute, or a kind of link."""
+    memory_bytes: float | None = None
+    """Measured; None where it was not."""
+    memory_within: tuple[float, float] = (0.0, 0.0)
+    """What a run as predicted may report: what its allocator holds, or with what is beside it."""
+    grounds: Grounds | None = None
+    """What the prediction rests on."""
+
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: the verdict with the figures that decide it, and what explains them."""
+        return of_diagnosis(self)
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What that rests on, in three lines at most."""
+        return self.grounds.lines if self.grounds else []
+
+    def __repr__(self) -> str:
+        return as_text(self.answer, "\n".join(self.findings), self.rests_on)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.answer, self.table()._repr_html_(), [*self.findings, *self.rests_on])
 
     @property
     def consistent(self) -> list[Cause]:
@@ -121,7 +147,9 @@ def doctor(
     measured.require()
     judge = Judge(setup, measured, base)
     signs = judge.signs()
-    floor_s = max(base.figures.floors.values(), default=0.0)
+    floors = base.figures.floors
+    floor_by = max(floors, key=lambda name: floors[name], default="")
+    floor_s = floors.get(floor_by, 0.0)
     verdict = _verdict(judge.step_s, signs, floor_s)
     findings = findings_of_figures(measured, judge.step_s, base, judge.found)
     beside = traced(traces, base.simulation) if traces else None
@@ -130,6 +158,7 @@ def doctor(
     tried = _Tried([], [], [])
     if signs or (measured.rank_s and judge.off(base.step_time_s, judge.peak_bytes, base.simulation) > 1):
         tried = _tried(judge, signs, progress)
+    least, most = judge.memory_range(judge.peak_bytes)
     return Diagnosis(
         verdict=verdict,
         measured_s=judge.step_s,
@@ -144,6 +173,10 @@ def doctor(
         untold=tried.untold,
         skipped=tried.skipped,
         traced=beside,
+        floor_by=floor_by,
+        memory_bytes=measured.memory_bytes,
+        memory_within=(max(0.0, least), most),
+        grounds=grounds(base),
     )
 
 

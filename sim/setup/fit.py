@@ -12,6 +12,9 @@ from sim.errors import InputError
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
+from sim.setup.answer import grounds, what_fits
+from sim.setup.answer_table import of_ladder
+from sim.setup.prediction import Prediction
 from sim.setup.room import Room, room
 from sim.setup.setup import Configuration, Setup
 from sim.setup.stacks import STACKS, TECHNIQUES
@@ -105,15 +108,19 @@ def ladder(
     for name in techniques:
         names.one_of("techniques", name, TECHNIQUES)
     states = list(rungs(techniques))
+    of_all = None
     for done, (name, options) in enumerate(states, 1):
-        rows.append({"techniques": name, **_rung(using(base, options), limit)})
+        rung = using(base, options)
+        predicted = _predicted(rung)
+        rows.append({"techniques": name, **_rung(rung, predicted, limit)})
+        if done == 1 + len(techniques):  # all are switched on
+            of_all = grounds(predicted)
         if progress:
             progress(done, len(states))
-    return Table(rows)
+    return Table(rows).answering(of_ladder(rows), of_all)
 
 
-def _rung(setup: Setup, most: int) -> dict[str, Any]:
-    predicted = setup.replace(seeds=setup.seeds or 1).predicted()
+def _rung(setup: Setup, predicted: Prediction, most: int) -> dict[str, Any]:
     found = predicted.figures
     assert found.room is not None
     return {
@@ -145,12 +152,16 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
     cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
     for row in rows:
         names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])  # no name is both
-    found = []
+    found: list[dict[str, Any]] = []
+    best: tuple[tuple[int, float], Prediction] | None = None
     for done, (row, tokens) in enumerate(cells, 1):
-        found.append({"row": row, "seq": tokens, **_cell(_row(base, row).replace(seq=tokens))})
+        cell, predicted = _cell(_row(base, row).replace(seq=tokens))
+        found.append({"row": row, "seq": tokens, **cell})
+        if predicted and (best is None or best[0] < (tokens, -predicted.step_time_s)):
+            best = (tokens, -predicted.step_time_s), predicted
         if progress:
             progress(done, len(cells))
-    return Table(found)
+    return Table(found).answering(what_fits(found), grounds(best[1]) if best else None)
 
 
 def what_helps(setup: Setup) -> list[str]:
@@ -171,20 +182,22 @@ def _row(base: Setup, row: str) -> Setup:
     return using(base, {"schedule": stack.schedule if stack else row}).replace(stack=row if stack else None)
 
 
-def _cell(setup: Setup) -> dict[str, Any]:
+def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
+    """Return what is said of a row at a length, and the prediction of what fits."""
     cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
     try:
         found = _room(setup)
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
         if found.free_bytes >= 0:
-            return cell | {"step_time_s": _seconds(setup)}
-        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}
+            predicted = _predicted(setup)
+            return cell | {"step_time_s": predicted.step_time_s}, predicted
+        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}, None
     except InputError as refused:
-        return cell | {"error": str(refused)}
+        return cell | {"error": str(refused)}, None
 
 
-def _seconds(setup: Setup) -> float:
-    return setup.replace(seeds=setup.seeds or 1).predicted().step_time_s
+def _predicted(setup: Setup) -> Prediction:
+    return setup.replace(seeds=setup.seeds or 1).predicted()
 
 
 def _helping(setup: Setup, free_bytes: int) -> list[str]:
@@ -193,8 +206,8 @@ def _helping(setup: Setup, free_bytes: int) -> list[str]:
     alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
     enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
     if enough:
-        before_s = _seconds(setup)
-        lost_s = {name: _seconds(using(setup, off[name])) - before_s for name in enough}
+        before_s = _predicted(setup).step_time_s
+        lost_s = {name: _predicted(using(setup, off[name])).step_time_s - before_s for name in enough}
         return [max(enough, key=lambda name: enough[name] / lost_s[name] if lost_s[name] > 0 else math.inf)]
     taken = list(off)
     for name in (None, *reversed(off)):

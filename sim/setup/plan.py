@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from sim.engine.room import Room
 from sim.errors import InputError
+from sim.setup import answer_plan
+from sim.setup.answer import Grounds, as_html, as_text
 from sim.setup.branches import Lost, Played
 from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
@@ -44,6 +46,28 @@ class Plan(NamedTuple):
     number of GPUs, of the length."""
     interrupted: bool = False
     """Whether Ctrl-C has cut the search."""
+    by_cost: bool = False
+    """Whether best is what is cheapest."""
+    grounds: Grounds | None = None
+    """What the first rests on; None where nothing fits."""
+
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: the best configuration with the time of its step and what is left, or what is
+        missing.
+        """
+        return answer_plan.of_plan(self)
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What that rests on, in three lines at most."""
+        return self.grounds.lines if self.grounds else []
+
+    def __repr__(self) -> str:
+        return as_text(self.answer, str(self.best), self.rests_on)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.answer, self.best._repr_html_(), self.rests_on)
 
 
 def plan(
@@ -147,6 +171,8 @@ def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: boo
         search.count,
         "" if search.best else shortage(search),
         interrupted=search.interrupted,
+        by_cost=by_cost,
+        grounds=search.best[0].grounds if search.best else None,
     )
 
 

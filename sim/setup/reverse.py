@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sim.errors import InputError
-from sim.setup import names
+from sim.setup import answer_plan, names
+from sim.setup.answer import as_html, as_text
 from sim.setup.branches import Open, Played, opened, played
 from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
@@ -51,6 +52,22 @@ class Answer(NamedTuple):
     def sure(self) -> bool:
         """Whether all that was tried came to its end."""
         return all(row["reaches"] is not None for row in self.tried)
+
+    @property
+    def answer(self) -> str:
+        """What it says in one sentence: the value with the fastest configuration there, or why there is none."""
+        return answer_plan.of_question(self)
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What that rests on, in three lines at most."""
+        return self.plan.rests_on if self.plan else []
+
+    def __repr__(self) -> str:
+        return as_text(self.answer, str(self.tried), self.rests_on)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.answer, self.tried._repr_html_(), self.rests_on)
 
 
 class _Asked(NamedTuple):

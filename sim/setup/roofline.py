@@ -15,6 +15,8 @@ from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, unfused_us
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
 from sim.setup import names
+from sim.setup.answer import grounds
+from sim.setup.answer_table import of_roofline
 from sim.setup.machine import equipped
 from sim.setup.setup import Setup
 from sim.setup.table import Table
@@ -109,18 +111,21 @@ def roofline(setup: Setup, lengths: Sequence[int | str]) -> Table:
     """
     if not lengths:
         raise InputError("`lengths` is empty: give it some, such as 8K and 128K")
+    alone = setup.replace(
+        schedule="single", stack=None, scope="layer", layers=1, gpus=1, nodes=None, ulysses_degree=None,
+        ring_degree=None, dp_degree=1, one_device=False,
+    )  # fmt: skip
     rows = []
     for tokens in lengths:
-        one = setup.replace(
-            schedule="single", stack=None, seq=tokens, scope="layer", layers=1, gpus=1, nodes=None, ulysses_degree=None,
-            ring_degree=None, dp_degree=1, one_device=False,
-        )  # fmt: skip
-        found = one.resolved()
+        found = alone.replace(seq=tokens).resolved()
         cost = CostModel(Cluster(found.spec), found.profile)
         for attention, use in _uses(found.checked()):
             rows.append(_row(found.workload.seq, attention, use, cost, datasheet(found.spec, use.dtype)))
     order = {name: number for number, name in enumerate(ATTENTION_KERNELS)}
-    return Table(sorted(rows, key=lambda row: (row["seq"], order.get(row["kernel"], len(order)))))
+    rows.sort(key=lambda row: (row["seq"], order.get(row["kernel"], len(order))))
+    balanced = datasheet(found.spec, found.workload.dtype).flops_per_byte
+    longest = alone.replace(seq=rows[-1]["seq"]).predicted()
+    return Table(rows).answering(of_roofline(found.spec.gpu.name, balanced, rows, FLASH), grounds(longest))
 
 
 def _uses(checked: Checked) -> Iterator[tuple[str, KernelUse]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from sim.errors import InputError
+from sim.setup.answer import Grounds, as_html, as_text
 from sim.setup.prediction import Prediction
 
 
 class Table:
-    """The main figures of some predictions: times in seconds, sizes in bytes, rates in tokens per second and GPU.
+    """The main figures of some predictions: times in seconds, sizes in bytes, rates in tokens per second and GPU. Those
+    of a question have its answer in a sentence.
 
     >>> print(Table([{"schedule": "ring", "step_time_s": 0.25}, {"schedule": "ulysses", "step_time_s": 0.125}]))
     schedule  step_time_s
@@ -22,6 +24,20 @@ class Table:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
         """A dict of the same keys for every prediction."""
+        self.answer = ""
+        """What they say, in one sentence; empty where nothing was asked."""
+        self.grounds: Grounds | None = None
+        """What the answer rests on."""
+
+    @property
+    def rests_on(self) -> list[str]:
+        """What the answer rests on, in three lines at most."""
+        return self.grounds.lines if self.grounds else []
+
+    def answering(self, answer: str, grounds: Grounds | None = None) -> Self:
+        """Return the table with what it says."""
+        self.answer, self.grounds = answer, grounds
+        return self
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the columns by name, as ``pandas.DataFrame`` or ``polars.DataFrame`` take them."""
@@ -48,19 +64,23 @@ class Table:
         return self.rows[number]
 
     def __str__(self) -> str:
+        return as_text(self.answer, self._text(), self.rests_on) if self.answer else self._text()
+
+    __repr__ = __str__
+
+    def _text(self) -> str:
         columns = [[name, *map(_shown, values)] for name, values in self.to_dict().items()]
         widths = [max(map(len, column)) for column in columns]
         lines = zip(*columns, strict=True)
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: Iterable[Any]) -> str:
             return f"<tr>{''.join(f'<{tag}>{html.escape(_shown(cell))}</{tag}>' for cell in cells)}</tr>"
 
         heads = line("th", self.rows[0]) if self.rows else ""
-        return f"<table>{heads}{''.join(line('td', row.values()) for row in self.rows)}</table>"
+        shown = f"<table>{heads}{''.join(line('td', row.values()) for row in self.rows)}</table>"
+        return as_html(self.answer, shown, self.rests_on) if self.answer else shown
 
 
 def table(predictions: Prediction | Iterable[Prediction]) -> Table:

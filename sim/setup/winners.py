@@ -10,6 +10,7 @@ from typing import Any
 from sim.engine.learned import shipped
 from sim.engine.regime import Regime
 from sim.errors import InputError
+from sim.setup.answer import who_wins
 from sim.setup.axes import field_of
 from sim.setup.explore import Progress, explore
 from sim.setup.names import tokens
@@ -50,7 +51,8 @@ def winners(
     played.require_any()
     keys = [field_of(key) for key in across]
     cells = groupby(played, key=lambda row: {key: row[key] for key in keys})
-    return Table([_numbered(place) | _judged(list(rows), field) for place, rows in cells])
+    found = [_numbered(place) | _judged(list(rows), field) for place, rows in cells]
+    return Table(found).answering(who_wins(found))
 
 
 def _numbered(place: dict[str, Any]) -> dict[str, Any]:
