@@ -68,7 +68,7 @@ QUESTIONS = [
     Asked(
         "Is 6.6 s a step right for my torchtitan file?",
         "longstep doctor --from train.toml --step-time 6.6s",
-        r"^healthy: measured 6\.6 s",
+        r"^Healthy: 6\.6 s a step is as predicted",
     ),
     Asked(
         "Which length fits on 8 H100 with ALST?",
@@ -89,7 +89,7 @@ QUESTIONS = [
     Asked(
         "What does it cost to sum gradients in FP32?",
         "longstep sweep --seq 128K --schedule zigzag --vary schedule.reduce=model,fp32",
-        r"reduce.*model.*fp32",
+        r"\(schedule\.reduce model\) trains fastest: [\d.]+ s a step.*; zigzag \(schedule\.reduce fp32\) is tied",
     ),
     Asked(
         "What fills the memory?",
@@ -117,9 +117,16 @@ def test_a_question_is_one_short_command(asked: Asked) -> None:
     parse(rest)
 
 
+NOT_YET = pytest.mark.xfail(strict=True, reason="a sweep begins with its table")
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("asked", QUESTIONS, ids=lambda asked: asked.question)
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(one, marks=[NOT_YET] if " sweep " in one.command else []) for one in QUESTIONS],
+    ids=lambda asked: asked.question,
+)
 def test_the_first_sentence_answers_it_in_seconds(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(TRAIN)
     before = os.times()
