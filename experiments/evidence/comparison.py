@@ -18,7 +18,7 @@ from sim.schedule.proof.check import Checked
 from sim.setup.answer import as_html, as_text
 from sim.setup.prediction import Prediction
 from sim.trace import Trace
-from sim.units import percent, seconds, seconds_between, size
+from sim.units import FEW, number, percent, seconds, seconds_between, size
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -89,14 +89,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def answer(self) -> str:
         """What it says in one sentence: both times of the step, and how far they are apart."""
-        step = self.step
+        step, simulated = self.step, f"Simulated {seconds(self.step.simulated_s, FEW)}"
         if not step.median_s:
-            return f"Simulated {seconds(step.simulated_s)}; the steps that were executed took no time"
-        off = f"{abs(100 * step.error):.1f} % {'more' if step.error >= 0 else 'less'}"
+            return f"{simulated}; the steps that were executed took no time"
+        off = f"{number(100 * abs(step.error), 2)} % {'more' if step.error >= 0 else 'less'}"
         within = f"{seconds_between(step.low_s, step.high_s)} in {len(self.step_times_s)} steps"
-        return (
-            f"Simulated {seconds(step.simulated_s)}, which is {off} than measured, {seconds(step.median_s)} ({within})"
-        )
+        return f"{simulated} is {off} than the measured {seconds(step.median_s, FEW)} ({within})"
 
     def to_dict(self, rests_on: Sequence[str] = ()) -> dict[str, Any]:
         """Return the answer and all figures as plain data, as ``longstep compare --json`` prints them."""

@@ -87,9 +87,11 @@ def read_result(path: str) -> Result:
             f"{path!r} holds no result of Longstep: expected what a verb printed with --json, a table of sweep --out, "
             f"a record of validate or lab --out, or a trace of --trace; name such a file"
         )
-    said = found if isinstance(found, Mapping) else {}
-    answer, rests_on = str(said.get("answer", "")), tuple(map(str, said.get("rests_on") or ()))
-    return Result(name, kind, found["rows"] if kind in _LISTS else found, answer=answer, rests_on=rests_on)
+    if isinstance(found, list):
+        return Result(name, kind, found)
+    answer, rests_on = str(found.get("answer", "")), found.get("rests_on")
+    lines = tuple(map(str, rests_on if isinstance(rests_on, list) else ()))
+    return Result(name, kind, found["rows"] if kind in _LISTS else found, answer=answer, rests_on=lines)
 
 
 def _json(path: str, data: bytes) -> Any:

@@ -27,7 +27,7 @@ from sim.presets import preset_names, read_bytes
 from sim.setup.balance import of_several
 from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
 from sim.setup.planners import PLANNERS
-from sim.units import length, seconds, size
+from sim.units import FEW, length, seconds, size
 
 DISTRIBUTIONS = "sim/batches/distributions"
 
@@ -168,16 +168,20 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
         mine = [row for row in rows if row["planner"] == name and not row["error"]]
         if not mine:
             continue
-        planned = "" if mine[0]["planning_s"] is None else _spread(mine, "planning_s", seconds)
+        planned = "" if mine[0]["planning_s"] is None else _spread(mine, "planning_s", _few)
         table.add_row(
             name,
-            _spread(mine, "slowest_s" if command.kernels_only else "attention_s", seconds),
+            _spread(mine, "slowest_s" if command.kernels_only else "attention_s", _few),
             _spread(mine, "skew", "{:.2f}".format),
             _spread(mine, "received_bytes", lambda nbytes: size(int(nbytes))),
             planned,
         )
     console.print(table)
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
+
+
+def _few(taken: float) -> str:
+    return seconds(taken, FEW)
 
 
 def _spread(rows: list[dict[str, Any]], name: str, shown: Callable[[float], str]) -> str:
@@ -221,9 +225,9 @@ def _planners_table(title: str, rows: list[dict[str, Any]]) -> Table:
             table.add_row(row["planner"], "", "", "", "", "", "", row["error"])
             continue
         skews = [f"{row[name]:.2f}" for name in ("skew", "pairs_skew", "token_skew")]
-        planned = "" if row["planning_s"] is None else seconds(row["planning_s"])
-        taken = "" if row["attention_s"] is None else seconds(row["attention_s"])
-        table.add_row(row["planner"], taken, seconds(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
+        planned = "" if row["planning_s"] is None else _few(row["planning_s"])
+        taken = "" if row["attention_s"] is None else _few(row["attention_s"])
+        table.add_row(row["planner"], taken, _few(row["slowest_s"]), *skews, size(row["received_bytes"]), planned)
     return table
 
 
@@ -250,4 +254,4 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 def _shown(name: str, value: float) -> str:
     if name.endswith("bytes"):
         return size(int(value))
-    return seconds(value) if name.endswith("_s") or name == "seconds" else str(value)
+    return _few(value) if name.endswith("_s") or name == "seconds" else str(value)

@@ -73,4 +73,4 @@ def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, l
 
 
 def _shown(key: str, value: float) -> str:
-    return length(int(value)) if key == "seq" else f"{value:.4g}"
+    return length(int(value)) if key == "seq" else f"{value:.3g}"

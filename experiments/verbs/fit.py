@@ -26,7 +26,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.answer import what_fits
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
-from sim.units import length, seconds, size
+from sim.units import FEW, length, seconds, size
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""
@@ -142,7 +142,7 @@ def _cell(row: dict[str, Any]) -> str:
     if row["error"]:
         return "-"
     if row["step_time_s"] is not None:
-        return f"{'~' if row['fits'] is None else ''}{seconds(row['step_time_s'])}"
+        return f"{'~' if row['fits'] is None else ''}{seconds(row['step_time_s'], FEW)}"
     return f"-{size(-row['free_bytes'])}\n{row['helps'] or 'nothing helps'}"
 
 
@@ -176,7 +176,7 @@ def _ladder_table(title: str, found: longstep.Table, memory: str) -> Table:
         table.add_row(
             row["techniques"],
             length(row["longest"]) if row["longest"] else "none",
-            seconds(row["step_time_s"]),
+            seconds(row["step_time_s"], FEW),
             size(row["peak_hbm_bytes"]),
             f"{'-' if row['free_bytes'] < 0 else ''}{size(abs(row['free_bytes']))}",
             size(row["peak_host_bytes"]),

@@ -13,7 +13,7 @@ from rich.table import Table
 import longstep
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
-from experiments.verbs.terminal import answered, print_json, progress, tell_assumed
+from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.units import length
@@ -32,6 +32,8 @@ class Winners:
     """Processes that play them; by default as many as there are cores."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON instead of a table: the answer, and a list of all places."""
+    evidence: bool = False
+    """Also print all that the answer rests on, as a table."""
 
 
 def winners(command: Winners, console: Console) -> None:
@@ -53,6 +55,7 @@ def winners(command: Winners, console: Console) -> None:
     console.print(_map(found.rows, keys))
     for row in found.rows:
         console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {row['why']}")
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
 def _map(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> Table:

@@ -146,14 +146,16 @@ def who_wins(found: Sequence[Mapping[str, Any]]) -> str:
     Of 4 places ulysses wins 2, ring 1; ties among these: 1; nothing fits at 1
     """
     places = Counter(row["winner"] for row in found)
+    ties = sum(bool(row["tied"]) for row in found)
+    tied = f"; ties among these: {ties}" if ties else ""
+    if len(places) == 1 and (name := found[0]["winner"]):
+        return f"{name[0].upper()}{name[1:]} is fastest at all of {len(found)} places{tied}"
     won = ", ".join(
         f"{name} {'' if number else 'wins '}{count}"
         for number, (name, count) in enumerate((name, count) for name, count in places.most_common() if name)
     )
-    ties = sum(bool(row["tied"]) for row in found)
-    rest = [f"ties among these: {ties}"] if ties else []
-    rest += [f"nothing fits at {places['']}"] if places[""] else []
-    return f"Of {len(found)} places {won or 'none is won'}{'; ' if rest else ''}{'; '.join(rest)}"
+    nothing = f"; nothing fits at {places['']}" if places[""] else ""
+    return f"Of {len(found)} places {won or 'none is won'}{tied}{nothing}"
 
 
 class Grounds(NamedTuple):

@@ -25,7 +25,7 @@ def of_plan(found: Plan) -> str:
     name = first["schedule"][0].upper() + first["schedule"][1:]
     how = "trains cheapest" if found.by_cost else "trains fastest"
     strange = f"; no one would run this, {first['unusual']}" if first["unusual"] else ""
-    return f"{name} {how}, with {first['options']}: {_figures(first)}{strange}{_tied(found.best.rows)}{rest}"
+    return f"{name} {how}, with {first['options']}: {_figures(found, first)}{strange}{_tied(found.best.rows)}{rest}"
 
 
 def of_question(found: Answer) -> str:
@@ -53,17 +53,19 @@ def _with(plan: Plan | None) -> str:
     if plan is None or not plan.best.rows:
         return ""
     first = plan.best[0]
-    return f", with {first['schedule']}, {first['options']}: {_figures(first)}"
+    return f", with {first['schedule']}, {first['options']}: {_figures(plan, first)}"
 
 
-def _figures(row: Mapping[str, Any]) -> str:
+def _figures(found: Plan, row: Mapping[str, Any]) -> str:
     """Return a step's time with its interval, its rate, its cost where it has one, and what is left."""
+    at_datasheet = found.grounds is not None and found.grounds.evidence.profile == "datasheet"
+    known = "at datasheet rates" if at_datasheet else interval_of(row)
     rate = f"{number(row['tokens_per_s_per_gpu'], FEW)} tokens/s/GPU"
     cost = row.get("cost_per_billion_tokens")
     priced = [] if cost is None else [f"{number(cost, FEW)} for a billion tokens"]
     left = f"{size(row['free_bytes'], FEW)} left"
     fits = f"at the limit: {left}" if row["fits"] is None else f"fits with {left}"
-    return f"{', '.join([f'{step_of(row)} a step ({interval_of(row)})', rate, *priced])}; {fits}"
+    return f"{', '.join([f'{step_of(row)} a step ({known})', rate, *priced])}; {fits}"
 
 
 def step_of(row: Mapping[str, Any]) -> str:

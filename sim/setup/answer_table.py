@@ -145,13 +145,14 @@ def of_balance(rows: Sequence[Row], own: str, bound: str, batches: int = 1) -> s
     return "; ".join([said, *behind])
 
 
-def of_roofline(gpu: str, flops_per_byte: float, rows: Sequence[Row], flash: str) -> str:
+def of_roofline(gpu: str, flops_per_byte: float, rows: Sequence[Row]) -> str:
     """Return what a GPU balances, how many kernels of a layer are bound by its FLOPs at the longest length, and how
-    much of the peak attention and matrix products reach. Rows are as ``longstep.roofline`` gives them, attention that
-    is executed being ``flash``.
+    much of the peak attention and matrix products reach. Rows are as ``longstep.roofline`` gives them, the first of
+    attention being of what is executed.
     """
+    executed = next(row["attention"] for row in rows if row["attention"])
     longest = max(row["seq"] for row in rows)
-    own = [row for row in rows if row["seq"] == longest and row["attention"] in {"", flash}]
+    own = [row for row in rows if row["seq"] == longest and row["attention"] in {"", executed}]
     bound = sum(row["bound"] == "compute" for row in own)
     reach = [_reach("attention", [row for row in own if row["attention"]])]
     reach.append(_reach("matrix products", [row for row in own if row["kernel"] == "gemm"]))

@@ -161,7 +161,7 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
             best = (tokens, -predicted.step_time_s), predicted
         if progress:
             progress(done, len(cells))
-    return Table(found).answering(what_fits(found), grounds(best[1]) if best else None)
+    return Table(found).answering(what_fits(found) if found else "", grounds(best[1]) if best else None)
 
 
 def what_helps(setup: Setup) -> list[str]:

@@ -125,7 +125,7 @@ def roofline(setup: Setup, lengths: Sequence[int | str]) -> Table:
     rows.sort(key=lambda row: (row["seq"], order.get(row["kernel"], len(order))))
     balanced = datasheet(found.spec, found.workload.dtype).flops_per_byte
     longest = alone.replace(seq=rows[-1]["seq"]).predicted()
-    return Table(rows).answering(of_roofline(found.spec.gpu.name, balanced, rows, FLASH), grounds(longest))
+    return Table(rows).answering(of_roofline(found.spec.gpu.name, balanced, rows), grounds(longest))
 
 
 def _uses(checked: Checked) -> Iterator[tuple[str, KernelUse]]:

@@ -10,10 +10,10 @@ from typing import Any
 from sim.engine.learned import shipped
 from sim.engine.regime import Regime
 from sim.errors import InputError
-from sim.setup.answer import who_wins
-from sim.setup.axes import field_of
+from sim.setup.answer import Grounds, grounds, who_wins
+from sim.setup.axes import changed, field_of
 from sim.setup.explore import Progress, explore
-from sim.setup.names import tokens
+from sim.setup.names import text_of, tokens
 from sim.setup.portions import Row
 from sim.setup.setup import Setup
 from sim.setup.table import Table
@@ -51,8 +51,22 @@ def winners(
     played.require_any()
     keys = [field_of(key) for key in across]
     cells = groupby(played, key=lambda row: {key: row[key] for key in keys})
-    found = [_numbered(place) | _judged(list(rows), field) for place, rows in cells]
-    return Table(found).answering(who_wins(found))
+    found = [(place, _judged(list(rows), field)) for place, rows in cells]
+    rows = [_numbered(place) | said for place, said in found]
+    won = [(place, said["winner"]) for place, said in found if said["winner"]]
+    return Table(rows).answering(who_wins(rows), _grounds(setup, {field: names}, *won[-1]) if won else None)
+
+
+def _grounds(
+    setup: Setup, competitors: Mapping[str, Sequence[Any]], place: Mapping[str, Any], winner: str
+) -> Grounds | None:
+    """Return what the winner of a place rests on."""
+    ((field, names),) = competitors.items()
+    best = next((name for name in names if text_of(name) == winner), None)
+    if best is None:
+        return None
+    there = changed(setup.replace(**{field: best}), {key: text_of(value) for key, value in place.items()})
+    return grounds(there.predicted())
 
 
 def _numbered(place: dict[str, Any]) -> dict[str, Any]:

@@ -941,15 +941,22 @@ def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.Captu
     )
     printed = run(capsys, *small, "--price", "2.5", "--most", "1")
     assert "ulysses (U 2)" in printed
-    assert "a billion tokens" in printed
-    assert "the fastest" in printed
-    found = json.loads(
-        run(capsys, *small, "--most", "1", "--vary", "checkpoint=full", "--vary", "loss=whole", "--json")
-    )
+    assert re.search(r"\nUlysses \(U 2\) trains fastest, with checkpoint none, .*: .* ms a step \(", printed)
+    assert re.search(r", [\d.]+ for a billion tokens; fits with [\d.]+ GiB left\n", printed)
+    assert printed.index("\n└") < printed.index("\nkernels: ") < printed.index("\nsteps bound by ")
+    once = (*small, "--most", "1", "--vary", "checkpoint=full", "--vary", "loss=whole")
+    assert "why it loses" not in printed
+    everything = run(capsys, *once, "--evidence")
+    assert all(told in everything for told in ("why it loses", "the fastest", "doubling one figure of the machine"))
+    found = json.loads(run(capsys, *once, "--json"))
+    assert next(iter(found)) == "answer"
+    assert found["answer"] in everything
+    assert len(found["rests_on"]) == 3
+    assert found["evidence"]["profile"] == "h100-sxm"
     assert found["best"][0]["options"].startswith("checkpoint full")
     assert found["slack"] == 0
     tight = ("--set", "cluster.hbm.capacity_bytes=1e9", "--vary", "checkpoint=full")
-    assert "nothing fits; the smallest shortage: ulysses (U 2) with " in run(capsys, *small, *tight)
+    assert "\nNothing fits: ulysses (U 2) with " in run(capsys, *small, *tight)
     assert "no schedule has it" in fails(capsys, *small, "--vary", "chunkk=1")
     assert "--vary loss: expected OPTION=VALUE" in fails(capsys, *small, "--vary", "loss")
     assert "--stack, --dp-degree" in fails(capsys, *small, "--stack", "fsdp")

@@ -93,7 +93,7 @@ def test_the_page_says_what_was_found() -> None:
     text = re.sub(r"\s+", " ", " ".join(read.texts))
     assert ("h1", {}) in read.tags
     assert "ring of two" in text
-    assert "error -20.0 %" in text.replace("  ", " ")
+    assert "Simulated 101 us is 20 % less than the measured 126 us (101 to 152 us in 3 steps)" in text
     assert "kernels take +1.0 % before these steps and -2.0 % after them" in text
     assert "every kernel and link runs at the datasheet rates of 'toy'" in text
     assert found.schedule_hash in text

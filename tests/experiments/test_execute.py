@@ -81,6 +81,8 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     found = json.loads(capsys.readouterr().out)
     assert found["step"]["error"] == pytest.approx(found["step"]["simulated_s"] / found["step"]["median_s"] - 1)
     assert found["step"]["low_s"] <= found["step"]["median_s"] <= found["step"]["high_s"]
+    assert next(iter(found)) == "answer"
+    assert found["answer"] in html.read_text()
     assert len(found["drift"]) == 2
     kinds = {(row["kind"], row["part"]): row["count"] for row in found["kinds"]}
     assert kinds["Attend", "forward"] == 3
@@ -94,7 +96,8 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     printed = capsys.readouterr().out
     assert "Attend forward" in printed
     assert "attention kernel: aten flash for cpu" in printed
-    assert "evidence: profile 'host'" in printed
+    assert re.match(r"Simulated .* is .* % (more|less) than the measured .* \(.* to .* in 2 steps\)\n", printed)
+    assert "kernels: profile 'host' of " in printed
     assert ", not complete" in printed
 
 

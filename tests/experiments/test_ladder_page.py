@@ -40,6 +40,9 @@ def test_a_bar_is_as_long_as_its_term() -> None:
 def test_the_page_says_what_does_not_fit() -> None:
     text = page("techniques of <a model>", ROWS, load_cluster("hgx-h100"))
     assert "techniques of &lt;a model&gt;" in text
+    assert (
+        '</h1>\n<p class="answer">With &lt;FSDP&gt; contexts up to 512K fit, without it none; at 1M a GPU holds' in text
+    )
     assert "+ &lt;FSDP&gt;" in text
     assert "peak allocated + 2.93 GiB beside it (driver, context, NCCL, allocator) + what is left = 80 GiB" in text
     assert re.findall(r'class="missed">([^<]*)', text) == ["-80 GiB"]

@@ -179,6 +179,31 @@ def test_kinds_are_told_by_content(kind: str, found: Any, said: str, tmp_path: P
     assert all(chart.about and chart.rows for chart in shown.charts)
 
 
+def test_the_answer_of_a_result_is_on_top(tmp_path: Path) -> None:
+    """Of rows that stand beside it, and of an object; with its lines, and evidence below these."""
+    path = tmp_path / "result"
+    said = {"answer": "Ring <wins>", "rests_on": ["kernels: of a toy", "little"]}
+    evidence = {"profile": "toy", "measured_on": "a toy", "created": "today", "complete": True, "notes": ["much more"]}
+    for kind, found in (
+        ("winners", {**said, "rows": WINNERS}),
+        ("plan", {**said, **PLAN, "evidence": evidence}),
+        ("doctor", {**said, **DOCTOR}),
+    ):
+        path.write_text(json.dumps(found))
+        result = read_result(str(path))
+        assert (result.kind, result.answer, result.rests_on) == (kind, "Ring <wins>", ("kernels: of a toy", "little"))
+        shown = chapter(result)
+        assert shown.says[0] == "Ring <wins>"
+        text = without_library(page("results", [result]))
+        assert text.count("Ring &lt;wins&gt;") == 1, "once on the page"
+        assert '</h1>\n<p class="answer">Ring &lt;wins&gt;</p>' in text
+        assert "<li>kernels: of a toy</li>" in text
+    path.write_text(json.dumps({**said, **PLAN, "evidence": evidence, "rests_on": 5}))
+    assert read_result(str(path)).rests_on == ()
+    both = without_library(page("results", [result, result]))
+    assert both.count("</a>: Ring &lt;wins&gt;") == 2, "where there are several, beside their names"
+
+
 def test_verbs_print_what_reports_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "result"
     for kind, arguments in (

@@ -230,6 +230,8 @@ def test_a_map_of_winners_is_printed_with_reasons(capsys: pytest.CaptureFixture[
     assert "seq 16K: " in printed
     found = json.loads(run(capsys, "winners", *layer, *both, "--jobs", "1", "--json"))
     assert found["answer"] in printed
+    assert len(found["rests_on"]) == 3
+    assert "\nkernels: profile 'h100-sxm'" in printed
     rows = found["rows"]
     assert [row["seq"] for row in rows] == [8192, 16384] * 2
     assert all(row["ratio"] >= 1 for row in rows)
@@ -340,7 +342,9 @@ def test_a_search_that_was_cut_says_so_once(
     searched = Search.run
     monkeypatch.setattr(Search, "run", cut(searched))
     longest = run(capsys, *small, "--longest", "--until", "1M")
-    assert re.search(r"The longest context is at least \d+ tokens, with ulysses .* left; the search was cut short", longest)
+    assert re.search(
+        r"The longest context is at least \d+ tokens, with ulysses .* left; the search was cut short", longest
+    )
     assert "tokens to 1 %" not in longest
     monkeypatch.setattr(Search, "run", cut(searched))
     fewest = run(capsys, *small, "--fewest-gpus", "--counts", "1,2")

@@ -404,7 +404,10 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", *given])
     assert "│ zigzag │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
-    assert [row["row"] for row in json.loads(capsys.readouterr().out)] == ["ring", "fsdp"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["answer"].startswith("The longest that fits is 8K, by ")
+    assert len(found["rests_on"]) == 3
+    assert [row["row"] for row in found["rows"]] == ["ring", "fsdp"]
     _, doctor = parse(["doctor", *given])
     assert doctor.selection.setup() == imported(file).setup(model="tiny", layers=1, seq="8K")
     with pytest.raises(SystemExit):
