@@ -19,7 +19,7 @@ from tests.golden.pages import ROOT, Command, commands_of
 
 COPIED = [ROOT / "README.md", ROOT / "experiments" / "README.md"]
 """Pages whose commands are run as they are written."""
-PRINTED = Path(__file__).parent / "commands"
+PRINTED = Path(__file__).parent / "printed"
 """What they print, a file for each page."""
 
 NOT_RUN = {
