@@ -69,10 +69,15 @@ class Ran(NamedTuple):
     complaint: str
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it prints the same each time."""
-        program, *rest = shlex.split(self.command.text)
-        return program == "longstep" and rest[0] in EXACT and "--execute" not in rest and not self.code
+    def is_kept(self) -> bool:
+        """Whether what it prints is kept."""
+        return is_exact(self.command) and not self.code
+
+
+def is_exact(command: Command) -> bool:
+    """Return whether a command of Longstep prints the same each time."""
+    program, *rest = shlex.split(command.text)
+    return program == "longstep" and rest[0] in EXACT and "--execute" not in rest
 
 
 def why_not_run(command: Command) -> str:
@@ -94,8 +99,10 @@ def clone(folder: Path) -> Path:
     return target
 
 
-def run_page(page: Path, folder: Path) -> Iterator[Ran]:
-    """Run the commands of a page in their order, each once, in one clone."""
+def run_page(page: Path, folder: Path, *, exact_only: bool = False) -> Iterator[Ran]:
+    """Run the commands of a page in their order, each once, in one clone: all, or of those of Longstep only the ones
+    that print the same each time.
+    """
     there, programs = clone(folder), folder / "bin"
     programs.mkdir()
     for name, starts in (("longstep", "-m longstep"), ("python", "")):
@@ -106,7 +113,8 @@ def run_page(page: Path, folder: Path) -> Iterator[Ran]:
         "PATH": f"{programs}:{os.environ['PATH']}", "XDG_DATA_HOME": str(folder / "data"), "PYTHONPATH": str(there),
     }  # fmt: skip
     for command in {one.text: one for one in commands_of(page)}.values():
-        if not why_not_run(command):
+        left_out = exact_only and command.text.startswith("longstep ") and not is_exact(command)
+        if not why_not_run(command) and not left_out:
             ran = subprocess.run(
                 ["bash", "-c", command.text], cwd=there, env=environment, capture_output=True, text=True, check=False,
                 stdin=subprocess.DEVNULL,
@@ -137,10 +145,10 @@ def main() -> None:
     for page in pages:
         with tempfile.TemporaryDirectory() as folder:
             known = []
-            for ran in run_page(page, Path(folder)):
+            for ran in run_page(page, Path(folder), exact_only=True):
                 if ran.code and ran.command.text not in REFUSED:
                     sys.exit(f"{ran.command.text}: exit code {ran.code}: {ran.complaint}")
-                known += [shown(ran)] if ran.is_exact else []
+                known += [shown(ran)] if ran.is_kept else []
                 sys.stderr.write(f"{ran.command.text}\n")
             printed_file(page).parent.mkdir(exist_ok=True)
             printed_file(page).write_text("".join(known))
