@@ -307,7 +307,7 @@ PLACES: dict[str, str] = {
     "experiments/evidence/results.py:_json": "results, JSON lines",
     "experiments/evidence/results.py:_parquet": "results, Parquet",
     "experiments/evidence/results.py:read_result": "results, JSON",
-    "experiments/pages/step_chapters.py:_evidence": "results, step",
+    "experiments/pages/chapters.py:stated": "results, step",
     "experiments/recipes/carry.py:needed_by_tests": OURS,
     "experiments/recipes/carry.py:requirements": OURS,
     "experiments/recipes/gpu.py:leave": OURS,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.results import Result
 from experiments.pages.charts import Chart
 from experiments.pages.tables import Rows
+from sim.engine.report import Evidence
 
 
 class Chapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,11 @@ class Chapter(msgspec.Struct, frozen=True, kw_only=True):
 def said(result: Result, otherwise: Sequence[str]) -> list[str]:
     """Return the answer of a result, or what is said of one that has none."""
     return [result.answer] if result.answer else [*otherwise]
+
+
+def stated(evidence: Mapping[str, Any]) -> list[str]:
+    """Return evidence that a verb printed, in lines."""
+    return evidence_lines(msgspec.convert(evidence, Evidence))
 
 
 def is_figure(value: Any) -> bool:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from experiments.evidence.peaks import BESIDE, PEAK
-from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.results import Result
-from experiments.pages.chapters import Chapter, is_number, said
+from experiments.pages.chapters import Chapter, is_number, said, stated
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, Point, Unit, bars, lines
 from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
 from experiments.pages.tables import head, table
-from sim.engine.report import Evidence
 from sim.memory import TERMS
 from sim.units import length, size
 
@@ -54,7 +50,7 @@ def plan_chapter(result: Result) -> Chapter:
     return Chapter(
         title=f"Plan: {result.name}", says=[*said(result, _answered(result.data)), *says], charts=charts,
         tables=[one for one in tables if one.rows],
-        evidence=evidence_lines(msgspec.convert(found, Evidence)) if (found := result.data.get("evidence")) else [],
+        evidence=stated(result.data["evidence"]) if result.data.get("evidence") else [],
     )  # fmt: skip
 
 

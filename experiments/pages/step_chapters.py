@@ -10,14 +10,12 @@ import msgspec
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.lab_verdict import lab_lines
 from experiments.evidence.peaks import PEAK
-from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
-from experiments.pages.chapters import Chapter, is_figure, said
+from experiments.pages.chapters import Chapter, is_figure, said, stated
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart, Point, bars, lines, parity
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
-from sim.engine.report import Evidence
 from sim.errors import InputError
 from sim.units import percent, seconds
 
@@ -108,7 +106,7 @@ def compare_chapter(result: Result) -> Chapter:
         says=[*said(result, [f"{both}: error {percent(step['error'])}"]), *found["diagnosis"]],
         charts=[_parity([step, *kinds], "op_kind")],
         tables=[table("op kinds, mean of the ranks, and the step", [*kinds, step])],
-        evidence=_evidence(found["report"]["evidence"]),
+        evidence=stated(found["report"]["evidence"]),
     )
 
 
@@ -156,7 +154,7 @@ def simulate_chapter(result: Result) -> Chapter:
         says=said(result, [f"{seconds(found['step_time_s'])} a step"]),
         charts=charts,
         tables=[table("figures", rows)],
-        evidence=_evidence(found["evidence"]),
+        evidence=stated(found["evidence"]),
     )
 
 
@@ -166,10 +164,6 @@ def _stack(title: str, parts: Mapping[str, Sequence[float]], unit: Any) -> Chart
 
 def _shown(name: str, value: Any) -> str:
     return cell(name, value).shown or "not known"
-
-
-def _evidence(found: Mapping[str, Any]) -> list[str]:
-    return evidence_lines(msgspec.convert(found, Evidence))
 
 
 def run_chapter(result: Result) -> Chapter:

@@ -192,7 +192,7 @@ def grounds_of(simulation: Simulation, found: Evidence, most: Decisive | None) -
     others = [note for note in found.notes[at_datasheet:] if note not in simulation.cost.notes]
     if at_datasheet:
         return Grounds(found.notes[:1], others, found)
-    return Grounds([_kernels(found, most), _not_measured(simulation), _record(simulation)], others, found)
+    return Grounds([_kernels(found, most), _not_measured(simulation), record(simulation)], others, found)
 
 
 def rests_on(prediction: Prediction) -> list[str]:
@@ -231,7 +231,7 @@ def _not_measured(simulation: Simulation) -> str:
     return f"not measured {'; not '.join(parts)}" if parts else "all kinds of kernels and transfers were measured"
 
 
-def _record(simulation: Simulation) -> str:
+def record(simulation: Simulation) -> str:
     """Return how often such answers were right."""
     by, learned = regime(simulation), shipped()
     within = learned.within(by)
