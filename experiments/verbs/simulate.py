@@ -15,6 +15,7 @@ from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.memory import print_memory
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import (
+    answered,
     critical_path_shown,
     elasticities_table,
     memory_prices_shown,
@@ -31,8 +32,7 @@ from experiments.verbs.terminal import (
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
-from sim.setup.answer import sentence
-from sim.setup.answer_what_if import what_if
+from sim.setup.answer import grounds, sentence
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
@@ -48,7 +48,8 @@ class Simulate(Writes):
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
-    """Print JSON instead of a table: one object, of several schedules or what-ifs a list of the main figures."""
+    """Print JSON instead of a table: one object, of several schedules a list of the main figures, of what-ifs the
+    answer with its rows."""
     evidence: bool = False
     """Also print all that the answer rests on, not only its three lines, as a table."""
     sensitivity: bool = False
@@ -191,11 +192,11 @@ def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     with progress("simulating") as show:
         seeds = 1 if setup.seeds is None else setup.seeds
         found = longstep.sweep(predicted, vary, seeds=seeds, processes=command.processes, progress=show)
-    if command.json:
-        print_json(found.rows, console)
-        return
     found.require_any()
-    console.print(what_if(found, list(vary)), markup=False)
+    if command.json:
+        print_json(answered(found.answering(found.answer, grounds(predicted))), console)
+        return
+    console.print(found.answer, markup=False)
     console.print(sweep_table(predicted.title, list(vary), found))
     tell_basis([predicted], console, everything=command.evidence)
 

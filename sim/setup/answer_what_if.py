@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sim.setup.table import Table
 from sim.units import FEW, number, seconds
 
 SAME = 1e-3
 """Which share of a step is no change that one would notice."""
 
 
-def what_if(found: Table, keys: Sequence[str]) -> str:
+def what_if(found: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     """Return what the rows of a sweep over some keys say: of two how much longer or shorter the second one's step is,
     of more from which to which it reaches; "" where fewer could be played.
 
     >>> rows = [{"nic": "*1", "step_time_s": 2.0, "error": ""}, {"nic": "*2", "step_time_s": 1.9, "error": ""}]
-    >>> print(what_if(Table(rows), ["nic"]))
+    >>> print(what_if(rows, ["nic"]))
     With nic=*2 a step takes 1.9 s, 5 % less than with nic=*1 (2 s)
-    >>> print(what_if(Table([*rows, {**rows[0], "nic": "*4", "step_time_s": 1.6}]), ["nic"]))
+    >>> print(what_if([*rows, {**rows[0], "nic": "*4", "step_time_s": 1.6}], ["nic"]))
     A step takes from 1.6 s with nic=*4 to 2 s with nic=*1, 1.25 times as long
     """
     played = [row for row in found if not row["error"]]

@@ -69,6 +69,10 @@ def test_what_ifs_of_one_figure_begin_with_what_it_changes(capsys: pytest.Captur
     vary = ("simulate", *H100, "--processes", "1", "--vary")
     slow = run(capsys, *vary, "cluster.gpu[0].speed=1,0.5").splitlines()
     assert re.match(r"With gpu\[0\]\.speed=0\.5 a step takes .* more than with gpu\[0\]\.speed=1 \(", slow[0]), slow[0]
+    found = json.loads(run(capsys, *vary, "cluster.gpu[0].speed=1,0.5", "--json"))
+    assert found["answer"] == slow[0]
+    assert found["rests_on"]
+    assert [row["cluster.gpu[0].speed"] for row in found["rows"]] == ["1", "0.5"]
     same = run(capsys, *vary, "cluster.nic.bytes_per_s=*1,*2").splitlines()
     assert "as long as with nic.bytes_per_s=*1" in same[0], "one node has no traffic over NICs"
 
