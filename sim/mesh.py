@@ -7,6 +7,7 @@ which share a part of a sequence · tp parts of weights
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -18,6 +19,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 """The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
 _UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
 """What no shipped schedule splits over an axis."""
+_LETTERS: dict[Axis, str] = {"ulysses": "U", "ring": "R", "dp": "DP"}
+"""Of the axes that shipped schedules split, in the order in which they are named."""
 MOST_RANKS = 2**14
 """That a schedule may have: as many as have trained one model (arXiv:2407.21783 §3.3)."""
 
@@ -53,6 +56,16 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.degrees.values())
+
+    def named(self, axes: Sequence[Axis] = ()) -> str:
+        """Return the degrees of what schedules split: of some axes in any case, of others where they are above 1.
+
+        >>> Mesh(ulysses=4, ring=2).named(), Mesh(ulysses=8, dp=2).named(["ulysses", "ring"])
+        ('U 4 R 2', 'U 8 R 1 DP 2')
+        """
+        degrees = {axis: getattr(self, axis) for axis in _LETTERS}
+        shown = [f"{_LETTERS[axis]} {degree}" for axis, degree in degrees.items() if axis in axes or degree > 1]
+        return " ".join(shown)
 
     def place(self, rank: int) -> dict[Axis, int]:
         """Return the index of a rank along each axis, innermost first."""

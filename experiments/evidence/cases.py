@@ -31,7 +31,7 @@ from sim.trace import Trace
 from sim.units import size
 
 FOLDER = "experiments/published"
-_SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "dp_degree")
+_SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "cp", "dp_degree")
 """What cases may differ in to be compared with each other, beside overrides of the schedule."""
 _KEYS = {"pass": "passes"} | {
     field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile", "yes"}
@@ -207,7 +207,7 @@ class Case(NamedTuple):
     def options(self) -> str:
         """Return degrees and options of the schedule, as far as they are named."""
         setup = self.setup
-        degrees = {"U": setup.ulysses_degree, "R": setup.ring_degree, "DP": setup.dp_degree}
+        degrees = {"U": setup.ulysses_degree, "R": setup.ring_degree, "cp": setup.cp, "DP": setup.dp_degree}
         named = [f"{name} {degree}" for name, degree in degrees.items() if degree and (name != "DP" or degree > 1)]
         overrides = (key for key in names.texts(setup.set) if key.startswith("schedule."))
         return ", ".join([*named, *(key.removeprefix("schedule.") for key in overrides)])

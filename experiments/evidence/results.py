@@ -3,7 +3,7 @@
 =============  =====================================================================================
 kind           written by
 =============  =====================================================================================
-rows           ``sweep --out`` (Parquet, CSV) and ``--json``; ``simulate --json`` of several
+rows           ``sweep --out`` (Parquet, CSV) and ``--json``; ``simulate --json`` of several: of these the rows
 trace          ``simulate``, ``run`` and ``compare``, ``--trace``
 record         ``validate --out``
 lab            ``lab --out``
@@ -91,7 +91,9 @@ def read_result(path: str) -> Result:
         return Result(name, kind, found)
     answer, rests_on = str(found.get("answer", "")), found.get("rests_on")
     lines = tuple(map(str, rests_on if isinstance(rests_on, list) else ()))
-    return Result(name, kind, found["rows"] if kind in _LISTS else found, answer=answer, rests_on=lines)
+    if kind in _LISTS:
+        found = [{key: value for key, value in row.items() if key != "answer"} for row in found["rows"]]
+    return Result(name, kind, found, answer=answer, rests_on=lines)
 
 
 def _json(path: str, data: bytes) -> Any:

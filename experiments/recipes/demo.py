@@ -9,7 +9,8 @@ import longstep
 from experiments.evidence.comparison import Comparison, comparison, drift_line
 from experiments.evidence.execution import Execution, open_session
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.terminal import comparison_table, schedules_table, tell_basis
+from experiments.verbs.several import Asked, rows_table
+from experiments.verbs.terminal import comparison_table, tell_basis
 from sim.setup.answer import sentence
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
@@ -66,5 +67,5 @@ def predict_h100(console: Console) -> None:
             for schedule in ("ring", "zigzag", "ulysses")
         ]
         console.print(sentence(found), markup=False)
-        console.print(schedules_table(found, {}))
+        console.print(rows_table([Asked({}, one.schedule, one) for one in found]))
     tell_basis(found, console)

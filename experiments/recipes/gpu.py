@@ -298,17 +298,17 @@ def _verify(gpu: GpuRun) -> None:
     for schedule in gpu.plan.schedules:
         alone = schedule == "single"
         one = Selection(
-            cluster=gpu.cluster, schedule=schedule, gpus=1 if alone else 4, seq=gpu.plan.verified, dtype="bf16",
+            cluster=gpu.cluster, schedule=schedule, gpus="1" if alone else "4", seq=gpu.plan.verified, dtype="bf16",
             scope="layer", one_device=True, profile=DATASHEET
         )  # fmt: skip
         also = [dataclasses.replace(one, layers=3, set=(_OFFLOADED,))] if alone else []
         if gpu.counts and not alone:
-            also = [dataclasses.replace(one, gpus=gpu.counts[-1], one_device=False)]
+            also = [dataclasses.replace(one, gpus=str(gpu.counts[-1]), one_device=False)]
         for selection in (one, *also):
             _hold(gpu, selection)
     for stack in gpu.plan.stacks.split(","):
         step = Selection(
-            cluster=gpu.cluster, schedule="ulysses", stack=stack, gpus=2, seq=gpu.plan.verified, dtype="bf16",
+            cluster=gpu.cluster, schedule="ulysses", stack=stack, gpus="2", seq=gpu.plan.verified, dtype="bf16",
             scope="step", layers=2, one_device=True, profile=DATASHEET, set=gpu.plan.set
         )  # fmt: skip
         _hold(gpu, step)

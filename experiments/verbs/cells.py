@@ -12,6 +12,7 @@ import tyro
 from experiments.evidence.cells import Cell
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection, listed, typed_schedules
+from longstep import Setup
 from sim.errors import InputError
 from sim.mesh import MOST_RANKS
 from sim.schedule.methods.catalog import SCHEDULES
@@ -30,7 +31,7 @@ class CellSelection(Selection):
 
     seq: str = ""
     """Global sequence lengths, such as 1K,2K,4K; by default 2K,4K,8K."""
-    gpus: Annotated[int | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    gpus: Annotated[str | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
     ranks: Annotated[str, tyro.conf.arg(aliases=["--gpus"])] = ""
     """Numbers of processes, such as 2,4; by default the powers of two up to the cores."""
     schedule: Annotated[str, tyro.conf.arg(name="schedules", aliases=["--schedule"])] = ""
@@ -41,6 +42,10 @@ class CellSelection(Selection):
     """What is played: attention of one layer, whole layers (layer), both of these, or training steps (step)."""
     target: float = 0.10
     """Largest error that counts as met, as a share."""
+
+    def setup(self) -> Setup:
+        """Return what all cells share; of what they combine it has the lists."""
+        return self.one()
 
     @property
     def named(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -11,8 +11,8 @@ from rich.table import Table
 
 import longstep
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import StepSelection, listed, typed_schedules
-from experiments.verbs.terminal import print_json, tell, tell_assumed
+from experiments.verbs.selection import StepSelection
+from experiments.verbs.terminal import print_json, tell, tell_assumed, tell_padded
 from sim.errors import InputError
 from sim.units import length
 
@@ -35,13 +35,13 @@ class Crossover:
 
 def crossover(command: Crossover, console: Console) -> None:
     """Print where the faster one changes."""
-    setup = command.selection.setup()
+    names, setups = _two(command.selection)
     key, equals, between = (command.along or "").partition("=")
     if not equals:
         raise InputError(f"`along` {command.along or ''}: expected KEY=LOW..HIGH such as seq=64K..4M")
-    names, (a, b) = _two(setup)
-    tell_assumed(setup, console, json=command.json)
-    found = longstep.crossover(a, b, key.strip(), between.strip(), within=command.within)
+    tell_assumed(setups[0], console, json=command.json)
+    tell_padded(setups, console, json=command.json)
+    found = longstep.crossover(*setups, key.strip(), between.strip(), within=command.within)
     if command.json:
         said = {"answer": found.answer, "rests_on": found.rests_on, "along": key, **names}
         print_json({**said, "crossings": found.rows, "points": found.points.rows}, console)
@@ -60,15 +60,12 @@ def crossover(command: Crossover, console: Console) -> None:
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
-def _two(setup: longstep.Setup) -> tuple[dict[str, str], tuple[longstep.Setup, longstep.Setup]]:
-    """Return the two that are compared, and their names."""
-    for field, text in (("schedule", setup.schedule), ("stack", setup.stack)):
-        if isinstance(text, str) and "," in text:
-            names = typed_schedules(text) if field == "schedule" else listed(text, "`stack`", "fsdp,alst")
-            if len(names) == 2:
-                changes: list[dict[str, Any]] = [{field: name} for name in names]
-                two = setup.replace(**changes[0]), setup.replace(**changes[1])
-                return dict(zip("ab", map(str, names), strict=True)), two
+def _two(selection: StepSelection) -> tuple[dict[str, str], tuple[longstep.Setup, longstep.Setup]]:
+    """Return the two that are compared, and their names; raises InputError for other lists."""
+    for field in ("schedule", "stack"):
+        if len(selection.lists().get(field, ())) == 2:
+            (a, first), (b, second) = selection.each(field)
+            return {"a": a[field], "b": b[field]}, (first.setup(), second.setup())
     raise InputError("crossover compares two: name two with `schedule` ring,ulysses or with `stack` fsdp,alst")
 
 

@@ -14,7 +14,7 @@ from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.quantities import read_bytes, read_seconds, read_share
 from experiments.verbs.selection import FileSelection, listed
-from experiments.verbs.terminal import print_json, progress, tell, tell_assumed
+from experiments.verbs.terminal import print_json, progress, tell, tell_assumed, tell_padded
 from longstep import Diagnosis, Measured, Setup
 from sim.errors import InputError, none_of
 from sim.setup.profiled import read_traces
@@ -62,6 +62,7 @@ def doctor(command: Doctor, console: Console) -> None:
         measured.require()
     also = [_other(setup, text) for text in command.also]
     tell_assumed(setup, console, json=command.json)
+    tell_padded([setup], console, json=command.json)
     with progress("simulating causes") as show:
         found = longstep.doctor(setup, measured, also, show, traces)
     if command.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import tyro
@@ -16,7 +16,7 @@ from experiments.pages.ladder_page import page
 from experiments.pages.render import PAGE_FILE
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import FileSelection, StepSelection, listed
+from experiments.verbs.selection import COUNTS, FileSelection, StepSelection, listed, require_names
 from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
 from experiments.verbs.writes import Writes
 from sim.errors import InputError, unknown
@@ -24,6 +24,7 @@ from sim.files import require_outputs
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.answer import what_fits
+from sim.setup.axes import values_of
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
 from sim.units import FEW, length, seconds, size
@@ -38,7 +39,7 @@ class Fit(FileSelection):
     """Show which schedules and stacks fit at which length: the seconds of a training step, or what to switch on."""
 
     seq: str = LENGTHS
-    """Global sequence lengths, such as 128K,1M,4M."""
+    """Global sequence lengths, such as 128K,1M,4M; lists of --gpus, --nodes, --cp, --model and --cluster are rows."""
     schedule: OptionalText = None
     """NAMEs, such as ring,ulysses; by default one of each family."""
     stack: OptionalText = None
@@ -74,30 +75,41 @@ def fit(command: Fit, console: Console) -> None:
         raise InputError(f"`scope` {command.scope}: what fits is known of training steps: set `scope` step")
     if command.documents:
         raise InputError(f"`documents` {command.documents}: `fit` goes over lengths; leave it out, or use simulate")
-    lengths = listed(command.seq, "`seq`", LENGTHS)
-    base = command.setup().replace(seq=lengths[0], schedule=None, stack=None)
+    lengths = values_of("seq", command.seq)
+    require_names({"seq": lengths})
+    plain = dataclasses.replace(command, seq=lengths[0], schedule=None, stack=None)
+    places = plain.each()
+    base = plain.first().setup().replace(schedule=None)
     tell_assumed(base, console, json=command.json)
     with progress("predicting") as show:
-        asked = list(_asked(command, lengths[0]))
-        tables = [longstep.fit(base, rows, lengths, progress=show) for base, rows in asked]
-    found = longstep.Table([row for table in tables for row in table])
+        tables = [
+            (varied, longstep.fit(setup, rows, lengths, progress=show))
+            for varied, there in places
+            for setup, rows in _asked(there, command)
+        ]
+    found = longstep.Table([{**_counted(varied), **row} for varied, table in tables for row in table])
     found.require_any()
-    longest = max(tables, key=_longest)
+    longest = max((table for _, table in tables), key=_longest)
     found.answering(what_fits(found), longest.grounds)
     if command.json:
         print_json(answered(found), console)
         return
-    for told in dataclasses.replace(command, seq=lengths[0], schedule=None, stack=None).told():
+    for told in plain.first().told():
         console.print(with_flags(told), markup=False)
-    title = f"training steps of {asked[0][0].model} on {asked[0][0].cluster}"
-    table = Table("", *(length(row["seq"]) for row in found.rows[: len(lengths)]), title=title, title_justify="left")
+    console.print(found.answer, markup=False)
+    keys = list(places[0][0])
+    about = [f"of {base.model}" if "model" not in keys else "", f"on {base.cluster}" if "cluster" not in keys else ""]
+    title = " ".join(["training steps", *filter(None, about)])
+    table = Table(
+        *keys, "", *map(length, dict.fromkeys(row["seq"] for row in found)), title=title, title_justify="left"
+    )
     for start in range(0, len(found.rows), len(lengths)):
         cells = found.rows[start : start + len(lengths)]
-        table.add_row(cells[0]["row"], *map(_cell, cells))
-    console.print(found.answer, markup=False)
+        degrees = next((cell["degrees"] for cell in cells if cell["degrees"]), "")
+        table.add_row(*(str(cells[0][key]) for key in keys), f"{cells[0]['row']} {degrees}".strip(), *map(_cell, cells))
     console.print(table)
     for error in dict.fromkeys(f"{row['row']}: {row['error']}" for row in found.rows if row["error"]):
-        console.print(f"- {error}", markup=False)
+        console.print(f"- {with_flags(error)}", markup=False)
     console.print("~ at the limit. What is missing stands with a minus, and below it what to switch on.", markup=False)
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
@@ -107,11 +119,15 @@ def _longest(table: longstep.Table) -> tuple[int, float]:
     return max(((row["seq"], -row["step_time_s"]) for row in table if row["step_time_s"] is not None), default=(0, 0.0))
 
 
-def _asked(command: Fit, seq: str) -> Iterator[tuple[longstep.Setup, list[str]]]:
+def _counted(varied: Mapping[str, str]) -> dict[str, str | int]:
+    """Return what a place has of each list, numbers as such."""
+    return {key: int(value) if key in COUNTS else value for key, value in varied.items()}
+
+
+def _asked(plain: Fit, command: Fit) -> Iterator[tuple[longstep.Setup, list[str]]]:
     """Yield setups with the rows that are asked of each: one, or where files say options, one for each row, which by
     default is the file's own schedule.
     """
-    plain = dataclasses.replace(command, seq=seq, schedule=None, stack=None)
     if not command.from_file:
         yield plain.setup(), _rows(command)
         return
@@ -127,8 +143,8 @@ def _asked(command: Fit, seq: str) -> Iterator[tuple[longstep.Setup, list[str]]]
 
 def _rows(command: Fit) -> list[str]:
     """Return the schedules and stacks that were named; where none was, some of the one and all of the others."""
-    schedules = [] if command.schedule is None else listed(command.schedule, "`schedule`", "ring,ulysses")
-    stacks = [] if command.stack is None else listed(command.stack, "`stack`", "fsdp,alst")
+    schedules = [] if command.schedule is None else values_of("schedule", command.schedule)
+    stacks = [] if command.stack is None else values_of("stack", command.stack)
     for name in schedules:
         if name not in SCHEDULES:
             raise unknown("schedule", name, SCHEDULES, "`schedule`")

@@ -12,6 +12,8 @@ import tyro
 OptionalInt = Annotated[Optional[int], tyro.conf.arg(metavar="INT")]  # noqa: UP045 - see above
 OptionalFloat = Annotated[Optional[float], tyro.conf.arg(metavar="FLOAT")]  # noqa: UP045
 OptionalText = Annotated[Optional[str], tyro.conf.arg(metavar="STR")]  # noqa: UP045
+OptionalCounts = Annotated[Optional[str], tyro.conf.arg(metavar="INT")]  # noqa: UP045
+"""A number, or where several are taken a list of them."""
 if TYPE_CHECKING:
     Texts = tuple[str, ...]
 else:

@@ -21,7 +21,9 @@ from experiments.verbs.terminal import Ticker, print_json, printable, tell, tell
 from sim.errors import InputError
 from sim.setup.answer_plan import interval_of, step_of
 from sim.setup.branches import Played
+from sim.setup.global_batch import told as batch_told
 from sim.setup.plan import Plan as Found
+from sim.setup.planned_batch import with_batch
 from sim.setup.search import Progress
 from sim.setup.space import OPTIONS
 from sim.units import FEW, length, number, seconds, size
@@ -92,9 +94,10 @@ def plan(command: Plan, console: Console) -> None:
     prices = None if command.price is None else read_prices(command.price, command.cluster)
     _require_one_question(command, prices)
     setup = command.setup().replace(cluster=next(iter(prices))) if prices else command.setup()
+    setup = with_batch(setup, _counts(command), of_any_length=command.longest)
     tell_assumed(setup, console, json=command.json)
     with _live() as show:
-        answer, found = _found(command, prices, show)
+        answer, found = _found(command, setup, prices, show)
     said = answer or found
     assert said is not None
     if command.json:
@@ -174,11 +177,15 @@ def _require_one_question(command: Plan, prices: dict[str, float] | None) -> Non
         raise InputError(f"`price` {command.price}: several clusters are for `cheapest`; expected one price")
 
 
+def _counts(command: Plan) -> list[int] | None:
+    """Return the numbers of GPUs to try, if any were typed."""
+    return None if command.counts is None else [read_count("counts", one) for one in command.counts.split(",")]
+
+
 def _found(
-    command: Plan, prices: dict[str, float] | None, show: Progress | None
+    command: Plan, setup: longstep.Setup, prices: dict[str, float] | None, show: Progress | None
 ) -> tuple[longstep.Answer | None, Found | None]:
     """Return the answer to a question asked the other way round, if one was, and a plan."""
-    setup = command.setup()
     how: dict[str, Any] = {
         "options": _varied(command.vary), "most": command.most, "limit_s": command.limit or None,
         "jobs": command.jobs, "progress": show,
@@ -187,7 +194,7 @@ def _found(
         "step_time_s": None if command.step_time is None else read_seconds("step_time", command.step_time),
         "tokens_per_s": command.tokens_per_s,
     }
-    counts = None if command.counts is None else [read_count("counts", one) for one in command.counts.split(",")]
+    counts = _counts(command)
     if command.cheapest:
         return None, longstep.cheapest(setup, prices or {}, counts=counts, **target, **how)
     if command.longest:
@@ -220,7 +227,7 @@ def _print_plan(command: Plan, found: Found, answer: longstep.Answer | None, con
     said = f"{found.configurations} configurations, {found.simulated} simulated"
     if len(found.best):
         at = seq or longstep.workload(command.model, command.seq, documents=command.documents).seq
-        title = f"training steps of {command.model}, S {length(at)}: {said}"
+        title = f"training steps of {command.model}, S {length(at)}{_sequences(found.best.rows, at)}: {said}"
         console.print(_best_table(title, found.best.rows, _beside(command)))
         for row in found.best.rows[1:]:
             if row["unusual"]:
@@ -259,6 +266,12 @@ def _lost_table(found: Found) -> Table:
     return table
 
 
+def _sequences(rows: list[dict[str, Any]], tokens: int) -> str:
+    """Return how many sequences of so many tokens a step trains, where that is the same in all rows."""
+    several = {row["sequences"] for row in rows}
+    return f", {batch_told(min(several), min(several) * tokens)} a step" if len(several) == 1 else ""
+
+
 def _distance(row: dict[str, Any]) -> tuple[int, float]:
     """Return how far a schedule with its degrees is from the first: simulated, by a bound, or not known."""
     for place, key in enumerate(("slower", "slower_at_least")):
@@ -292,6 +305,7 @@ def _beside(command: Plan) -> str:
 
 def _best_table(title: str, rows: list[dict[str, Any]], memory: str) -> Table:
     priced = "cost_per_billion_tokens" in rows[0]
+    differ = len({row["sequences"] for row in rows}) > 1
     heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", PEAK, "left", "bound by")
     table = Table(*heads, *(["a billion tokens"] if priced else []), title=title, title_justify="left")
     table.caption, table.caption_justify = memory, "left"
@@ -299,7 +313,7 @@ def _best_table(title: str, rows: list[dict[str, Any]], memory: str) -> Table:
         host = f", a socket {size(row['peak_socket_bytes'])}" if row["peak_socket_bytes"] else ""
         cells = [
             f"{row['schedule']}\n{row['options']}",
-            step_of(row),
+            step_of(row) + (f" for {row['sequences']} sequences" if differ else ""),
             interval_of(row),
             number(row["tokens_per_s_per_gpu"], FEW),
             size(row["peak_hbm_bytes"]) + host,

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 import tyro
 
-from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts, Untyped, UntypedInt
+from experiments.verbs.kinds import (
+    OptionalCounts,
+    OptionalFloat,
+    OptionalInt,
+    OptionalText,
+    Texts,
+    Untyped,
+    UntypedInt,
+)
 from longstep import Setup
 from sim.errors import InputError
-from sim.setup.axes import field_of
+from sim.setup.axes import LISTS, field_of, is_list, rows_of, values_of
 from sim.setup.documents import BY_BLOCKS, planned_by
-from sim.setup.names import CLUSTER, CLUSTER_HERE, MODEL, MODEL_HERE, OwnSchedule
+from sim.setup.names import (
+    CLUSTER,
+    CLUSTER_HERE,
+    MODEL,
+    MODEL_HERE,
+    OwnSchedule,
+    at_least_one,
+    cluster_spec,
+    entry,
+    model,
+    tokens,
+)
+from sim.setup.stacks import stack_of
 
 if TYPE_CHECKING:
     from sim.setup.imports.imported import Imported
+
+
+COUNTS = ("nodes", "gpus", "cp")
+"""Options that are numbers, or lists of them."""
+_MICRO_BATCHES = "schedule.micro_batches"
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -50,9 +77,9 @@ class Selection:
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = CLUSTER_HERE
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml; host is this machine."""
-    nodes: OptionalInt = None
+    nodes: OptionalCounts = None
     """Nodes of the cluster; by default as many as --gpus needs."""
-    gpus: OptionalInt = None
+    gpus: OptionalCounts = None
     """GPUs in all; on a host, processes. By default the product of the degrees, or one node (a host: its cores)."""
     seq: str = Untyped("8K")
     """Global sequence length."""
@@ -68,8 +95,18 @@ class Selection:
     """Ranks that split the heads."""
     ring_degree: OptionalInt = None
     """Ranks that split the sequence."""
+    cp: OptionalCounts = None
+    """Ranks that share a sequence, however the schedule splits it among them: --gpus are so many times the replicas."""
+    tp: OptionalInt = None
+    """Ranks that share weights: 1, since tensor parallelism is not simulated."""
     dp_degree: int = UntypedInt(1)
-    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
+    --cp as many as the GPUs make."""
+    global_batch: OptionalText = None
+    """What all replicas together train in a step: a plain number of sequences, or tokens with K or M (4M) or the word
+    ('4194304 tokens'). Gives --batch, micro-batches of a sequence, and --dp-degree where all degrees are typed."""
+    accumulate: OptionalInt = None
+    """Micro-batches of a training step, as --set schedule.micro_batches; --batch is by default one sequence of each."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers: any schedule on a single GPU."""
     mask: str = "causal"
@@ -115,13 +152,101 @@ class Selection:
     cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""
 
     def setup(self) -> Setup:
-        """Return what was typed as the library takes it."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        """Return what was typed as the library takes it; raises InputError for a list, of which ``each`` makes rows."""
+        self.require_one()
+        return self.one()
+
+    def require_one(self) -> None:
+        """Raise InputError for an option that lists several values."""
+        for field in self.lists():
+            raise InputError(
+                f"`{field}` {getattr(self, field)}: expected one value; simulate, sweep, fit and winners take a list"
+            )
+
+    def one(self) -> Setup:
+        """Return what was typed as the library takes it, lists as they are."""
+        given = self.fields()
+        if isinstance(given["dp_degree"], UntypedInt):
+            del given["dp_degree"]
         fields: dict[str, Any] = {
-            name: one.plain() if isinstance(one, Untyped | UntypedInt) else one for name, one in given.items()
+            name: value.plain() if isinstance(value, Untyped | UntypedInt) else value for name, value in given.items()
         }
-        found = Setup(**fields | {"schedule": self.schedule and typed_schedule(self.schedule)})
+        found = Setup(**_accumulated(fields, batch=not isinstance(self.batch, UntypedInt)))
         return planned_by(found) if self.schedule in BY_BLOCKS else found
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields, numbers as such; raises InputError for what is none, and for tensor parallelism."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        if given.pop("tp") not in {None, 1}:
+            raise InputError(
+                f"`tp` {self.tp}: tensor parallelism is not simulated yet: leave it out, or set `tp` 1; `cp` ranks "
+                f"share a sequence"
+            )
+        counts = {name: _count(name, given[name]) for name in COUNTS}
+        return given | counts | {"schedule": self.schedule and typed_schedule(self.schedule)}
+
+    def lists(self) -> dict[str, list[str]]:
+        """Return the values of the options that list several."""
+        texts = {field: getattr(self, field) for field in LISTS}
+        return {field: values_of(field, text) for field, text in texts.items() if text and is_list(field, str(text))}
+
+    def first(self, *without: str) -> Self:
+        """Return it with the first value of each list, or of some with none."""
+        firsts: dict[str, Any] = {
+            field: None if field in without else values[0] for field, values in self.lists().items()
+        }
+        return dataclasses.replace(self, **firsts)
+
+    def each(self, *fields: str) -> list[tuple[dict[str, str], Self]]:
+        """Return the product of all lists, or of those of some fields, a row each: what it has of every list, and the
+        selection. Raises InputError for names that there are none of.
+        """
+        lists = {field: values for field, values in self.lists().items() if not fields or field in fields}
+        require_names(lists)
+        rows: list[dict[str, Any]] = [*rows_of(lists)]
+        return [(row, dataclasses.replace(self, **row)) for row in rows]
+
+
+def _count(field: str, typed: str | int | None) -> str | int | None:
+    """Return a number that was typed as such; raises InputError for what is none, and leaves lists as they are."""
+    if typed is None or isinstance(typed, int) or is_list(field, typed):
+        return typed
+    try:
+        return int(typed)
+    except ValueError:
+        raise InputError(f"`{field}` {reprlib.repr(typed)}: expected a whole number") from None
+
+
+def _accumulated(given: dict[str, Any], *, batch: bool) -> dict[str, Any]:
+    """Return fields with the option of the schedule that micro-batches are; ``batch`` says whether that was typed."""
+    fields = dict(given)
+    count = fields.pop("accumulate")
+    if count is None:
+        return fields
+    at_least_one("accumulate", count)
+    set_ = tuple(fields["set"])
+    for text in set_:
+        if text.partition("=")[0].strip() == _MICRO_BATCHES:
+            raise InputError(f"`accumulate` {count}, and `set` {text}: they say the same; leave out one of them")
+    told = batch or fields["global_batch"] is not None
+    return fields | {"set": (*set_, f"{_MICRO_BATCHES}={count}")} | ({} if told else {"batch": count})
+
+
+def require_names(lists: Mapping[str, Sequence[str]]) -> None:
+    """Raise InputError for a name in lists of fields that there is none of, and for what is no number of them."""
+    kinds: dict[str, Callable[[str], object]] = {
+        "model": model, "cluster": cluster_spec, "stack": stack_of,
+        "schedule": lambda name: name in BY_BLOCKS or isinstance(typed_schedule(name), OwnSchedule) or entry(name),
+        "seq": lambda text: tokens("seq", text), **{name: partial(_number, name) for name in COUNTS},
+    }  # fmt: skip
+    for field, values in lists.items():
+        if known := kinds.get(field):
+            for value in values:
+                known(value)
+
+
+def _number(field: str, text: str) -> int:
+    return at_least_one(field, int(_count(field, text) or 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +260,12 @@ class StepSelection(Selection):
 
     scope: str = "step"
     """What is played: a training step with its optimiser (step), whole layers (layer), or attention of one layer."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields; documents of a causal mask are padded where their sum does not divide."""
+        given = super().fields()
+        pads = self.documents is not None and self.mask == "causal" and self.block_mask is None
+        return given | {"pad": self.pad or pads}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +284,7 @@ class FileSelection(StepSelection):
     def setup(self) -> Setup:
         """Return what was typed, on top of what files say."""
         if self.from_file:
+            self.require_one()
             return self.imported().setup(**self.typed())
         if self.framework is not None or self.anyway:
             raise InputError("`framework` and `anyway` are of a configuration: give its file with `from_file`")
@@ -176,14 +308,11 @@ class FileSelection(StepSelection):
         return imported(*self.from_file, framework=self.framework, anyway=self.anyway)
 
     def typed(self) -> dict[str, Any]:
-        """Return the fields of a setup that were typed."""
-        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        found = {
+        """Return the fields of a setup that were typed; raises InputError for a list."""
+        self.require_one()
+        defaults, found = {field.name: field.default for field in dataclasses.fields(self)}, self.fields()
+        return {
             name: value
-            for name, (value, default) in fields.items()
-            if name in _SELECTED and (type(value) is not type(default) or value != default)
+            for name, value in found.items()
+            if type(value) is not type(defaults[name]) or value != defaults[name]
         }
-        return found | ({"schedule": typed_schedule(self.schedule)} if self.schedule else {})
-
-
-_SELECTED = {field.name for field in dataclasses.fields(Selection)}

@@ -118,8 +118,9 @@ def _show_fabric(command: Show, console: Console) -> None:
         raise InputError("`ranks` are of a schedule; leave them out with `format` fabric")
     out, selection = command.output(command.out, FIGURE_FILE), command.selection
     require_outputs([out])
+    selection.require_one()
     of_cluster = [text.removeprefix("cluster.") for text in selection.set if text.startswith("cluster.")]
-    spec = longstep.cluster(selection.cluster, nodes=selection.nodes, set=of_cluster).spec
+    spec = longstep.cluster(selection.cluster, nodes=selection.fields()["nodes"], set=of_cluster).spec
     if out:
         out.write(figure(spec).encode())
     if out is None or spec.nodes > 1:

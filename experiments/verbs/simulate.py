@@ -14,6 +14,7 @@ from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.memory import print_memory
 from experiments.verbs.selection import FileSelection
+from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
 from experiments.verbs.terminal import (
     answered,
     critical_path_shown,
@@ -23,16 +24,16 @@ from experiments.verbs.terminal import (
     print_json,
     progress,
     report_table,
-    schedules_table,
     sweep_table,
     tell_assumed,
     tell_basis,
+    tell_padded,
     ties,
 )
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
-from sim.setup.answer import grounds, sentence
+from sim.setup.answer import grounds
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
@@ -42,14 +43,15 @@ _PRICES_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate(Writes):
-    """Predict step time and memory of a schedule on a cluster; --schedule ring,zigzag compares several."""
+    """Predict step time and memory of a schedule on a cluster; lists, as --schedule ring,zigzag --seq 8K,64K, are a row
+    each.
+    """
 
     selection: Annotated[FileSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=FileSelection)
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
-    """Print JSON instead of a table: one object, of several schedules a list of the main figures, of what-ifs the
-    answer with its rows."""
+    """Print JSON instead of a table: one object, of several rows or what-ifs the answer and their main figures."""
     evidence: bool = False
     """Also print all that the answer rests on, not only its three lines, as a table."""
     sensitivity: bool = False
@@ -68,26 +70,24 @@ class Simulate(Writes):
 
 def simulate(command: Simulate, console: Console) -> None:
     """Predict one step, and print what came out."""
-    schedules = [name.strip() for name in (command.selection.schedule or "").split(",")]
-    several = [dataclasses.replace(command.selection, schedule=name) for name in schedules if len(schedules) > 1]
-    selections = several or [command.selection]
-    setups = [one.setup() for one in selections]
-    setup = setups[0]
+    rows = command.selection.each()
     trace = command.output(command.trace, CHROME_TRACE)
     require_outputs([trace])
-    if len(setups) > 1 or command.vary:
-        _require_several(len(setups), command)
+    if len(rows) > 1 or command.vary:
+        _require_several(list(rows[0][0]), command)
+    if len(rows) > 1:
+        _several(rows, command, console)
+        return
+    setup = rows[0][1].setup()
     tell_assumed(setup, console, json=command.json)
-    for told in () if command.json else selections[0].told():
+    tell_padded([setup], console, json=command.json)
+    for told in () if command.json else rows[0][1].told():
         console.print(with_flags(told), markup=False)
     if command.neighbours:
         _neighbours(setup, command, console)
         return
     if command.vary:
         _varied(setup, command, console)
-        return
-    if len(setups) > 1:
-        _several(setups, command, console)
         return
     predicted = setup.predicted()
     if trace:
@@ -113,14 +113,21 @@ def simulate(command: Simulate, console: Console) -> None:
     tell_basis([predicted], console, everything=command.evidence)
 
 
-def _require_several(schedules: int, command: Simulate) -> None:
+def _require_several(lists: list[str], command: Simulate) -> None:
     """Raise InputError for what is asked of one step, where there are several."""
+    fields = " ".join(f"all but one `{field}`" for field in lists)
     if command.sensitivity:
-        raise InputError("`sensitivity` is of one step: leave it out, or `vary` and all but one `schedule`")
+        raise InputError(f"`sensitivity` is of one step: leave it out, or {fields or '`vary`'}")
     if command.memory:
-        raise InputError("`memory` is of one step: leave it out, or `vary` and all but one `schedule`")
-    if command.vary and schedules > 1:
-        raise InputError("`vary` is of one schedule: leave it out, or all but one `schedule`")
+        raise InputError(f"`memory` is of one step: leave it out, or {fields or '`vary`'}")
+    if not lists:
+        return
+    if command.vary:
+        raise InputError(f"`vary` is of one step: leave it out, or {fields}; longstep sweep varies several")
+    if command.neighbours:
+        raise InputError(f"`neighbours` are of one step: leave them out, or {fields}")
+    if command.trace:
+        raise InputError(f"`trace` is of one step: leave it out, or {fields}")
 
 
 def _prices(setup: longstep.Setup) -> longstep.Table:
@@ -138,10 +145,8 @@ def _elasticities(setup: longstep.Setup, predicted: longstep.Prediction) -> list
 
 def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     """Print what is one change away from a step."""
-    if command.trace or command.sensitivity or command.vary or "," in (command.selection.schedule or ""):
-        raise InputError(
-            "`neighbours` are of one step: leave out `trace`, `sensitivity`, `vary`, all but one `schedule`"
-        )
+    if command.trace or command.sensitivity or command.vary:
+        raise InputError("`neighbours` are of one step: leave out `trace`, `sensitivity`, `vary`")
     found = longstep.neighbours(setup)
     if command.json:
         print_json(found.rows, console)
@@ -151,36 +156,36 @@ def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> N
         console.print(shown)
 
 
-def _several(setups: list[longstep.Setup], command: Simulate, console: Console) -> None:
-    """Predict the same step by several schedules, and print a line of each."""
-    if command.trace:
-        raise InputError("`trace` is of one schedule: leave it out, or name one `schedule`")
-    found: list[longstep.Prediction] = []
-    refused: dict[str, InputError] = {}
-    for setup in setups:
-        try:
-            found.append(setup.predicted())
-        except InputError as error:
-            refused[str(setup.schedule)] = error
-    if not found:
-        raise next(iter(refused.values()))
-    reasons = {name: str(error) for name, error in refused.items()}
+def _several(rows: list[tuple[dict[str, str], FileSelection]], command: Simulate, console: Console) -> None:
+    """Predict a step of each row, and print a line of each."""
+    setups = [set_up(selection) for _, selection in rows]
+    able = [setup for setup in setups if isinstance(setup, longstep.Setup)]
+    if able:
+        tell_assumed(able[0], console, json=command.json)
+        tell_padded(able, console, json=command.json)
+        for told in () if command.json else rows[setups.index(able[0])][1].told():
+            console.print(with_flags(told), markup=False)
+    asked: list[Asked] = []
+    with progress("predicting") as show:
+        for (varied, selection), setup in zip(rows, setups, strict=True):
+            asked.append(played(varied, selection.schedule or "", setup))
+            show(len(asked), len(rows))
+    require_any(asked)
+    figures = json_rows(asked)
+    said = answer(asked, figures)
     if command.json:
-        rows = [
-            {**row, "answer": one.answer, "error": ""}
-            for one, row in zip(found, longstep.table(found).rows, strict=True)
-        ]
-        none = dict.fromkeys(rows[0])
-        print_json([*rows, *({**none, "schedule": name, "error": why} for name, why in reasons.items())], console)
+        rests_on = decisive(asked, figures).rests_on
+        print_json({"assumed": able[0].assumed, "answer": said, "rests_on": rests_on, "rows": figures}, console)
         return
-    console.print(sentence(found), markup=False)
-    console.print(schedules_table(found, reasons))
-    if found[0].techniques:
+    console.print(said, markup=False)
+    console.print(rows_table(asked))
+    found = [row.found for row in asked if row.found]
+    if found[0].techniques and "stack" not in asked[0].varied:
         console.print(f"techniques: {', '.join(found[0].techniques)}", markup=False)
-    if command.evidence:
+    if command.evidence and [*asked[0].varied] == ["schedule"]:
         for line in ties(found):
             console.print(line, markup=False)
-    tell_basis(found, console, everything=command.evidence)
+    tell_basis(found, console, everything=command.evidence, of=decisive(asked, figures))
 
 
 def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:

@@ -6,8 +6,9 @@ import dataclasses
 import io
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, NoReturn
 
 import tyro
 from rich.console import Console
@@ -16,24 +17,29 @@ from rich.table import Table as Shown
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, listed, typed_values
-from experiments.verbs.terminal import print_json, progress, tell_assumed
+from experiments.verbs.selection import StepSelection, listed, require_names, typed_schedule, typed_values
+from experiments.verbs.terminal import print_json, progress, tell_assumed, tell_basis
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import Kind, require_outputs
-from sim.setup.axes import axes_of
+from sim.setup.axes import axes_of, changed, combinations, field_of
+from sim.setup.names import schedule_name
+from sim.setup.places import best, shown, won
 from sim.setup.portions import COLUMNS
-from sim.units import length, seconds, size
+from sim.units import FEW, digits_within, number, seconds, seconds_between, size
 
 _SHOWN = 40
 """Rows of the table; the file has all."""
+_NAMES = ("model", "cluster", "schedule", "stack")
+"""Keys whose values are names, which are looked up before anything is played."""
 _NEEDS_PYARROW = "`out` FILE.parquet needs the package pyarrow: pip install 'longstep[parquet]', or name a .csv"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep(Writes):
-    """Predict all combinations of some values, a row each; the same command again goes on where it stood."""
+    """Predict all combinations of lists and of --vary, a row each; the same command again goes on where it stood."""
 
     selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
     vary: Texts = ()
@@ -50,15 +56,16 @@ class Sweep(Writes):
     dask: OptionalText = None
     """Address of the scheduler of a Dask cluster whose workers play the rows, such as tcp://host:8786."""
     json: bool = False
-    """Print all rows as JSON instead of a table."""
+    """Print the answer and all rows as JSON instead of a table."""
+    evidence: bool = False
+    """Also print all that the answer rests on, not only its three lines, as a table."""
 
 
 def sweep(command: Sweep, console: Console) -> None:
     """Predict all rows, write them, and print them."""
-    setup = command.selection.setup()
-    vary = dict(_pair(text) for text in command.vary)
+    setup, vary = command.selection.first("schedule").setup(), _varied(command)
     zipped = [listed(text, "`zip`", "seq,gpus") for text in command.zip]
-    axes_of(vary, zipped)
+    combined = combinations(axes_of(vary, zipped))
     out = command.output(command.out, _kind(command.out)) if command.out else None
     require_outputs([out])
     journal = Path(f"{command.out}.journal") if command.out else None
@@ -79,14 +86,73 @@ def sweep(command: Sweep, console: Console) -> None:
         about = {SWEEP_MARK: " ".join(sys.argv[1:]) or "called from Python"}
         out.write(_parquet(found, about) if out.path.endswith(".parquet") else _csv(found, about))
         journal.unlink(missing_ok=True)
+    keys, name = list(combined[0]), schedule_name(setup.played)
+    if all(row["error"] for row in found):
+        _print_refused(found, command, console)
+    layers = setup.model_spec.num_layers if setup.layers is None else setup.layers
+    said = best(found.rows, keys, name, scope=setup.scope, layers=layers)
+    first = _decisive(setup, found, combined, name)
     if command.json:
-        print_json(found.rows, console)
+        told = {"assumed": setup.assumed, "answer": said, "rests_on": first.rests_on}
+        print_json({**told, "rows": found.rows}, console)
+        return
+    for line in _padded(found):
+        console.print(line, markup=False)
+    console.print(said, markup=False)
+    console.print(_table(found, BESIDE if any(key.startswith("cluster") for key in keys) else beside(spec_of(setup))))
+    tell_basis([first], console, everything=command.evidence)
+
+
+def _print_refused(found: longstep.Table, command: Sweep, console: Console) -> NoReturn:
+    """Print rows none of which can be played, and raise InputError with the reason of the first."""
+    if command.json:
+        print_json({"answer": f"None of {len(found)} rows can be played", "rests_on": [], "rows": found.rows}, console)
     else:
-        changed = any(key.startswith("cluster") for key in found[0])
-        console.print(_table(found, BESIDE if changed else beside(spec_of(setup))))
-        for line in _summary(found):
-            console.print(line, markup=False)
-    found.require_any()
+        console.print(_table(found, BESIDE))
+    there = f"; all reasons are in {command.out!r}" if command.out else ""
+    raise InputError(f"none of {len(found)} rows can be played; the first: {found[0]['error']}{there}")
+
+
+def _decisive(
+    setup: longstep.Setup, found: longstep.Table, rows: Sequence[Mapping[str, str]], name: str
+) -> longstep.Prediction:
+    """Return the prediction whose basis is told: of those that win, the one that takes longest."""
+    numbers = [one.row for one in won(found.rows, list(rows[0]), name)]
+    numbers = numbers or [number for number, row in enumerate(found.rows) if not row["error"]]
+    longest = max(numbers, key=lambda number: float(found[number]["step_time_s"]))
+    return changed(setup, rows[longest]).predicted()
+
+
+def _varied(command: Sweep) -> dict[str, str | list[str]]:
+    """Return what is varied: lists of options first; raises InputError for what is named twice, and for unknown names.
+
+    What is typed of schedules may be the user's own.
+    """
+    lists: dict[str, str | list[str]] = {
+        field: [typed_schedule(value) for value in values] if field == "schedule" else values
+        for field, values in command.selection.lists().items()
+    }
+    vary = dict(_pair(text) for text in command.vary)
+    for key in vary:
+        if field_of(key) in lists:
+            raise InputError(f"`vary` {key}: `{key}` lists several, too; name each once")
+    require_names(
+        {**lists, **{field_of(key): _names(values) for key, values in vary.items() if field_of(key) in _NAMES}}
+    )
+    return lists | vary
+
+
+def _names(values: str | list[str]) -> list[str]:
+    found = values.split(",") if isinstance(values, str) else values
+    return [name.strip() for name in found if name.strip()]
+
+
+def _padded(found: longstep.Table) -> Iterator[str]:
+    """Yield how far documents are padded, or a length."""
+    padding = sorted({row["padding"] for row in found.rows if row["padding"]})
+    if padding:
+        ends = f"{padding[0]} to {padding[-1]}" if len(padding) > 1 else str(padding[0])
+        yield f"padded: {ends} tokens behind the sequence, which no other token sees"
 
 
 def _pair(text: str) -> tuple[str, str | list[str]]:
@@ -148,22 +214,24 @@ def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
 def _table(found: longstep.Table, memory: str) -> Shown:
     """Return the main columns of the first rows."""
     keys = [key for key in found[0] if key not in COLUMNS]
-    table = Shown(*keys, "step", "90 % interval", "tokens/s/GPU", PEAK, "fits", "bound by", title_justify="left")
-    table.caption, table.caption_justify = memory, "left"
+    heads = (*keys, "degrees", "step", "90 % interval", "tokens/s/GPU", PEAK, "fits", "bound by")
+    caption = "\n".join([memory, *_summary(found)])
+    table = Shown(*heads, title_justify="left", caption=caption, caption_justify="left")
     for row in found.rows[:_SHOWN]:
-        varied = [length(row[key]) if key == "seq" and isinstance(row[key], int) else str(row[key]) for key in keys]
+        varied = [shown(key, row[key]) if key == "seq" else str(row[key]) for key in keys]
         if row["error"]:
-            table.add_row(*varied, "", "", "", "", "", row["error"])
+            table.add_row(*varied, *[""] * 6, with_flags(row["error"]))
             continue
-        within = "" if row["low_s"] is None else f"{seconds(row['low_s'])} to {seconds(row['high_s'])}"
-        rate = f"{row['tokens_per_s_per_gpu']:.4g}"
-        figures = [seconds(row["step_time_s"]), within, rate, size(row["peak_hbm_bytes"]), row["fits"]]
-        table.add_row(*varied, *figures, row["bound_by"] or "")
+        low, high = row["low_s"], row["high_s"]
+        within, digits = ("", FEW) if low is None else (seconds_between(low, high), digits_within(low, high))
+        rate = number(row["tokens_per_s_per_gpu"], FEW)
+        figures = [seconds(row["step_time_s"], digits), within, rate, size(row["peak_hbm_bytes"]), row["fits"]]
+        table.add_row(*varied, row["degrees"], *figures, row["bound_by"] or "")
     return table
 
 
 def _summary(found: longstep.Table) -> list[str]:
-    """Return how many rows are not shown, do not fit or were refused, and which is the fastest of the others."""
+    """Return how many rows are not shown, and how many do not fit or were refused."""
     lines = [f"{len(found) - _SHOWN} more rows are not shown"] if len(found) > _SHOWN else []
     refused = Counter(row["error"] != "" for row in found)[True]
     unfit = sum(row["fits"] == "no" for row in found)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.evidence.comparison import Comparison, Measured
-from experiments.evidence.peaks import PEAK, beside
+from experiments.evidence.peaks import PEAK
 from experiments.evidence.provenance import evidence_lines
 from longstep import Prediction, Setup
 from longstep import Table as Figures
@@ -27,9 +27,9 @@ from sim.breakdown import PartName
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
+from sim.errors import InputError
 from sim.setup.answer import Grounds, grounds, interval, named, step_time
-from sim.setup.names import scope_title
-from sim.units import FEW, length, number, percent, seconds, size
+from sim.units import FEW, number, percent, seconds, size
 from topology.reserved import PARTS, Basis
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -72,13 +72,32 @@ class Printer(Console):
 def tell_assumed(setup: Setup, console: Console, *, json: bool = False) -> None:
     """Print what nobody named and is assumed, as options; JSON has no such line."""
     if setup.assumed and not json:
-        options = " ".join(f"--{name} {value}" for name, value in setup.assumed.items())
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setup.assumed.items())
         console.print(f"assumed: {options}", markup=False)
 
 
-def tell_basis(predictions: Sequence[Prediction], console: Console, *, everything: bool = False) -> None:
-    """Print what an answer rests on, in three lines: those of the fastest; or everything, of all, as a table."""
-    first = min(predictions, key=lambda one: one.step_time_s)
+def tell_padded(setups: Sequence[Setup], console: Console, *, json: bool = False) -> None:
+    """Print how far documents are padded; JSON has no such line, and a schedule that refuses them says so later."""
+    told: dict[int, list[str]] = {}
+    for setup in () if json else setups:
+        if setup.documents is not None and setup.pad:
+            with contextlib.suppress(InputError):
+                found = setup.resolved()
+                told.setdefault(found.workload.padding, []).append(found.schedule)
+    for padding, schedules in told.items():
+        if padding:
+            whom = f" for {', '.join(dict.fromkeys(schedules))}" if len(setups) > 1 else ""
+            some = f"{padding} token{'s' if padding > 1 else ''}"
+            console.print(f"padded: {some} behind the documents{whom}, which no other token sees", markup=False)
+
+
+def tell_basis(
+    predictions: Sequence[Prediction], console: Console, *, everything: bool = False, of: Prediction | None = None
+) -> None:
+    """Print what an answer rests on, in three lines: those of one, by default the fastest; or everything, of all, as a
+    table.
+    """
+    first = of or min(predictions, key=lambda one: one.step_time_s)
     others = [grounds(one) for one in predictions if one is not first]
     tell([grounds(first), *others], console, everything=everything)
 
@@ -134,32 +153,6 @@ def report_table(predicted: Prediction) -> Table:
         table.add_row("  doubling saves", saved)
     table.add_row("lower bounds", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
     table.add_row("schedule", report.schedule_hash)
-    return table
-
-
-def schedules_table(predictions: Sequence[Prediction], refused: Mapping[str, str]) -> Table:
-    """Return the main figures of several schedules, the fastest first, and why others cannot be played."""
-    first = predictions[0]
-    ranks, work = first.checked.schedule.num_ranks, first.checked.schedule.header.workload
-    scope = scope_title(work.scope, work.layers)
-    title = f"{scope} of {work.model.name}, S {length(work.seq)}, {ranks} x {first.cluster.spec.gpu.name}"
-    heads = ("schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", PEAK, "fits", "bound by")
-    caption = beside(first.cluster.spec)
-    table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
-    for one in sorted(predictions, key=lambda one: one.step_time_s):
-        found = one.figures
-        table.add_row(
-            named(one),
-            step_time(one),
-            interval(one),
-            number(found.tokens_per_s_per_gpu, FEW),
-            "" if found.mfu is None else f"{100 * found.mfu:.3g} %",
-            size(found.peak_hbm_bytes),
-            fits(found),
-            found.bound_by,
-        )
-    for name, reason in refused.items():
-        table.add_row(name, *[""] * (len(heads) - 2), reason)
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
+from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText
-from experiments.verbs.selection import StepSelection, listed, typed_schedules, typed_values
-from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
+from experiments.verbs.selection import StepSelection, require_names, typed_schedule, typed_values
+from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed, tell_padded
 from sim.errors import InputError
 from sim.setup.axes import field_of
 from sim.units import length
@@ -21,11 +22,12 @@ from sim.units import length
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Winners:
-    """Map which of several schedules (--schedule ring,ulysses) or stacks is fastest over two axes, and why."""
+    """Map which of several schedules (--schedule ring,ulysses) or stacks is fastest over axes or lists, and why."""
 
     selection: Annotated[StepSelection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=StepSelection)
     across: OptionalText = None
-    """KEY=VALUES: what columns are, as --vary of sweep has it: seq=64K..1M*2."""
+    """KEY=VALUES: what columns are, as --vary of sweep has it: seq=64K..1M*2; left out: the last list of an option,
+    such as --seq 64K,128K."""
     down: OptionalText = None
     """KEY=VALUES: what rows are, such as cluster.nic.bytes_per_s=25e9,50e9,100e9; left out: one row."""
     jobs: OptionalInt = None
@@ -38,13 +40,13 @@ class Winners:
 
 def winners(command: Winners, console: Console) -> None:
     """Print the winner of each place, and why it is."""
-    setup = command.selection.setup()
-    field, names = _competitors(setup)
-    axes = dict([_axis("down", command.down)] if command.down else []) | dict([_axis("across", command.across)])
-    if len(axes) < 1 + bool(command.down):
-        raise InputError(f"`down` {command.down}: is what `across` has too; name another key")
-    base = setup.replace(**{field: None})
-    tell_assumed(setup, console, json=command.json)
+    lists = command.selection.lists()
+    field, names = _competitors(lists)
+    require_names(lists)
+    axes = _axes(command, {key: values for key, values in lists.items() if key != field})
+    base = command.selection.first(field).setup()
+    tell_assumed(base, console, json=command.json)
+    tell_padded([base.replace(**{field: name}) for name in names], console, json=command.json)
     with progress("simulating") as show:
         found = longstep.winners(base, {field: names}, axes, jobs=command.jobs, progress=show)
     if command.json:
@@ -54,7 +56,9 @@ def winners(command: Winners, console: Console) -> None:
     console.print(found.answer, markup=False)
     console.print(_map(found.rows, keys))
     for row in found.rows:
-        console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {row['why']}")
+        console.print(f"{', '.join(f'{key} {_shown(key, row[key])}' for key in keys)}: {with_flags(row['why'])}")
+    for refused in dict.fromkeys(row["refused"] for row in found.rows if row["refused"] and row["behind"]):
+        console.print(f"- {with_flags(refused)}", markup=False)
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
@@ -69,18 +73,35 @@ def _map(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> Table:
     for row in rows:
         tie = f" = {row['behind']}" if row["tied"] else ""
         more = f" +{100 * (row['ratio'] - 1):.3g} %" if row["ratio"] else ""
-        lines.setdefault("".join(_shown(key, row[key]) for key in down), []).append(f"{row['winner']}{tie}{more}")
+        name = " ".join(_shown(key, row[key]) for key in down)
+        won = f"{row['winner']} {row['degrees'] or ''}".strip()
+        lines.setdefault(name, []).append(f"{won}{tie}{more}")
     for name, cells in lines.items():
         table.add_row(name, *cells)
     return table
 
 
-def _competitors(setup: longstep.Setup) -> tuple[str, list[str]]:
-    if setup.stack is not None and "," in setup.stack:
-        return "stack", listed(setup.stack, "`stack`", "fsdp,alst")
-    if isinstance(setup.schedule, str) and "," in setup.schedule:
-        return "schedule", typed_schedules(setup.schedule)
+def _competitors(lists: Mapping[str, list[str]]) -> tuple[str, list[str]]:
+    """Return who competes: schedules, or else stacks."""
+    for field in ("schedule", "stack"):
+        if len(lists.get(field, ())) > 1:
+            return field, [typed_schedule(name) for name in lists[field]] if field == "schedule" else lists[field]
     raise InputError("winners compares several: name two or more with `schedule` ring,ulysses or `stack` fsdp,alst")
+
+
+def _axes(command: Winners, lists: Mapping[str, list[str]]) -> dict[str, str | list[str]]:
+    """Return the axes: those of ``down`` and ``across``, and other lists, the last of which is across where none is.
+
+    Raises InputError for a key of two of them.
+    """
+    typed = [(option, getattr(command, option)) for option in ("down", "across")]
+    pairs = [_axis(option, text) for option, text in typed if text is not None or (option == "across" and not lists)]
+    found: dict[str, str | list[str]] = dict(lists)
+    for key, values in pairs:
+        if field_of(key) in map(field_of, found):
+            raise InputError(f"{key} is varied twice: by a list, `down` or `across`; name another key")
+        found[key] = values
+    return found
 
 
 def _axis(option: str, text: str | None) -> tuple[str, str | list[str]]:

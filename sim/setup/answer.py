@@ -19,7 +19,9 @@ from sim.engine.report import Evidence, Report
 from sim.engine.series import BEYOND_RANGE
 from sim.engine.simulate import Simulation
 from sim.schedule.methods.catalog import NAMED
+from sim.setup.global_batch import told
 from sim.setup.names import scope_title
+from sim.setup.places import place_of
 from sim.units import FEW, digits_within, length, number, seconds, seconds_between, size
 from sim.workload import DTYPE_BYTES
 
@@ -59,7 +61,15 @@ def named(prediction: Prediction) -> str:
     """Return a schedule by its name, and by its degrees where it has two."""
     mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
     two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
-    return f"{prediction.schedule} (U {mesh.ulysses} x R {mesh.ring})" if two else prediction.schedule
+    return f"{prediction.schedule} {degrees(prediction)}" if two else prediction.schedule
+
+
+def degrees(prediction: Prediction) -> str:
+    """Return the degrees of what its schedule splits, and of replicas where there are several: ``U 4 R 2 DP 2``; of
+    what splits nothing ``1 GPU``.
+    """
+    entry = NAMED.get(prediction.schedule)
+    return prediction.checked.schedule.header.mesh.named(entry.degrees if entry else ()) or "1 GPU"
 
 
 def _figures(prediction: Prediction) -> str:
@@ -67,7 +77,15 @@ def _figures(prediction: Prediction) -> str:
     found, workload = prediction.figures, prediction.checked.schedule.header.workload
     of = "a step" if workload.scope == "step" else f"for {scope_title(workload.scope, workload.layers)}"
     rate = f"{number(found.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
-    return f"{step_time(prediction)} {of} ({interval(prediction)}), {rate}{_fits(found)}"
+    return f"{step_time(prediction)} {of} ({interval(prediction)}){_sequences(prediction)}, {rate}{_fits(found)}"
+
+
+def _sequences(prediction: Prediction) -> str:
+    """Return how many sequences all replicas train in a step, where they are several."""
+    header = prediction.checked.schedule.header
+    sequences = header.mesh.dp * header.workload.batch
+    several = header.workload.scope == "step" and sequences > 1
+    return f" for {told(sequences, sequences * header.workload.real_seq)}" if several else ""
 
 
 def step_time(prediction: Prediction) -> str:
@@ -120,20 +138,29 @@ def what_fits(found: Iterable[Mapping[str, Any]]) -> str:
     """
     found = list(found)
     fitting = [row for row in found if row["fits"] is not False and row["step_time_s"] is not None]
+    keys = [*found[0]][: [*found[0]].index("row")]
+    names = {id(row): " ".join(filter(None, (row["row"], place_of(row, keys)))) for row in found}
     if not fitting:
         played = [row for row in found if not row["error"]]
         if not played:
             return f"Nothing can be played: {found[0]['error']}"
         nearest = max(played, key=lambda row: float(row["free_bytes"]))
-        missing = f"{size(-nearest['free_bytes'], FEW)} is missing for {nearest['row']} at {length(nearest['seq'])}"
+        missing = f"{size(-nearest['free_bytes'], FEW)} is missing for {names[id(nearest)]} at {length(nearest['seq'])}"
         helps = f"switching on {nearest['helps']} helps" if nearest["helps"] else "no technique is enough"
         return f"Nothing fits: {missing}, {helps}"
-    longest = {row["row"]: max(one["seq"] for one in fitting if one["row"] == row["row"]) for row in fitting}
+    longest: dict[str, int] = {}
+    for row in fitting:
+        longest[names[id(row)]] = max(row["seq"], longest.get(names[id(row)], 0))
     most = max(longest.values())
     fastest = min((row for row in fitting if row["seq"] == most), key=lambda row: float(row["step_time_s"]))
-    of = f"by {fastest['row']} in {seconds(fastest['step_time_s'], FEW)} a step"
-    others = [f"{name} up to {length(seq)}" for name, seq in longest.items() if name != fastest["row"]]
-    never = [name for name in dict.fromkeys(row["row"] for row in found) if name not in longest]
+    of = f"by {names[id(fastest)]} in {seconds(fastest['step_time_s'], FEW)} a step"
+    del longest[names[id(fastest)]]
+    others = [
+        f"{', '.join(name for name, its in longest.items() if its == seq)} up to {length(seq)}"
+        for seq in sorted({*longest.values()}, reverse=True)
+    ]
+    longest[names[id(fastest)]] = most
+    never = [name for name in dict.fromkeys(names.values()) if name not in longest]
     others += [f"{', '.join(never)} at none of these lengths"] if never else []
     return "; ".join([f"The longest that fits is {length(most)}, {of}", *others])
 

@@ -10,7 +10,8 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from sim.errors import InputError, none_of
-from sim.setup.names import text_of
+from sim.setup.documents import BY_BLOCKS, planned_by
+from sim.setup.names import text_of, tokens
 from sim.setup.setup import Setup
 from sim.workload import parse_length
 
@@ -18,8 +19,19 @@ ROOTS = ("cluster", "model", "schedule", "profile")
 """What ``set`` may change."""
 _TYPES = {name: hint for name, hint in get_type_hints(Setup).items() if name not in {"_", "set"}}
 _RANGE = re.compile(r"(?P<low>[^.].*?)\.\.(?P<high>.+?)(?P<kind>[*+:])(?P<step>[^*+:]+)")
+_SHOWN = 40
+"""Characters of a list that an error repeats."""
 _MOST = 10**6
 """Combinations: a row each."""
+MOST_TYPED, MOST_ROWS = 1000, 100
+"""Values of an option; and rows that are kept to be shown beside each other, where none are written to a file."""
+LISTS = {
+    "model": "llama3-8b,llama3-70b", "cluster": "hgx-h100,dgx-a100", "nodes": "1,2,4", "gpus": "8,16,64", "cp": "2,4,8",
+    "seq": "64K,128K", "schedule": "ring,ulysses", "stack": "fsdp,alst", "global_batch": "16,32",
+}  # fmt: skip
+"""Fields of which an option of the command line may list several, with an example."""
+_COUNTS = ("nodes", "gpus", "cp", "seq")
+"""Of these, those that are numbers, so that a range is a list, too."""
 
 
 class Axis(NamedTuple):
@@ -42,7 +54,8 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
     """
     if not vary:
         raise InputError(
-            "`vary` is empty: give it keys such as seq or cluster.nvlink.bytes_per_s, each with some values"
+            "`vary` is empty: give it keys such as seq or cluster.nvlink.bytes_per_s, each with some values; an option "
+            "of the command line lists them by itself, as `seq` 64K,128K"
         )
     listed = {field_of(key): _values(key, values) for key, values in vary.items()}
     together = [[field_of(key) for key in keys] for keys in zipped]
@@ -65,10 +78,60 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
     return axes
 
 
+def is_list(field: str, text: str) -> bool:
+    """Return whether an option lists several values, with commas or as a range."""
+    return field in LISTS and ("," in text or (field in _COUNTS and ".." in text))
+
+
+def values_of(field: str, text: str) -> list[str]:
+    """Return the values that an option lists; raises InputError that names it for a list that is none.
+
+    >>> values_of("gpus", "8,16,64"), values_of("seq", "64K..256K*2")
+    (['8', '16', '64'], ['65536', '131072', '262144'])
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(f"`{field}` {_shortened(text)}: expected values separated by commas, such as {LISTS[field]}")
+    found = [value for part in parts for value in (_ranged(f"`{field}` ", field, part) if field in _COUNTS else [part])]
+    if len(found) > MOST_TYPED:
+        raise InputError(f"`{field}` has {len(found)} values: at most {MOST_TYPED} are taken; leave out some")
+    _require_once(f"`{field}`", field, found)
+    return found
+
+
+def rows_of(lists: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return the product of lists of options, a row each, the last one varying fastest: one row of none."""
+    if (count := math.prod(map(len, lists.values()))) > MOST_ROWS:
+        spelled = " x ".join(f"{len(values)} of `{field}`" for field, values in lists.items())
+        raise InputError(
+            f"{spelled} are {count} rows: at most {MOST_ROWS} are shown; leave out some, or let sweep write them"
+        )
+    return combinations([Axis((field,), tuple((value,) for value in values)) for field, values in lists.items()])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _require_once(where: str, key: str, values: Sequence[str]) -> None:
+    """Raise InputError for a value that stands there twice: 64K is 65536."""
+    seen = set[object]()
+    for value in values:
+        same = tokens(key, value) if key == "seq" and _is_length(value) else value
+        if same in seen:
+            raise InputError(f"{where}: {value} stands there twice; name each value once")
+        seen.add(same)
+
+
+def _is_length(text: str) -> bool:
+    return bool(re.fullmatch(r"\d{1,12}[KMkm]?", text))
+
+
 def limits(key: str, between: str) -> tuple[float, float]:
     """Return the ends of a range LOW..HIGH; raises InputError for what is none."""
     low, dots, high = between.partition("..")
-    ends = _number(key, between, low), _number(key, between, high) if dots else 0.0
+    where = f"`along` {key}="
+    ends = _number(where, between, low), _number(where, between, high) if dots else 0.0
     if not 0 < ends[0] < ends[1]:
         raise InputError(f"`along` {key}={between}: expected LOW..HIGH such as 64K..4M")
     return ends
@@ -82,10 +145,13 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def changed(setup: Setup, values: Mapping[str, str]) -> Setup:
-    """Return a setup with other values of some keys; raises InputError for a text that is no value of its field."""
+    """Return a setup with other values of some keys; a schedule may be a planner of documents. Raises InputError for a
+    text that is no value of its field.
+    """
     fields = {key: _typed(key, value) for key, value in values.items() if "." not in key}
     setting = {key: value for key, value in values.items() if "." in key}
-    return setup.replace(**fields, **({"set": setting} if setting else {}))
+    found = setup.replace(**fields, **({"set": setting} if setting else {}))
+    return planned_by(found) if found.schedule in BY_BLOCKS else found
 
 
 def field_of(key: str) -> str:
@@ -106,29 +172,27 @@ def _values(key: str, values: Sequence[object] | str) -> list[str]:
     if not isinstance(values, str):
         found = [text_of(value) for value in values]
     else:
-        found = [value for text in values.split(",") for value in _ranged(key, text.strip())]
+        found = [value for text in values.split(",") for value in _ranged(f"`vary` {key}=", key, text.strip())]
     if not found or not all(found):
         raise InputError(f"`vary` {key}={values}: expected values such as 64K,128K or a range such as 64K..1M*2")
-    twice = [value for number, value in enumerate(found) if value in found[:number]]
-    if twice:
-        raise InputError(f"`vary` {key}: {twice[0]} stands there twice; name each value once")
+    _require_once(f"`vary` {key}", key, found)
     return found
 
 
-def _ranged(key: str, text: str) -> list[str]:
-    """Return the values of a range, or the one that a text is."""
+def _ranged(where: str, key: str, text: str) -> list[str]:
+    """Return the values of a range, or the one that a text is; ``where`` begins what is said of a wrong one."""
     found = _RANGE.fullmatch(text)
     if not found:
         return [text]
     whole = "." not in key
-    low, high = (_number(key, text, found[name]) for name in ("low", "high"))
-    step = _number(key, text, found["step"])
+    low, high = (_number(where, text, found[name]) for name in ("low", "high"))
+    step = _number(where, text, found["step"])
     kind, values = found["kind"], [low]
     if not 0 < low <= high or not (step > 1 if kind == "*" else step > 0 if kind == "+" else step >= 2):
-        raise InputError(f"`vary` {key}={text}: expected LOW..HIGH*FACTOR, LOW..HIGH+STEP or LOW..HIGH:COUNT, rising")
+        raise InputError(f"{where}{text}: expected LOW..HIGH*FACTOR, LOW..HIGH+STEP or LOW..HIGH:COUNT, rising")
     if kind == ":":
         ratio = (high / low) ** (1 / (step - 1))
-        values = [low * ratio**number for number in range(int(step))]
+        values = [low * ratio**number for number in range(int(min(step, _MOST + 1)))]
     while kind != ":" and len(values) <= _MOST:
         following = values[-1] * step if kind == "*" else values[-1] + step
         if following > high * (1 + 1e-9):
@@ -137,7 +201,7 @@ def _ranged(key: str, text: str) -> list[str]:
     return [str(round(value)) if whole else f"{value:.12g}" for value in values]
 
 
-def _number(key: str, text: str, part: str) -> float:
+def _number(where: str, text: str, part: str) -> float:
     try:
         return (
             float(part)
@@ -145,7 +209,7 @@ def _number(key: str, text: str, part: str) -> float:
             else float(parse_length(part, "a value of `vary`"))
         )
     except (ValueError, InputError):
-        raise InputError(f"`vary` {key}={text}: {part!r} is no number") from None
+        raise InputError(f"{where}{text}: {part!r} is no number") from None
 
 
 def _typed(key: str, text: str) -> Any:

@@ -51,13 +51,13 @@ class Least(NamedTuple):
         """What no step is below of this configuration, or of one that recomputes and copies more."""
         return max(self.kernels_s, self.links_s)
 
-    def with_layers(self, more: Least, layers: int) -> Least:
-        """Return what so many layers more than ``more`` has take, of which each adds what the one does that ``more``
-        has and this has not.
+    def with_more(self, more: Least, further: int) -> Least:
+        """Return what so many layers or micro-batches more than ``more`` has take, of which each adds what the one does
+        that ``more`` has and this has not.
         """
         pairs = zip(self[:3], more[:3], strict=True)
-        kernels_s, states_s, links_s = (last + layers * (last - first) for first, last in pairs)
-        return Least(kernels_s, states_s, links_s, more.ops + layers * (more.ops - self.ops))
+        kernels_s, states_s, links_s = (last + further * (last - first) for first, last in pairs)
+        return Least(kernels_s, states_s, links_s, more.ops + further * (more.ops - self.ops))
 
 
 def least_of_any(found: Sequence[Least]) -> Least:

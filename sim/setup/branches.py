@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +31,10 @@ layers, played in full, takes the same within 1e-5 (``tests/sim/test_plan.py``).
 WALKED = (5, 6)
 """Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
 offloading has under way no longer grows by then; where another op than in few layers holds most, it is a little more.
+"""
+TURNS = (2, 3)
+"""Micro-batches that are played of a step that has more, and whose memory is walked: each further one takes and holds
+what the last of these adds (``tests/sim/test_plan.py``). The first is another: nothing was added up before it.
 """
 SURE = 0.9
 """Which share of what ``Branch.leanest`` holds every configuration of a branch holds: recomputing and tiles save much
@@ -91,8 +95,9 @@ class Played(NamedTuple):
 
 
 def step_of(setup: Setup) -> tuple[float, Simulation]:
-    """Return the seconds of a training step without noise, and its simulation: of more than ``PLAYED`` layers only so
-    many are played, and the others taken to add as much as the last of these. The schedule is not proved.
+    """Return the seconds of a training step without noise, and its simulation: of more than ``PLAYED`` layers and
+    ``TURNS`` micro-batches only so many are played, and the others taken to add as much as the last of these. The
+    schedule is not proved.
     """
     step_s, last, _ = _steps_of(setup)
     return step_s, last
@@ -100,6 +105,12 @@ def step_of(setup: Setup) -> tuple[float, Simulation]:
 
 def _steps_of(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
     """Return the same with the simulation of fewer layers; None where all are played."""
+    setups, further = _turns(setup)
+    *before, (last_s, played, fewer) = [_steps_of_layers(one) for one in setups]
+    return last_s + sum(further * (last_s - first_s) for first_s, *_ in before), played, fewer
+
+
+def _steps_of_layers(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
     layers = setup.resolved().workload.layers
     few, more = PLAYED
     if layers <= more:
@@ -110,6 +121,17 @@ def _steps_of(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
     return played.trace.step_time_s + each_s * (layers - more), played, before
 
 
+def _turns(setup: Setup) -> tuple[list[Setup], int]:
+    """Return a setup, or it with as many micro-batches as ``TURNS`` each where it has more, and how many more."""
+    found = setup.resolved()
+    turns = getattr(found.options, "micro_batches", 1)
+    if turns <= TURNS[-1] or found.workload.batch % turns:
+        return [setup], 0
+    spelled, each = setup.spelled_out(), found.workload.batch // turns
+    fewer = [spelled.replace(batch=each * few, set={"schedule.micro_batches": few}) for few in TURNS]
+    return fewer, turns - TURNS[-1]
+
+
 @garbage_collection_off()
 def _simulation(setup: Setup) -> Simulation:
     found = setup.resolved()
@@ -118,27 +140,55 @@ def _simulation(setup: Setup) -> Simulation:
 
 
 def least_of(setup: Setup) -> Least:
-    """Return the least seconds of a training step: of many layers as of ``PLAYED``."""
+    """Return the least seconds of a training step: of many layers as of ``PLAYED``, of many micro-batches as of
+    ``TURNS``.
+    """
+    setups, further = _turns(setup)
+    *before, last = [_least_of_layers(one) for one in setups]
+    return before[0].with_more(last, further) if before else last
+
+
+def _least_of_layers(setup: Setup) -> Least:
     layers = setup.resolved().workload.layers
     if layers <= PLAYED[-1]:
         return least_seconds(setup.resolved())
     first, last = (least_seconds(setup.replace(layers=number).resolved()) for number in PLAYED)
-    return first.with_layers(last, layers - PLAYED[-1])
+    return first.with_more(last, layers - PLAYED[-1])
 
 
 def least_limits(setup: Setup) -> list[Limit]:
-    """Return what a training step takes of each memory: of many layers as of ``WALKED``."""
+    """Return what a training step takes of each memory: of many layers as of ``WALKED``, of many micro-batches as of
+    ``TURNS``.
+    """
+    setups, further = _turns(setup)
+    return _with_more([_limits_of_layers(one) for one in setups], further)
+
+
+def _limits_of_layers(setup: Setup) -> list[Limit]:
     layers = setup.resolved().workload.layers
-    few, more = WALKED
-    if layers <= more:
+    if layers <= WALKED[-1]:
         return [*least_room(setup.resolved()).limits]
-    before, last = (least_room(setup.replace(layers=number).resolved()).limits for number in WALKED)
-    found = []
-    for first, second in zip(before, last, strict=True):
-        more_bytes = (second.held_bytes - first.held_bytes) * (layers - more) // (more - few)
-        held, free = second.held_bytes + more_bytes, second.free_bytes - more_bytes
-        found.append(msgspec.structs.replace(second, held_bytes=held, free_bytes=free))
-    return found
+    walked = [least_room(setup.replace(layers=number).resolved()).limits for number in WALKED]
+    return _with_more(walked, layers - WALKED[-1])
+
+
+def _limits(setup: Setup) -> list[Limit]:
+    """Return what a training step takes of each memory: of all its layers, of many micro-batches as of ``TURNS``."""
+    setups, further = _turns(setup)
+    return _with_more([least_room(one.resolved()).limits for one in setups], further)
+
+
+def _with_more(found: Sequence[Sequence[Limit]], further: int) -> list[Limit]:
+    """Return limits where so many more are to come, each of which adds what the last of those that are found does."""
+    *before, last = found
+    if not before:
+        return [*last]
+    more = []
+    for first, second in zip(before[0], last, strict=True):
+        bytes_more = (second.held_bytes - first.held_bytes) * further
+        held, free = second.held_bytes + bytes_more, second.free_bytes - bytes_more
+        more.append(msgspec.structs.replace(second, held_bytes=held, free_bytes=free))
+    return more
 
 
 def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
@@ -153,7 +203,7 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
         fastest = above.fastest if len(branch.fast) == len(above.branch.fast) else None
     try:
         if branch.is_leaf:
-            limits = [*least_room(branch.setup.resolved()).limits]
+            limits = _limits(branch.setup)
             leanest = limits[0]
         else:
             leanest = leanest or least_limits(branch.leanest.setup)[0]
@@ -164,7 +214,8 @@ def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
             limits += copied or ()
         for limit in limits:
             if limit.free_bytes < 0:
-                return Lost(branch, -limit.free_bytes, limit.memory)
+                said = leanest if limit.memory == leanest.memory else limit  # what the leanest one lacks itself
+                return Lost(branch, -said.free_bytes, limit.memory)
     except InputError as error:
         refused = str(error)
     try:
@@ -216,8 +267,10 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     """
     few = room_of(last.checked.schedule.header, walks(last.fold.checked), last.fold.cluster)
     workload = last.checked.schedule.header.workload
-    if workload.layers == setup.resolved().workload.layers:
+    whole = setup.resolved()
+    if (workload.layers, workload.batch) == (whole.workload.layers, whole.workload.batch):
         return few
-    if few.limits == least_room(setup.replace(layers=workload.layers).resolved()).limits:
-        return least_room(setup.resolved())
-    return room(setup.resolved())
+    played = _turns(setup)[0][-1].replace(layers=workload.layers)
+    if few.limits == least_room(played.resolved()).limits:
+        return least_room(whole)
+    return room(whole)

@@ -142,6 +142,7 @@ def doctor(
     >>> found.verdict, "cp-off" in [cause.name for cause in found.consistent]
     ('impossible', True)
     """
+    setup = setup.spelled_out()
     base = setup.predicted()
     measured = with_traces(measured, traces, _all_ranks(setup, traces))
     measured.require()

@@ -14,6 +14,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup import names
 from sim.setup.answer import grounds, what_fits
 from sim.setup.answer_table import of_ladder
+from sim.setup.global_batch import sequences_of
 from sim.setup.prediction import Prediction
 from sim.setup.room import Room, room
 from sim.setup.setup import Configuration, Setup
@@ -44,7 +45,11 @@ def longest(setup: Setup, most: int) -> int:
 
 def _room(setup: Setup) -> Room:
     """Return the memory of a training step; a length that does not divide is padded."""
-    return room(setup.replace(pad=True).resolved())
+    return room(_padded(setup))
+
+
+def _padded(setup: Setup) -> Configuration:
+    return setup.replace(pad=True).resolved()
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
@@ -57,7 +62,7 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
         alone = not names.entry(schedule).degrees
         gpus = setup.gpus or num_gpus(setup)
         changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
-        changes |= {"ulysses_degree": None, "ring_degree": None}
+        changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 
 
@@ -69,7 +74,7 @@ def num_gpus(setup: Setup) -> int:
 def as_ring(setup: Setup) -> Configuration:
     """Return a setup with the ring for its schedule, and of what is set only what is of the cluster."""
     of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
-    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster).resolved()
+    return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster, global_batch=None).resolved()
 
 
 def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -105,6 +110,8 @@ def ladder(
     [8192, 8192]
     """
     limit, base, rows = names.tokens("most", most), setup.replace(scope="step", stack=None, pad=True), []
+    if base.global_batch is not None:  # the same sequences at all lengths that are tried
+        base = base.replace(global_batch=sequences_of(base.global_batch, base.sequence_length))
     for name in techniques:
         names.one_of("techniques", name, TECHNIQUES)
     states = list(rungs(techniques))
@@ -184,9 +191,12 @@ def _row(base: Setup, row: str) -> Setup:
 
 def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
     """Return what is said of a row at a length, and the prediction of what fits."""
-    cell: dict[str, Any] = {"step_time_s": None, "fits": None, "free_bytes": None, "helps": "", "error": ""}
+    cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
+    cell |= {"helps": "", "error": ""}
     try:
-        found = _room(setup)
+        configuration = _padded(setup)
+        found = room(configuration)
+        cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
         if found.free_bytes >= 0:
             predicted = _predicted(setup)

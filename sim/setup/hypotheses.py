@@ -100,7 +100,7 @@ def _without_cp(setup: Setup, found: Configuration, seq: int) -> Setup | None:
     ]
     return dataclasses.replace(
         setup, schedule="single", set=kept, seq=seq, pad=False, dp_degree=found.mesh.dp * ranks, ring_degree=None,
-        ulysses_degree=None, gpus=None,
+        ulysses_degree=None, cp=None, gpus=None,
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def _branches(setup: Setup, options: Mapping[str, Sequence[str]], tensors: Seque
     """Return all ways of a setup's schedule, with its degrees and placement."""
     if setup.scope != "step":
         raise InputError(f"`scope` {setup.scope}: memory has a price in training steps: set `scope` step")
+    setup = setup.spelled_out()
     if setup.one_device:
         raise InputError("`one_device` plays all ranks on one device: memory has a price where each has its own")
     if tensors is not None:

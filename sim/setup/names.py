@@ -56,6 +56,14 @@ class Assumed(str):
     __slots__ = ()
 
 
+class Untold(int):
+    """A number that nobody gave, and that gives way to what others make of it."""
+
+    __slots__ = ()
+
+
+ONE_REPLICA = Untold(1)
+"""As many replicas as there are where nobody says how many, and nothing follows from other degrees."""
 MODEL, CLUSTER = Assumed("llama3-8b"), Assumed("hgx-h100")
 """What questions are about that name no other: what many train, and where."""
 MODEL_HERE, CLUSTER_HERE = "tiny", "host"

@@ -85,7 +85,7 @@ def steps(setup: Setup) -> Iterator[Step]:
 def _degrees(setup: Setup, found: Configuration) -> Iterator[Step]:
     now = {"ulysses": found.mesh.ulysses, "ring": found.mesh.ring, "dp": found.mesh.dp}
     axes = [*found.entry.degrees, "dp"]
-    base = setup.replace(gpus=found.mesh.size)
+    base = setup.replace(gpus=found.mesh.size, cp=None)
     for more, fewer in permutations(axes, 2):
         if now[fewer] % 2:
             continue

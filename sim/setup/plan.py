@@ -14,6 +14,7 @@ from sim.setup.branches import Lost, Played
 from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
 from sim.setup.names import at_least_one
+from sim.setup.planned_batch import require_shared, with_batch
 from sim.setup.remedies import remedies
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Setup
@@ -28,10 +29,10 @@ class Plan(NamedTuple):
     """The best configurations of a training step that fit, and why others lose."""
 
     best: Table
-    """A row for each, the fastest first: its options, seconds of a step, memory in bytes, and by figure of the machine
-    the share of the step that doubling it ``saves``. ``tie`` says that it is no
-    slower than the first at one end of the 90 % interval, both with all costs at that end; ``unusual`` is why no one
-    would run it, or empty. None where nothing fits."""
+    """A row for each, the fastest first: its options, the ``sequences`` of all its replicas in a step, seconds of that,
+    memory in bytes, and by figure of the machine the share of the step that doubling it ``saves``. ``tie`` says that it
+    is no slower than the first at one end of the 90 % interval, both with all costs at that end; ``unusual`` is why no
+    one would run it, or empty. None where nothing fits."""
     lost: Table
     """A row for each schedule with its degrees: how many configurations it has, by which share the fastest is slower
     than the first, or is at least, and why they lose; of the cheapest how much dearer, of those in time."""
@@ -85,10 +86,12 @@ def plan(
     """Return the configurations that train most tokens a second on the GPUs of a setup, of those that fit.
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
-    open. Each replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a
-    ``price`` of a GPU-hour rows have the cost of a billion tokens. A usual configuration that fits is looked for first.
-    After ``limit_s`` seconds of CPU time, of this process and of those that it starts, or Ctrl-C, the search ends with
-    what it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as many as there are
+    open. The ``global_batch`` stays what it is: with fewer replicas each trains more of its sequences, one after the
+    other. It is about 512K tokens where nobody says it (``sim.setup.planned_batch``); with ``any`` it is chosen: each
+    replica has ``batch`` sequences, so that configurations with replicas train more of them a step. With a ``price`` of
+    a GPU-hour rows have the cost of a billion tokens. A usual configuration that fits is looked for first. After
+    ``limit_s`` seconds of CPU time, of this process and of those that it starts, or Ctrl-C, the search ends with what
+    it has, and ``slack`` says what it may have missed. ``jobs`` processes search, by default as many as there are
     cores. Kernels take their median times (no jitter).
 
     A ``memory_budget`` is what a GPU may use, in bytes, of its memory, contexts of libraries included. With it, or with
@@ -112,7 +115,10 @@ def plan(
         require_tensors(tensors, setup.model_spec)
     elif memory_budget is not None:
         tensors = TENSORS
-    search = Search(families(setup, options, tensors=tensors or ()), most, CpuTime(limit_s), progress)
+    setup = with_batch(setup)
+    found_families = families(setup, options, tensors=tensors or ())
+    require_shared(setup, found_families)
+    search = Search(found_families, most, CpuTime(limit_s), progress)
     search.run(num_jobs(jobs))
     found = told(search, most, {} if price is None else {setup.cluster: price})
     least = _least_short(search)
@@ -123,7 +129,7 @@ def plan(
 
 def _within(setup: Setup, memory_budget: float) -> Setup:
     """Return a setup whose GPUs have no more memory than may be used."""
-    has = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1)).spec.hbm.capacity_bytes
+    has = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, cp=None, dp_degree=1)).spec.hbm.capacity_bytes
     if not 0 < memory_budget <= has:
         raise InputError(
             f"`memory_budget` {memory_budget:.12g} bytes: expected more than 0 and at most what a GPU has, {has}; to "
@@ -155,7 +161,9 @@ def require_any_built(search: Search) -> None:
     refused = [found.refused for found in search.lost if found.refused]
     if not search.best and not search.open and len(refused) == len(search.lost) and not search.played:
         why = refused[0] if refused else "no schedule takes so many GPUs: set `gpus`, or its degrees"
-        raise InputError(f"no configuration can be built; the first: {why}")
+        alone = all(family.setup.dp_degree < (family.setup.gpus or 1) for family in search.families)
+        more = "; a larger `global_batch` allows more replicas of fewer GPUs" if refused and alone else ""
+        raise InputError(f"no configuration can be built; the first: {why}{more}")
 
 
 def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: bool = False) -> Plan:
@@ -249,6 +257,7 @@ def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, An
             "schedule": one.branch.family.named,
             "options": one.branch.named,
             "gpus": setup.gpus,
+            "sequences": setup.batch * setup.dp_degree,
             "step_time_s": one.step_s,
             "low_s": one.within and one.within.low_s,
             "high_s": one.within and one.within.high_s,

@@ -10,6 +10,7 @@ from sim.breakdown import PARTS
 from sim.engine.report import report
 from sim.errors import LongstepError
 from sim.memory import TERMS
+from sim.setup.answer import degrees
 from sim.setup.axes import changed
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -20,12 +21,13 @@ _LARGEST = 64
 Row = dict[str, Any]
 
 FIGURES = (
-    "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes", "peak_host_bytes",
-    "fits", "free_bytes", "bound_by",
+    "degrees", "padding", "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes",
+    "peak_host_bytes", "fits", "free_bytes", "bound_by",
 )  # fmt: skip
 COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
-"""Of every row behind what is varied: seconds of the critical rank by part, bytes of the GPU's peak by term;
-``free_bytes`` is what is left beside that peak and what no buffer can have (``topology.reserved``)."""
+"""Of every row behind what is varied: degrees as ``U 4 R 2``; tokens of padding; seconds of the critical rank by part,
+bytes of the GPU's peak by term; ``free_bytes`` is what is left beside that peak and what no buffer can have
+(``topology.reserved``)."""
 
 
 class Portion(NamedTuple):
@@ -102,6 +104,8 @@ def _figures(prediction: Prediction, portion: Portion) -> Row:
     found = report(prediction.simulation, with_interval=portion.intervals, with_bound=portion.bounds)
     (low_s, high_s), room = found.interval_s or (None, None), found.room
     return {
+        "degrees": degrees(prediction),
+        "padding": prediction.checked.schedule.header.workload.padding,
         "step_time_s": found.step_time_s,
         "low_s": low_s,
         "high_s": high_s,

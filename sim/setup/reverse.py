@@ -19,6 +19,7 @@ from sim.setup.cpu_time import CpuTime
 from sim.setup.fit import as_ring
 from sim.setup.lengths import PER_OCTAVE, ROUND, last_enough, lengths_of_units
 from sim.setup.plan import Plan, num_jobs, require_any_built, require_price, require_searchable, shortage, told
+from sim.setup.planned_batch import with_batch
 from sim.setup.search import Progress, Search
 from sim.setup.setup import Configuration, Setup
 from sim.setup.space import ANYTHING, OPTIONS, Branch, Family, Target, families
@@ -175,7 +176,7 @@ def longest_context(
 ) -> Answer:
     """Return the longest context in tokens, up to ``until``, of which a training step fits on the GPUs of a setup,
     takes no longer than ``step_time_s`` and trains ``tokens_per_s`` on all of them, with the plan for it; what else is
-    varied, and how, is as in ``plan``.
+    varied, and how, is as in ``plan``. A step has one sequence where no ``global_batch`` says how many.
 
     Lengths are multiples of two for each GPU (as zigzag needs), and from 128 of these on 0.8 % apart at most; where a
     schedule needs another multiple, they are padded. A configuration that is enough is followed to its own longest
@@ -191,6 +192,7 @@ def longest_context(
     asked = _asked(Target(step_time_s, tokens_per_s), options, most, limit_s, jobs, progress)
     if setup.documents is not None:
         raise InputError("`documents` say how long a sequence is: leave them out where the longest is asked for")
+    setup = with_batch(setup, of_any_length=True)
     gpus, limit = _whole(setup).mesh.size, names.tokens("until", until)
     lengths = list(lengths_of_units(2 * gpus, limit))
     if not lengths:
@@ -239,13 +241,14 @@ def fewest_gpus(
     and whole nodes, up to what the setup has. GPUs that are a part of a socket's have that share of its memory. Raises
     InputError as ``plan`` does, and for counts that are none.
 
-    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=4, layers=2, seq="4K")
+    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=4, layers=2, seq="4K", global_batch=4)
     >>> fewest_gpus(tiny, step_time_s=1.0, options={"checkpoint": ["full"]}).value
     1
     """
     asked = _asked(Target(step_time_s, tokens_per_s), options, most, limit_s, jobs, progress)
-    rows, refused = [], 0
-    for gpus in _counts(setup, counts):
+    tried = _counts(setup, counts)
+    setup, rows, refused = with_batch(setup, tried), [], 0
+    for gpus in tried:
         there = _on(setup, gpus)
         search = asked.any(asked.families(there))
         rows.append(_verdict("gpus", gpus, search))
@@ -256,7 +259,7 @@ def fewest_gpus(
         except InputError as error:
             refused += 1
             rows[-1] |= {"why": str(error)}
-            if refused == len(_counts(setup, counts)):
+            if refused == len(tried):
                 raise
     return Answer(None, None, Table(rows))
 
@@ -289,6 +292,8 @@ def cheapest(
     target = Target(step_time_s, tokens_per_s)
     target.require()
     prices: Mapping[Any, float] = price if isinstance(price, Mapping) else {setup.cluster: price}
+    first = setup.replace(cluster=next(iter(prices)))
+    setup = setup.replace(global_batch=with_batch(first, _counts(first, counts)).global_batch)
     found = []
     for cluster, hourly in prices.items():
         require_price(hourly)
@@ -330,7 +335,7 @@ def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:
 
 def _whole(setup: Setup) -> Configuration:
     """Return all GPUs of a setup in one ring."""
-    return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1))
+    return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, cp=None, dp_degree=1))
 
 
 def _on(setup: Setup, gpus: int) -> Setup:

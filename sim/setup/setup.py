@@ -28,9 +28,20 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
+from sim.setup.global_batch import of_each, sequences_of
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.masks import Kept
-from sim.setup.names import CLUSTER, MODEL, PLACEMENTS, Assumed, Overrides, at_least_one, one_of
+from sim.setup.names import (
+    CLUSTER,
+    MODEL,
+    ONE_REPLICA,
+    PLACEMENTS,
+    Assumed,
+    Overrides,
+    Untold,
+    at_least_one,
+    one_of,
+)
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.workload import BlockMask, ModelSpec, Workload
@@ -71,8 +82,15 @@ class Setup:
     """Ranks that split the heads."""
     ring_degree: int | None = None
     """Ranks that split the sequence."""
-    dp_degree: int = 1
-    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own."""
+    cp: int | None = None
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    dp_degree: int = ONE_REPLICA
+    """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
+    ``cp`` as many as the GPUs make."""
+    global_batch: int | str | None = None
+    """What all replicas together train in a step: a plain number of sequences, or tokens: ``4M``, ``4194304 tokens``.
+    It gives ``batch``; micro-batches of one sequence each, where none are set; and ``dp_degree``, where that is 1 and
+    the degrees say how many ranks share a sequence."""
     one_device: bool = False
     """Play all ranks on one device, in turn, with copies for transfers."""
     mask: str = "causal"
@@ -155,17 +173,18 @@ class Setup:
         """Return the objects that the names stand for; raises InputError that names the bad value and the allowed
         ones.
         """
+        if self.cp is not None or self.global_batch is not None:
+            return self.spelled_out().resolved()
         self._require_types()
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "dp_degree"):
-            if (count := getattr(self, name)) is not None:
-                at_least_one(name, count)
         overrides = _overrides(self.set)
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
-            entry, self._mesh(entry, spec, model), self._stacked(entry, overrides["schedule"])
+            entry,
+            self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
+            self._stacked(entry, overrides["schedule"]),
         )
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
@@ -186,6 +205,101 @@ class Setup:
             yes=self.yes,
         )
         return _padded(found) if self.pad else found
+
+    def without_cp(self) -> Setup:
+        """Return it with GPUs and replicas in the place of ``cp``; itself where it has none. Raises InputError where
+        degrees, GPUs or replicas say otherwise.
+
+        >>> spelled = Setup("ulysses", cp=8, gpus=16).without_cp()
+        >>> spelled.gpus, spelled.dp_degree, spelled.cp
+        (16, 2, None)
+        """
+        if self.cp is None:
+            return self
+        self._require_types()
+        cp, entry, name = self.cp, names.entry(self.played), names.schedule_name(self.played)
+        if cp > 1 and not entry.degrees:
+            raise InputError(
+                f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
+            )
+        said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
+        told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
+        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (whole and inside != cp):
+            raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
+        dp = self.dp_degree
+        if isinstance(dp, Untold):
+            spec = names.changed_cluster(
+                names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
+            )
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
+            if gpus % cp:
+                above = -(-gpus // cp) * cp
+                raise InputError(
+                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{above}, or another `cp`"
+                )
+            dp = gpus // cp
+        elif self.gpus not in {None, cp * dp}:
+            raise InputError(
+                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
+                f"the three"
+            )
+        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
+
+    def spelled_out(self) -> Setup:
+        """Return it with its ``global_batch`` as replicas, sequences of each, and micro-batches; itself where it has
+        none. Raises InputError for what does not divide, with the nearest that does.
+
+        >>> spelled = Setup("ulysses", gpus=16, ulysses_degree=8, seq="64K", global_batch="1M").spelled_out()
+        >>> spelled.dp_degree, spelled.batch, spelled.set
+        (2, 8, ('schedule.micro_batches=8',))
+        """
+        if self.cp is not None:
+            return self.without_cp().spelled_out()
+        if self.global_batch is None:
+            return self
+        self._require_types()
+        if self.scope != "step":
+            raise InputError(f"`global_batch` {self.global_batch} is of training steps: set `scope` step")
+        sequences = sequences_of(self.global_batch, self.sequence_length)
+        entry, overrides = names.entry(self.played), _overrides(self.set)
+        spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
+        gpus, replicas = self._shared_gpus(entry, spec)
+        mesh = self._mesh(entry, spec, self.model_spec, gpus, int(replicas))
+        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
+        turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
+        found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
+        return found.replace(set=turns) if turns else found
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence: of its documents, where it has some."""
+        return names.tokens("seq", self.seq) if self.documents is None else sum(names.lengths_of(self.documents))
+
+    def _shared_gpus(self, entry: Entry, spec: ClusterSpec) -> tuple[int | None, int]:
+        """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
+        are given.
+        """
+        degrees = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
+        shared, gpus = math.prod(degrees[name] or 1 for name in entry.degrees), self.gpus
+        if self.dp_degree > 1 or any(degrees[name] is None for name in entry.degrees):
+            return gpus, self.dp_degree
+        if gpus is None and self.nodes is not None:
+            gpus = spec.gpus_per_node * self.nodes
+        gpus = gpus or spec.gpus_meant or shared
+        if gpus % shared:
+            near = " or ".join(str(shared * count) for count in (gpus // shared, gpus // shared + 1) if count)
+            raise InputError(
+                f"`gpus` {gpus} is no multiple of the {shared} ranks that share a sequence: set `gpus` to {near}, or "
+                f"the degrees"
+            )
+        return gpus, gpus // shared
+
+    def _has_turns(self, entry: Entry, given: list[tuple[str, str]]) -> bool:
+        """Return whether its schedule has micro-batches of which nothing is set."""
+        own = {*dict(given), *(stack_of(self.stack).options if self.stack is not None else ())}
+        return "micro_batches" in {*msgspec.to_builtins(entry.options or {})} - own
 
     @property
     def assumed(self) -> dict[str, str]:
@@ -220,7 +334,7 @@ class Setup:
         return [pair for pair in stack_of(self.stack).options.items() if pair[0] in has] + given
 
     def _require_types(self) -> None:
-        """Raise InputError for a value of a type that its field does not take."""
+        """Raise InputError for a value of a type that its field does not take, and for a count below 1."""
         for name, takes in _types_taken().items():
             value = getattr(self, name)
             if isinstance(value, takes) and (bool in takes or not isinstance(value, bool)):
@@ -229,8 +343,11 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
+        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
+            if (count := getattr(self, name)) is not None:
+                at_least_one(name, count)
 
-    def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec) -> Mesh:
+    def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
         given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
         for name, degree in given.items():
@@ -240,8 +357,8 @@ class Setup:
                     f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
                     f"it out, or choose another `schedule`"
                 )
-        dp, inside = self.dp_degree, (given["ulysses"] or 1) * (given["ring"] or 1)
-        product, gpus = dp * inside, self.gpus
+        inside = (given["ulysses"] or 1) * (given["ring"] or 1)
+        product = dp * inside
         if gpus is None and (not entry.degrees or inside > 1):
             gpus = product
         elif gpus is None and spec.gpu.kind == "cpu":

@@ -15,6 +15,7 @@ from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.setup import names
 from sim.setup.documents import planned_schedules
 from sim.setup.fit import as_ring
+from sim.setup.global_batch import ANY, divisors, sequences_of
 from sim.setup.setup import Setup
 from sim.setup.tensors import DECIDED, as_options, grid_of
 
@@ -68,8 +69,8 @@ class Family(NamedTuple):
     grid: Mapping[str, Sequence[str]]
     """The values of each option that is varied, of those that the schedule has."""
     worth: float = 1
-    """What a step of it is worth: best is the least time for so much. Its replicas, each of which has a batch; where
-    cost counts, over what its GPUs cost an hour."""
+    """What a step of it is worth: best is the least time for so much. Its sequences, of all replicas; where cost
+    counts, over what its GPUs cost an hour."""
     within_s: float = math.inf
     """What its step may take."""
     tensors: Sequence[str] = ()
@@ -154,19 +155,21 @@ def families(
     tensors: Sequence[str] = (),
 ) -> list[Family]:
     """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
-    degrees and options is not varied; replicas are, each with as many sequences as ``batch`` says. Values of an option
-    that ``OPTIONS`` does not order make families of their own. With the ``price`` of a GPU-hour best is what costs
-    least; ``beside`` is said with the degrees. Of groups of ``tensors`` it is varied what becomes of each, instead of
-    what becomes of all; then values of ``mlp``, with which blocks have other tensors, make families of their own, too.
+    degrees and options is not varied; replicas are: as many as share its ``global_batch``, or where that is ``any`` or
+    none, all numbers, each with as many sequences as ``batch`` says. Values of an option that ``OPTIONS`` does not
+    order make families of their own. With the ``price`` of a GPU-hour best is what costs least; ``beside`` is said with
+    the degrees. Of groups of ``tensors`` it is varied what becomes of each, instead of what becomes of all; then values
+    of ``mlp``, with which blocks have other tensors, make families of their own, too.
 
     Whether a combination is valid is for builders to say: what they refuse is in it. Raises InputError for an option
     that no schedule has, or for one without values.
     """
     _require_options(options)
-    whole = setup.replace(ulysses_degree=None, ring_degree=None)
+    sequences = _sequences(setup)
+    whole = setup.replace(ulysses_degree=None, ring_degree=None, cp=None)
     every = as_ring(whole)
     gpus, per_node = every.mesh.size, every.spec.gpus_per_node
-    tokens = _tokens(whole) if target.tokens_per_s else 0
+    tokens = whole.sequence_length if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):
         raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
@@ -181,23 +184,29 @@ def families(
         title = names.schedule_name(name)
         axes = ("ring",) if ranks else entry.degrees
         for dp, ulysses, ring in _degrees(axes, gpus):
+            if sequences is not None and not _is_shared(sequences, dp, setup.batch):
+                continue
             if setup.schedule is None and _is_another(title, axes, ulysses, ring):
                 continue
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
                 continue
-            if ranks not in {None, ring}:
+            if ranks not in {None, ring} or setup.cp not in {None, ulysses * ring}:
                 continue
             spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
             base = setup.replace(schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, jitter=0.0)
-            base = base.replace(ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None)
+            each = setup.batch * dp if sequences is None else sequences
+            base = base.replace(
+                cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None,
+                global_batch=None if sequences is None else sequences,
+            )  # fmt: skip
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
-                placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()})
+                placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()}).spelled_out()
                 named = _named(title, dp, ulysses, ring, chosen, beside)
-                worth = dp if price is None else dp / (price * gpus)
+                worth = each if price is None else each / (price * gpus)
                 groups = grid_of(placed, tensors)
-                found.append(Family(placed, named, groups | grid, worth, target.within_s(dp * tokens), [*groups]))
+                found.append(Family(placed, named, groups | grid, worth, target.within_s(each * tokens), [*groups]))
     return found
 
 
@@ -207,7 +216,7 @@ def _schedules(setup: Setup, gpus: int) -> Iterator[tuple[str | Build | Entry, i
         yield setup.schedule, None
         return
     yield from ((name, None) for name in SCHEDULES)
-    for inside in _divisors(gpus)[1:]:
+    for inside in divisors(gpus)[1:]:
         yield from ((build, inside) for build in planned_schedules(setup, inside))
 
 
@@ -221,7 +230,7 @@ def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
 
 def _degrees(axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
     """Yield replicas, and degrees of heads and of parts of sequences, whose product is so many GPUs."""
-    for dp, ulysses in product(_divisors(gpus), _divisors(gpus)):
+    for dp, ulysses in product(divisors(gpus), divisors(gpus)):
         ring, rest = divmod(gpus, dp * ulysses)
         if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
             yield dp, ulysses, ring
@@ -233,14 +242,16 @@ def _is_another(name: str, axes: Sequence[str], ulysses: int, ring: int) -> bool
     return alone or (len(axes) > 1 and ulysses == 1) or (name in _MIXED and ring == 1)
 
 
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+def _sequences(setup: Setup) -> int | None:
+    """Return how many sequences all replicas together have in a step; None where that is left open."""
+    if setup.global_batch in {None, ANY}:
+        return None
+    return sequences_of(setup.global_batch, setup.sequence_length)
 
 
-def _tokens(setup: Setup) -> int:
-    """Return how many tokens a replica trains in a step."""
-    workload = names.workload(setup.model_spec, setup.seq, batch=setup.batch, documents=setup.documents)
-    return workload.batch * workload.seq
+def _is_shared(sequences: int, replicas: int, batch: int) -> bool:
+    """Return whether each of some replicas has as many of some sequences: as a ``batch`` above 1 says."""
+    return sequences % replicas == 0 and batch in {1, sequences // replicas}
 
 
 def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from sim.errors import InputError
-from sim.setup.answer import Grounds, as_html, as_text
+from sim.setup.answer import Grounds, as_html, as_text, degrees
 from sim.setup.prediction import Prediction
 
 
@@ -103,6 +103,7 @@ def _row(prediction: Prediction) -> dict[str, Any]:
     low_s, high_s = found.interval_s or (None, None)
     return {
         "schedule": prediction.schedule,
+        "degrees": degrees(prediction),
         "seq": header.workload.seq,
         "gpus": prediction.checked.schedule.num_ranks,
         "cluster": prediction.cluster.spec.name,
@@ -113,6 +114,7 @@ def _row(prediction: Prediction) -> dict[str, Any]:
         "mfu": found.mfu,
         "peak_hbm_bytes": found.peak_hbm_bytes,
         "fits": found.fits,
+        "free_bytes": None if found.room is None else found.room.free_bytes,
         "bound_by": found.bound_by,
         "profile": found.evidence.profile,
     }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from sim.engine.learned import shipped
-from sim.engine.regime import Regime
 from sim.errors import InputError
 from sim.setup.answer import Grounds, grounds, who_wins
 from sim.setup.axes import changed, field_of
 from sim.setup.explore import Progress, explore
 from sim.setup.names import text_of, tokens
+from sim.setup.places import tied, token_s
 from sim.setup.portions import Row
 from sim.setup.setup import Setup
 from sim.setup.table import Table
@@ -34,7 +32,8 @@ def winners(
     ``competitors`` has some schedules or some stacks. A row has the winner and the one behind it, how many times as
     long that takes for a token, what bounds both, and ``why`` in a sentence. They are ``tied`` where that is no more
     than nine of ten ratios of measured steps were off; None where none were measured. What does not fit has lost; where
-    nobody is left the winner is empty, and ``why`` is the reason of the first. Raises InputError for fewer than two
+    nobody is left the winner is empty, and ``why`` is the reason of the first; ``refused`` says of each that cannot be
+    played why. Raises InputError for fewer than two
     competitors, where none can be played anywhere, and as ``explore`` does.
 
     >>> layer = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, jitter=0.0)
@@ -77,28 +76,28 @@ def _numbered(place: dict[str, Any]) -> dict[str, Any]:
 def _judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
     """Return what is said of one place."""
     found: dict[str, Any] = dict.fromkeys(
-        ("winner", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
+        ("winner", "degrees", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
     )
-    able = sorted((row for row in rows if not row["error"] and row["fits"] != "no"), key=_token_s)
+    found["refused"] = "; ".join(f"{row[field]}: {row['error']}" for row in rows if row["error"])
+    able = sorted((row for row in rows if not row["error"] and row["fits"] != "no"), key=token_s)
     if not able:
         return {**found, "winner": "", "why": next(_reasons(rows, field))}
     best, *others = able
-    found |= {"winner": best[field], "step_time_s": best["step_time_s"], "bound_by": best["bound_by"]}
+    found |= {"winner": best[field], "degrees": best["degrees"]}
+    found |= {"step_time_s": best["step_time_s"], "bound_by": best["bound_by"]}
     if not others:
         return {**found, "why": f"{best[field]} alone: {'; '.join(_reasons(rows, field))}"}
-    second, ratio = others[0], _token_s(others[0]) / _token_s(best)
-    apart = shipped().apart(_regime(second["bound_by"]))
-    tied = None if apart is None else math.log(ratio) <= apart
+    second, ratio = others[0], token_s(others[0]) / token_s(best)
     why = f"{second[field]} takes {100 * (ratio - 1):.2g} % longer, bound by {second['bound_by']}"
     alike = best["bound_by"] == second["bound_by"]
     why += ", as both are" if alike else f"; {best[field]} is bound by {best['bound_by']}"
-    found |= {"behind": second[field], "ratio": ratio, "tied": tied, "other_bound": second["bound_by"]}
+    found |= {
+        "behind": second[field],
+        "ratio": ratio,
+        "tied": tied(ratio, second["bound_by"]),
+        "other_bound": second["bound_by"],
+    }
     return {**found, "why": why}
-
-
-def _token_s(row: Row) -> float:
-    """Return the seconds of all GPUs for a token."""
-    return 1 / float(row["tokens_per_s_per_gpu"])
 
 
 def _reasons(rows: Sequence[Row], field: str) -> Iterator[str]:
@@ -106,8 +105,3 @@ def _reasons(rows: Sequence[Row], field: str) -> Iterator[str]:
     for row in rows:
         if row["error"] or row["fits"] == "no":
             yield f"{row[field]}: {row['error'] or 'does not fit'}"
-
-
-def _regime(bound_by: str) -> Regime:
-    """Return the regime of a step by the figure that bounds it."""
-    return "host" if bound_by == "host" else "kernels" if bound_by in {"compute", "hbm", "imbalance"} else "links"

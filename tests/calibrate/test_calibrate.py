@@ -295,16 +295,14 @@ def test_what_was_measured_is_written_meanwhile(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.gloo
-def test_a_session_that_failed_is_replaced() -> None:
-    for calibration in (
-        HostCalibration(Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")),
-        GpuCalibration(Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test"), load_cluster("host")),
-    ):
-        with calibration:
-            with pytest.raises(RankError, match="invalid literal"):
-                calibration._on(1).call(_raises)
-            calibration.end_session()
-            assert calibration._on(1).call(_rank) == [0]
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_session_that_failed_is_replaced(*, on_gpu: bool) -> None:
+    plan = Plan("here", make_model(8, 4), ("fp32",), quick=True, command="test")
+    with GpuCalibration(plan, load_cluster("host")) if on_gpu else HostCalibration(plan) as calibration:
+        with pytest.raises(RankError, match="invalid literal"):
+            calibration._on(1).call(_raises)
+        calibration.end_session()
+        assert calibration._on(1).call(_rank) == [0]
 
 
 def _raises(context: RankContext) -> int:

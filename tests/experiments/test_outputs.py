@@ -10,7 +10,7 @@ from experiments.verbs.cli import main
 from sim.profile import load_profile, save_profile
 
 FOREIGN = '{"traceEvents": [], "name": "somebody else\'s", "longstep": 1}\n'
-ON_H100 = ("--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--profile", "datasheet")
+ON_H100 = ("--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--profile", "datasheet")
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 RECORD = str(RESULTS / "2026-11-21-schedules-epyc-2-cores" / "schedules.json")
 
@@ -24,7 +24,12 @@ WRITING = [
     pytest.param(
         ("validate", "--record", RECORD), "--markdown", "chapter.md", marks=[pytest.mark.gloo, pytest.mark.slow]
     ),
-    pytest.param(("validate", "--cases", "ring_iteration_h100"), "--html", "page.html", marks=pytest.mark.gloo),
+    pytest.param(
+        ("validate", "--cases", "ring_iteration_h100"),
+        "--html",
+        "page.html",
+        marks=[pytest.mark.gloo, pytest.mark.slow],
+    ),
     pytest.param(("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json", marks=pytest.mark.slow),
 ]
 EXECUTING = [

@@ -119,31 +119,28 @@ def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     assert judged_groups(Evidence(file, found))[0][7] == ""
 
 
-@pytest.mark.parametrize(
-    ("fields", "seconds"),
-    [
-        ('measure = "Attend", gpus = 1, queries = 16384, keys = 16384', 0.0033935544),
-        ('measure = "Attend", schedule = "single", seq = "16K", pass = "forward"', 0.0033935544),
-        ('measure = "Exchange", gpus = 2, set = ["cluster.gpus_per_node=1"], nbytes = 16777216', 0.000478),
-        # 2K tokens of K and V a rank: 2 x 2048 x 16 x 128 x 2 bytes, 16 MiB.
-        (
-            'measure = "Exchange", seq = "4K", pass = "forward", gpus = 2, set = ["cluster.gpus_per_node=1"]',
-            0.000478,
-        ),
-        # Seven of eight parts of 256 MiB are sent: points of 234881024 bytes.
-        ('measure = "AllToAll", nbytes = 268435456', 0.00076391),
-        ('measure = "AllGather", nbytes = 268435456', 0.00072879),
-        ('measure = "ReduceScatter", nbytes = 268435456', 0.00072172),
-        # Nine of eight parts, since the switch adds them up: a point of 301989888 bytes.
-        ('measure = "AllReduce", nbytes = 268435456', 0.0010921),
-    ],
-)
+TAKEN = {
+    'measure = "Attend", gpus = 1, queries = 16384, keys = 16384': 0.0033935544,
+    'measure = "Attend", schedule = "single", seq = "16K", pass = "forward"': 0.0033935544,
+    'measure = "Exchange", gpus = 2, set = ["cluster.gpus_per_node=1"], nbytes = 16777216': 0.000478,
+    # 2K tokens of K and V a rank: 2 x 2048 x 16 x 128 x 2 bytes, 16 MiB.
+    'measure = "Exchange", seq = "4K", pass = "forward", gpus = 2, set = ["cluster.gpus_per_node=1"]': 0.000478,
+    # Seven of eight parts of 256 MiB are sent: points of 234881024 bytes.
+    'measure = "AllToAll", nbytes = 268435456': 0.00076391,
+    'measure = "AllGather", nbytes = 268435456': 0.00072879,
+    'measure = "ReduceScatter", nbytes = 268435456': 0.00072172,
+    # Nine of eight parts, since the switch adds them up: a point of 301989888 bytes.
+    'measure = "AllReduce", nbytes = 268435456': 0.0010921,
+}
+
+
 @pytest.mark.gloo
-def test_ops_take_what_their_profile_has_measured(tmp_path: Path, fields: str, seconds: float) -> None:
-    (found,) = predicted([one_case(tmp_path, f"{fields}, jitter = 0, measured_s = {2 * seconds}")])
-    assert found.predicted_s == pytest.approx(seconds, rel=1e-6)
-    assert found.error == pytest.approx(-0.5, abs=1e-6)
-    assert found.low_s < found.predicted_s < found.high_s
+def test_ops_take_what_their_profile_has_measured(tmp_path: Path) -> None:
+    cases = [one_case(tmp_path, f"{fields}, jitter = 0, measured_s = {2 * taken}") for fields, taken in TAKEN.items()]
+    for found, seconds in zip(predicted(cases), TAKEN.values(), strict=True):
+        assert found.predicted_s == pytest.approx(seconds, rel=1e-6)
+        assert found.error == pytest.approx(-0.5, abs=1e-6)
+        assert found.low_s < found.predicted_s < found.high_s
 
 
 def test_an_op_takes_its_mean_time_at_work() -> None:

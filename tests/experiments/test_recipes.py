@@ -192,6 +192,7 @@ def test_a_recipe_that_is_killed_goes_on(tmp_path: Path) -> None:
     assert (out / "step.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_plugins_of_the_machine_do_not_meet_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that pytest finds by itself, and that warns, which counts as an error here."""

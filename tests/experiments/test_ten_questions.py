@@ -117,14 +117,11 @@ def test_a_question_is_one_short_command(asked: Asked) -> None:
     parse(rest)
 
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="a sweep begins with its table")
-
-
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "asked",
-    [pytest.param(one, marks=[NOT_YET] if " sweep " in one.command else []) for one in QUESTIONS],
+    QUESTIONS,
     ids=lambda asked: asked.question,
 )
 def test_the_first_sentence_answers_it_in_seconds(asked: Asked, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ NOT_RUN = {
     "longstep plan --model llama3-8b --seq 512K --cheapest ": "takes minutes",
     "longstep plan --model llama3-8b --cluster hgx-h100 --gpus 8 --longest ": "takes minutes",
     "longstep study claims": "takes two minutes",
+    "longstep balance --documents wlb-llm --seq 128K --seeds 10 ": "takes minutes",
 }
 """Commands that no test runs, by how they begin (one without a blank at its end: the whole of it), and why."""
 REFUSED = {"longstep simulate --cluster hgx-h100 --schedule ring --gpus 4096 --seq 16M --scope attention"}

@@ -17,7 +17,7 @@ HBM = int(80e9)
 
 def require_same_as_by_trying(setup: Setup, groups: list[str], shares: list[float]) -> None:
     """Assert that plans within budgets between what the leanest way takes and all take the least time that fits."""
-    setup = setup.replace(set={"cluster.hbm.capacity_bytes": HBM})
+    setup = setup.replace(global_batch=1, set={"cluster.hbm.capacity_bytes": HBM})
     tried = []
     for family in families(setup, FIXED, tensors=groups):
         of_family = []

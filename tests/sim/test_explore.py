@@ -104,7 +104,7 @@ def test_a_journal_goes_on_where_it_stood(tmp_path: Path) -> None:
     whole = longstep.explore(H100, vary, jobs=1, journal=path)
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    for kept in (b"", data[:9], lines[0], b"".join(lines[:3]), b"".join(lines[:3]) + lines[3][:-5], data):
+    for kept in (data[:9], b"".join(lines[:3]) + lines[3][:-5], data):
         path.write_bytes(kept)
         played: list[object] = []
         again = longstep.explore(

@@ -24,7 +24,7 @@ from sim.setup.imports.facts import FACTS, facts_of
 from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
-from sim.setup.names import Assumed
+from sim.setup.names import Assumed, Untold
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
@@ -179,6 +179,17 @@ def test_a_key_means_what_it_says(name: str, tmp_path: Path) -> None:
         "a variable": "2", "names since 2026": "4", "no context parallelism": None, "copies": "4",
     }.get(name, "4" if file.endswith("sh") else "8")  # fmt: skip
     found.resolved()
+
+
+def test_a_global_batch_that_is_typed_is_shared_as_files_say() -> None:
+    """In as many sequences at once as a file has; its turns follow."""
+    found = imported(FILES / "torchtitan-llama3-8b.toml")  # one replica of 8, of 128K
+    said = found.setup(global_batch="512K")
+    assert (said.batch, said.global_batch, dict(names.pairs(said.set))["schedule.micro_batches"]) == (4, None, "4")
+    assert found.setup(gpus=16, global_batch=2).batch == 1
+    assert found.setup(global_batch=8).predicted().step_time_s == found.setup().predicted().step_time_s
+    with pytest.raises(InputError, match="`global_batch` 3 is not 1 sequences at once x 2 replicas"):
+        found.setup(gpus=16, global_batch=3)
 
 
 def test_what_is_typed_comes_before_what_a_file_says() -> None:
@@ -366,7 +377,7 @@ def test_what_is_typed_is_told_from_what_is_not() -> None:
     }  # fmt: skip
     found = FileSelection().setup()
     assert found == longstep.Setup(scope="step")
-    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, bool, tuple, type(None)}
+    assert {type(value) for value in vars(found).values()} <= {str, Assumed, int, Untold, bool, tuple, type(None)}
 
 
 @pytest.mark.sweep
@@ -402,7 +413,7 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "11 taken, 22 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
-    assert "│ zigzag │" in capsys.readouterr().out
+    assert "│ zigzag R 8 │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["answer"].startswith("The longest that fits is 8K, by ")

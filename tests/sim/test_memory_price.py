@@ -88,7 +88,9 @@ def test_prices_of_random_steps(seed: int) -> None:
 @pytest.mark.sweep
 def test_a_plan_with_so_much_more_memory_takes_what_was_said() -> None:
     """And with a MiB less it takes longer; of groups of tensors as of options."""
-    step = SMALL.replace(schedule="ulysses", gpus=2, ulysses_degree=2, seq="256K", set={HBM: int(11e9)})
+    step = SMALL.replace(
+        schedule="ulysses", gpus=2, ulysses_degree=2, seq="256K", global_batch=1, set={HBM: int(11e9)}
+    )  # fmt: skip
     few = {"mlp": ["whole"], "optimiser": ["gpu"], "loss": ["chunked"]}
     groups = ["x", "gate+up+act"]
     row = memory_prices(step.replace(set={"schedule.loss": "chunked"}), options=few, tensors=groups)[0]

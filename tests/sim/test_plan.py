@@ -15,7 +15,7 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.bounds import least_of_any, least_room
+from sim.setup.bounds import least_of_any, least_room, least_seconds
 from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
 from sim.setup.cpu_time import CpuTime
 from sim.setup.room import room
@@ -34,6 +34,7 @@ def random_setup(rng: random.Random) -> tuple[Setup, dict[str, list[str]]]:
         seq=rng.choice(["4K", "16K", "64K"]),
         schedule=rng.choice([None, *SCHEDULES]),
         set={"cluster.hbm.capacity_bytes": rng.choice([80e9, 9e9, 8e9])},
+        global_batch=rng.choice(["any", 4, 8]),
     )
     if setup.schedule == "single":
         setup = setup.replace(dp_degree=setup.gpus)
@@ -42,22 +43,22 @@ def random_setup(rng: random.Random) -> tuple[Setup, dict[str, list[str]]]:
 
 
 def that_fit(setup: Setup, options: dict[str, list[str]]) -> list[tuple[float, int]]:
-    """Return the seconds of a step, and the replicas, of every configuration that fits, by simulating all of them."""
+    """Return the seconds of a step, and its sequences, of every configuration that fits, by simulating all of them."""
     found = []
     for leaf in (leaf for family in families(setup, options) for leaf in Branch(family).leaves):
         try:
             predicted = leaf.setup.predicted()
             assert predicted.room is not None
             if predicted.room.free_bytes >= 0:
-                found.append((predicted.step_time_s, leaf.family.setup.dp_degree))
+                found.append((predicted.step_time_s, leaf.setup.dp_degree * leaf.setup.batch))
         except InputError:
             continue
     return found
 
 
 def by_trying(setup: Setup, options: dict[str, list[str]]) -> list[float]:
-    """Return the seconds a batch of every configuration that fits, the fastest first."""
-    return sorted(step_s / replicas for step_s, replicas in that_fit(setup, options))
+    """Return the seconds a sequence of every configuration that fits, the fastest first."""
+    return sorted(step_s / sequences for step_s, sequences in that_fit(setup, options))
 
 
 def require_same_as_by_trying(seed: int) -> None:
@@ -69,7 +70,7 @@ def require_same_as_by_trying(seed: int) -> None:
     except InputError:
         assert not expected
         return
-    tokens = setup.resolved().workload.seq
+    tokens = setup.sequence_length
     seconds = [tokens / row["tokens_per_s_per_gpu"] / (setup.gpus or 1) for row in found.best]
     assert seconds == pytest.approx(expected[:2], rel=1e-12)
     assert bool(found.shortage) is (not expected)
@@ -87,6 +88,53 @@ def test_plans_are_those_of_trying_everything(seed: int) -> None:
 def test_many_plans_are_those_of_trying_everything(seed: int) -> None:
     """As above."""
     require_same_as_by_trying(seed)
+
+
+@pytest.mark.parametrize("global_batch", [4, "64K"])
+def test_a_plan_keeps_the_global_batch(global_batch: int | str) -> None:
+    """Replicas share it, in micro-batches of one sequence: all numbers of these are tried, of which bounds play few."""
+    setup = SMALL.replace(schedule="ulysses", gpus=2, layers=1, global_batch=global_batch)
+    options = {"checkpoint": ["none", "full"]}
+    found = longstep.plan(setup, options=options, most=9, jobs=1)
+    tried = sorted(that_fit(setup, options))
+    assert [row["step_time_s"] for row in found.best] == pytest.approx([step_s for step_s, _ in tried], rel=1e-9)
+    assert {count for _, count in tried} == {row["sequences"] for row in found.best} == {4}
+    assert {row["schedule"] for row in found.best} == {"ulysses (U 2)", "ulysses (2 replicas)"}
+    first = found.best[0]
+    assert first["tokens_per_s_per_gpu"] == pytest.approx(4 * 2**14 / first["step_time_s"] / 2)
+    only = longstep.plan(setup.replace(batch=2), options=options, most=9, jobs=1)
+    assert {row["schedule"] for row in only.best} == {"ulysses (2 replicas)"}
+
+
+def test_a_global_batch_that_no_replicas_share_is_refused() -> None:
+    """Where degrees leave no others; where all are refused since one sequence takes all GPUs it is said."""
+    setup = SMALL.replace(schedule="ulysses", ulysses_degree=2, global_batch=3)
+    with pytest.raises(InputError, match=r"`global_batch` 3 is no multiple of 2 replicas: set it to 2 or 4"):
+        longstep.plan(setup)
+    whole = SMALL.replace(schedule="ulysses", model="smollm2-135m", global_batch=1)
+    with pytest.raises(InputError, match="a larger `global_batch` allows more replicas of fewer GPUs"):
+        longstep.plan(whole)
+    assert longstep.plan(whole.replace(global_batch=4), options={"checkpoint": ["full"]}, jobs=1).best
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "options", [{}, {"activations": "host", "optimiser": "host", "mlp": "tiled"}, {"sync": "last"}]
+)
+def test_further_micro_batches_add_what_the_last_one_did(options: dict[str, str]) -> None:
+    """Of a step of six the seconds, the bounds and the memory are what those of two and three say."""
+    six = {"schedule.micro_batches": 6, **{f"schedule.{key}": value for key, value in options.items()}}
+    setup = SMALL.replace(schedule="zigzag", gpus=2, jitter=0.0, batch=6, set=six)
+    predicted = setup.predicted()
+    assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=1e-9)
+    found = played(Branch(Family(setup, "zigzag", {})), float("inf"))
+    assert isinstance(found, Played)
+    assert found.room == predicted.room
+    assert predicted.room is not None
+    assert [one.held_bytes for one in least_limits(setup)] == [one.held_bytes for one in predicted.room.limits]
+    own, by_few = least_seconds(setup.resolved()), least_of(setup)
+    assert by_few[:2] == pytest.approx(own[:2], rel=1e-9)
+    assert 0 < by_few.links_s <= own.links_s * (1 + 1e-9)  # of another link, where that carries more by then
 
 
 def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:
@@ -191,8 +239,9 @@ def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
 def test_what_would_make_it_fit_does() -> None:
     """Each alone: an option that is not varied, more GPUs, a shorter sequence; where nothing would there is none."""
     tight = SMALL.replace(
-        schedule="ulysses", gpus=2, seq="256K", set={"cluster.hbm.capacity_bytes": 7e9, "schedule.loss": "chunked"}
-    )
+        schedule="ulysses", gpus=2, seq="256K", global_batch=1,
+        set={"cluster.hbm.capacity_bytes": 7e9, "schedule.loss": "chunked"},
+    )  # fmt: skip
     how: dict[str, Any] = {"options": {"checkpoint": ["full"]}, "most": 1, "jobs": 1}
     found = longstep.plan(tight, **how)
     assert [one.partition(" ")[0] for one in found.remedies] == ["tiled", "4", "a"]

@@ -29,7 +29,7 @@ def require_same_as_by_trying(seed: int) -> None:
     if setup.schedule == "single":
         setup = setup.replace(schedule="ulysses")
     tried = {gpus: that_fit(setup.replace(gpus=gpus), options) for gpus in COUNTS}
-    costs = [2.5 * gpus * step_s / dp for gpus, found in tried.items() for step_s, dp in found]
+    costs = [2.5 * gpus * step_s / count for gpus, found in tried.items() for step_s, count in found]
     fastest = [min(step_s for step_s, _ in found) for found in tried.values() if found]
     step_time_s = rng.choice(fastest or [1.0]) * rng.choice([0.9, 1.1, 2.0])
     try:
@@ -37,7 +37,7 @@ def require_same_as_by_trying(seed: int) -> None:
     except InputError:
         assert not costs
         return
-    tokens = setup.resolved().workload.seq
+    tokens = setup.sequence_length
     cost = [row["cost_per_billion_tokens"] * tokens * 3600 / 1e9 for row in cheapest.best]
     assert cost == pytest.approx([min(costs)] if costs else [], rel=1e-12)
     fewest = longstep.fewest_gpus(
@@ -48,7 +48,7 @@ def require_same_as_by_trying(seed: int) -> None:
     assert fewest.sure
     rate = tokens / step_time_s
     fewest = longstep.fewest_gpus(setup, tokens_per_s=rate, counts=COUNTS, options=options, most=1, jobs=1)
-    enough = [gpus for gpus, found in tried.items() if any(step_s / dp <= step_time_s for step_s, dp in found)]
+    enough = [gpus for gpus, found in tried.items() if any(step_s / count <= step_time_s for step_s, count in found)]
     assert fewest.value == (enough[0] if enough else None)
     limit_s = rng.choice([None, step_time_s])
     longest = longstep.longest_context(setup, step_time_s=limit_s, until=UNTIL, options=options, most=1, jobs=1)

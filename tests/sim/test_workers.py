@@ -24,9 +24,9 @@ STARTS = {
 }
 CASES = [
     ("plan", signal.SIGKILL),
-    ("sweep", signal.SIGTERM),
-    ("winners", signal.SIGHUP),
-    ("simulate", signal.SIGKILL),
+    pytest.param("sweep", signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param("winners", signal.SIGHUP, marks=pytest.mark.slow),
+    pytest.param("simulate", signal.SIGKILL, marks=pytest.mark.slow),
 ]
 
 

@@ -14,6 +14,7 @@ import msgspec
 from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
+from sim.setup.global_batch import sequences_of
 from sim.setup.imports.facts import Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
@@ -31,6 +32,8 @@ _LIKE = "llama3-8b"
 _NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
 """What models of the same sizes may differ in without taking another time."""
 
+_AS_FACTS = {"cp": "cp", "accumulate": "accumulation"}
+"""What is given as a file would say it, and comes before what files say."""
 _MOST_REPLICAS = 4096
 """That are tried as divisors of a batch."""
 
@@ -174,8 +177,16 @@ class _Writer:
     """Writes the setup of a run, part by part, and what it takes for granted."""
 
     def __init__(self, said: Understood, given: Mapping[str, Any], *, anyway: bool) -> None:
-        self.said, self.given, self.anyway = said, given, anyway
+        self.said, self.anyway = said, anyway
+        self.given = {name: value for name, value in given.items() if name not in _AS_FACTS}
+        self.typed = {fact: given[name] for name, fact in _AS_FACTS.items() if name in given}
+        """What is given in words of files."""
+        for fact, count in self.typed.items():
+            names.at_least_one(next(name for name, one in _AS_FACTS.items() if one == fact), count)
         self.facts = {name: one.value for name, one in said.facts.items()}
+        self.facts |= {fact: str(count) for fact, count in self.typed.items()}
+        for fact in ("global_batch", "global_tokens") if "accumulation" in self.typed else ():
+            self.facts.pop(fact, None)  # which so many micro-batches say otherwise
         self.methods = said.framework.methods
         self.assumptions = list[str]()
         self.options = {name.partition(".")[2]: value for name, value in self.facts.items() if "." in name}
@@ -192,7 +203,8 @@ class _Writer:
         self._shard(replicas, math.prod(degrees.values()))
         fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
         fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
-        fields |= {**{name: value for name, value in model.items() if name != "set"}, **self.given}
+        given = {name: value for name, value in self.given.items() if name != "global_batch" or name not in fields}
+        fields |= {**{name: value for name, value in model.items() if name != "set"}, **given}
         if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
             fields.setdefault("dtype", self.facts["dtype"])
         kept = self._kept(Setup(**fields))
@@ -214,6 +226,11 @@ class _Writer:
         if "factors" in self.facts:
             said = dict(zip(degrees, map(int, self.facts["factors"].split()), strict=True))
         cp = self._count("cp", math.prod(said.values()))
+        if "cp" in self.typed:
+            said = dict.fromkeys(said, cp) if len(said) < 2 else said
+            if typed and math.prod(typed.values()) != cp:
+                told = " x ".join(f"`{name}_degree` {degree}" for name, degree in typed.items())
+                raise InputError(f"`cp` {cp} is not {told}: leave out one of them, or give both degrees")
         if said and math.prod(said.values()) != cp:
             raise InputError(
                 f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them"
@@ -222,6 +239,8 @@ class _Writer:
         own = self.given.get("schedule") or ("stack" in self.given and stack_of(self.given["stack"]).schedule)
         if own:
             takes = names.entry(own).degrees
+            if "cp" in self.typed and cp > 1 and not takes:
+                raise InputError(f"`cp` {cp}: schedule {own!r} splits no sequence: leave out one of them")
             cp = cp if takes else 1
             by = takes[0] if len(takes) == 1 else "cp"
             return self.given.get("schedule"), typed or {by: cp}
@@ -290,21 +309,27 @@ class _Writer:
         else:
             seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", "")))
         if "batch" in self.given:
+            if "accumulation" in self.typed:
+                self.options["micro_batches"] = self.facts["accumulation"]
             return {"seq": seq}
         micro = self._of_tokens("micro", seq) or 1
-        batch = self._of_tokens("global", seq)
-        turns = self._count("accumulation", (batch or 0) // (micro * replicas) or 1)
+        typed = self.given.get("global_batch")
+        batch = self._of_tokens("global", seq) if typed is None else sequences_of(typed, seq)
+        turns = (batch or 0) // (micro * replicas) or 1
+        if typed is None:
+            turns = self._count("accumulation", turns)
         if batch and micro * replicas * turns != batch:
-            each = micro * self._count("accumulation")
+            each = micro * (self._count("accumulation") if typed is None else 1)
             fits = [n for n in range(1, min(batch // each, _MOST_REPLICAS) + 1) if batch % (each * n) == 0]
+            named = self._named("global_batch") if typed is None else "`global_batch`"
             near = ", ".join(map(str, sorted(sorted(fits, key=lambda n: abs(n - replicas))[:6])))
             raise InputError(
-                f"{self._named('global_batch')} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
+                f"{named} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
                 f"turns: of its divisors {near or 'none'} replicas would do; set `gpus`, or `batch`"
             )
         if turns > 1:
             self.options["micro_batches"] = str(turns)
-        return {"seq": seq, "batch": micro * turns}
+        return {"seq": seq, "batch": micro * turns, "global_batch": None}
 
     def _of_tokens(self, which: str, seq: int) -> int | None:
         """Return a number of sequences that is said as such, or in tokens; None where it is left to the others."""
