@@ -33,7 +33,6 @@ NOT_RUN = {
     "make validate": "takes minutes, on an idle machine",
     "python -m experiments.recipes sizes": "takes minutes",
     "python -m experiments.recipes doctor": "takes 5 minutes, on an idle machine",
-    "longstep calibrate --quick": "takes minutes, on an idle machine",
     "longstep lab --rates ": "needs root, and an idle machine for minutes",
     "longstep lab --network ": "needs root, and an idle machine for minutes",
     "longstep validate --seq ": "executes for minutes, on an idle machine",
