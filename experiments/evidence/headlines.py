@@ -54,6 +54,8 @@ HEADLINE_HEADS = (
     "measured", "cases", "mean error", "worst", "R² of log", "faster schedule right", "in the 90 % interval", "target",
     "met",
 )  # fmt: skip
+FRONT_HEADS = {head: head for head in HEADLINE_HEADS if head not in {"R² of log", "target"}} | {"met": "target met"}
+"""Of these, what a front page shows, and how it calls them."""
 
 
 def steps_on(record: Record) -> str:

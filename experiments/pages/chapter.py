@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from experiments.evidence.coverage import REGIME_HEADS
-from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.headlines import FRONT_HEADS, HEADLINE_HEADS, headlines
 from experiments.evidence.kept import Kept
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
@@ -111,7 +111,13 @@ def on_front_page(text: str, rows: Sequence[Sequence[str]]) -> str:
     found = _HEADLINES.search(text)
     if not found:
         raise InputError(f"`front_page`: it has no table that begins with | {HEADLINE_HEADS[0]} |, to be replaced")
-    return text[: found.start()] + markdown_table(HEADLINE_HEADS, rows) + "\n" + text[found.end() :]
+    return text[: found.start()] + front_table(rows) + "\n" + text[found.end() :]
+
+
+def front_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the table of headlines that a front page shows: fewer columns than the chapter has."""
+    shown = [HEADLINE_HEADS.index(head) for head in FRONT_HEADS]
+    return markdown_table([*FRONT_HEADS.values()], [[row[place] for place in shown] for row in rows])
 
 
 def executed_section(kept: Kept[Record], folder: Path) -> list[str]:

@@ -12,9 +12,11 @@ import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.memory import print_memory
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
 from experiments.verbs.terminal import (
+    answered,
     critical_path_shown,
     elasticities_table,
     memory_prices_shown,
@@ -31,6 +33,7 @@ from experiments.verbs.terminal import (
 from experiments.verbs.writes import Writes
 from sim.errors import InputError
 from sim.files import require_outputs
+from sim.setup.answer import grounds
 from sim.setup.prediction import write_trace
 from sim.trace import CHROME_TRACE
 
@@ -48,13 +51,14 @@ class Simulate(Writes):
     trace: OptionalText = None
     """Write a Chrome trace (Perfetto opens it) to this file."""
     json: bool = False
-    """Print JSON instead of a table: one object, of several rows the answer and their main figures, of what-ifs a
-    list of these."""
+    """Print JSON instead of a table: one object, of several rows or what-ifs the answer and their main figures."""
     evidence: bool = False
     """Also print all that the answer rests on, not only its three lines, as a table."""
     sensitivity: bool = False
     """Also print how the step time depends on every figure of the machine, as elasticities, and what its critical path
     goes to over time, and what more memory would buy a training step; as JSON the elasticities alone."""
+    memory: bool = False
+    """Print instead what fills the memory of a training step; as JSON the same."""
     neighbours: bool = False
     """Print instead what one change of a degree or an option makes of the step; as JSON the same."""
     vary: Texts = ()
@@ -88,6 +92,9 @@ def simulate(command: Simulate, console: Console) -> None:
     predicted = setup.predicted()
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
+    if command.memory:
+        print_memory(predicted, console, json=command.json)
+        return
     if command.json:
         found = {"assumed": setup.assumed} | predicted.to_dict()
         print_json(_elasticities(setup, predicted) if command.sensitivity else found, console)
@@ -111,6 +118,8 @@ def _require_several(lists: list[str], command: Simulate) -> None:
     fields = " ".join(f"all but one `{field}`" for field in lists)
     if command.sensitivity:
         raise InputError(f"`sensitivity` is of one step: leave it out, or {fields or '`vary`'}")
+    if command.memory:
+        raise InputError(f"`memory` is of one step: leave it out, or {fields or '`vary`'}")
     if not lists:
         return
     if command.vary:
@@ -188,9 +197,11 @@ def _varied(setup: longstep.Setup, command: Simulate, console: Console) -> None:
     with progress("simulating") as show:
         seeds = 1 if setup.seeds is None else setup.seeds
         found = longstep.sweep(predicted, vary, seeds=seeds, processes=command.processes, progress=show)
+    found.require_any()
     if command.json:
-        print_json(found.rows, console)
+        print_json(answered(found.answering(found.answer, grounds(predicted))), console)
         return
+    console.print(found.answer, markup=False)
     console.print(sweep_table(predicted.title, list(vary), found))
     tell_basis([predicted], console, everything=command.evidence)
 

@@ -17,6 +17,7 @@ from sim.engine.jitter import require_seeds
 from sim.engine.report import report
 from sim.engine.simulate import Prepared, Simulation
 from sim.errors import InputError, ScheduleError
+from sim.setup.answer_what_if import what_if
 from sim.setup.names import at_least_one, changed_cluster, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
@@ -90,7 +91,7 @@ def sweep(
             found[number] = row
             if progress is not None:
                 progress(done, len(what_ifs), (time.monotonic() - begin) / done * (len(what_ifs) - done))
-    return Table(found)
+    return Table(found).answering(what_if(found, list(vary)))
 
 
 def _what_ifs(prediction: Prediction, vary: Mapping[str, Sequence[object]]) -> list[_WhatIf]:

@@ -48,6 +48,35 @@ def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture
         assert "--sensitivity is of one step" in fails(capsys, "simulate", *H100, "--sensitivity", *several)
 
 
+def test_memory_is_told_in_a_sentence_and_by_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    """The terms, what lies beside them and what is left are all of the memory, or more than all by what is missing."""
+    step = ("simulate", "--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--layers", "1", "--seq", "4K")
+    printed = run(capsys, *step, "--memory")
+    assert re.search(r"^[\d.]+ MiB is allocated, most of it for .* of 80 GiB is left$", printed, re.MULTILINE)
+    found = json.loads(run(capsys, *step, "--memory", "--json"))
+    assert found["answer"] in printed
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
+    sizes = [row["bytes"] for row in found["rows"] if row["is"] == "allocated"]
+    assert sizes == sorted(sizes, reverse=True)
+    tight = json.loads(run(capsys, *step, "--memory", "--json", "--set", "cluster.hbm.capacity_bytes=4e9"))
+    *shares, missing = (row["share"] for row in tight["rows"])
+    assert sum(shares) == pytest.approx(1 + (missing if "is missing" in tight["answer"] else -missing))
+    assert "set --scope step" in fails(capsys, *step, "--scope", "layer", "--memory")
+    assert "--memory is of one step" in fails(capsys, *step, "--memory", "--vary", "cluster.nvlink.bytes_per_s=*1,*2")
+
+
+def test_what_ifs_of_one_figure_begin_with_what_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    vary = ("simulate", *H100, "--processes", "1", "--vary")
+    slow = run(capsys, *vary, "cluster.gpu[0].speed=1,0.5").splitlines()
+    assert re.match(r"With gpu\[0\]\.speed=0\.5 a step takes .* more than with gpu\[0\]\.speed=1 \(", slow[0]), slow[0]
+    found = json.loads(run(capsys, *vary, "cluster.gpu[0].speed=1,0.5", "--json"))
+    assert found["answer"] == slow[0]
+    assert found["rests_on"]
+    assert [row["cluster.gpu[0].speed"] for row in found["rows"]] == ["1", "0.5"]
+    same = run(capsys, *vary, "cluster.nic.bytes_per_s=*1,*2").splitlines()
+    assert "as long as with nic.bytes_per_s=*1" in same[0], "one node has no traffic over NICs"
+
+
 @pytest.mark.slow
 def test_the_price_of_memory_is_printed_for_training_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Keeping more than inputs of layers takes 22.2 GB and more (``tests/sim/test_memory_price.py``)."""

@@ -1,8 +1,7 @@
-"""Every README: its Python runs, its commands parse or print what it shows, its files and links are there.
+"""Every README: its Python runs, its commands print what it shows, its files and links are there.
 
 A block of Python with a block of text behind it is run, and prints that text; one without is an example of this folder.
-A ``console`` block shows commands behind ``$`` with what they print. A line of a ``text`` block that begins with a
-command is parsed, except a synopsis: it has alternatives in brackets, or its explanation behind two spaces.
+A ``console`` block shows commands behind ``$`` with what they print. Commands are in ``test_commands.py``.
 """
 
 from __future__ import annotations
@@ -15,49 +14,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, get_args, get_origin, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
 
 import longstep
 from experiments.evidence.cases import read_cases
-from experiments.verbs.cli import parse
 from experiments.verbs.selection import Selection
 from sim.schedule.methods.catalog import SCHEDULES
+from tests.golden.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec, LinkSpec
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
-PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments", "tests")
-PAGES = [ROOT / "README.md", *sorted(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))]
 FILES = [path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.*")]
-SHOWN = ("list", "show", "simulate", "fit")
-"""Verbs that are quick enough to be run for what they print."""
-
-
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    page: Path
-    language: str
-    text: str
-    follows: bool
-    """Whether nothing stands between it and the block before it."""
-
-    @property
-    def name(self) -> str:
-        """Return where it stands, for the names of tests."""
-        return f"{self.page.relative_to(ROOT)}-{self.text.splitlines()[0][:40]}"
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    """Yield the fenced blocks of a page, in order."""
-    text, end = page.read_text(), 0
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        yield Block(page, found[1], found[2], not text[end : found.start()].strip())
-        end = found.end()
+FRONT = ROOT / "README.md"
+QUICK = ("list", "show", "simulate")
+"""Verbs that are quick enough to be run for what they print by every test run."""
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -80,42 +54,21 @@ def test_python_prints_what_stands_behind_it(block: Block, after: Block | None, 
         assert block.text in {path.read_text() for path in FOLDER.glob("*.py")}, "no example of tests/golden is that"
 
 
-def commands_of(page: Path) -> Iterator[str]:
-    """Yield the commands of a page: of its blocks, and those in backquotes in its text."""
-    for block in blocks_of(page):
-        for line in block.text.splitlines():
-            if block.language in {"text", "console", "bash"} and not re.search(r"\S  +\S| \[", line):
-                yield from re.findall(r"^(?:\$ )?(?:torchrun .* )?longstep (.*?)(?: +#.*)?$", line)
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    yield from (" ".join(found.split()) for found in re.findall(r"`longstep (\w[^`…]*)`", prose))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_understood(page: Path) -> None:
-    for command in dict.fromkeys(commands_of(page)):
-        parse(shlex.split(command))
-
-
-def shown() -> Iterator[tuple[str, str]]:
-    """Yield every command that is shown with its output."""
-    for block in BLOCKS:
-        if block.language == "console":
-            for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
-                if output:
-                    yield command, output
+SHOWN = [one for page in PAGES for one in commands_of(page) if one.output]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("command", "output"),
-    [pytest.param(*one, marks=[pytest.mark.slow] if one[0].startswith("longstep fit") else []) for one in shown()],
+    [
+        pytest.param(one.text, one.output, marks=[] if one.text.split()[1] in QUICK else [pytest.mark.slow])
+        for one in SHOWN
+    ],
 )
 def test_commands_print_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
-    program, verb, *rest = shlex.split(command)
+    program, *rest = shlex.split(command)
     assert program == "longstep"
-    assert verb in SHOWN, f"what {verb} prints is not quick to repeat: show the command alone"
-    run = "from experiments.verbs.cli import main; main()"
-    printed = in_python("-c", run, verb, *rest, folder=tmp_path)
+    printed = in_python("-c", "from experiments.verbs.cli import main; main()", *rest, folder=tmp_path)
     assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
 
 
@@ -128,6 +81,27 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target.partition("#")[0]).exists(), target
     for path in re.findall(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:toml|md|json))`", text):
         assert any(f"/{file}".endswith(f"/{path}") for file in FILES), path
+
+
+def test_the_front_page_is_short_and_begins_with_an_answer() -> None:
+    """A question, a command and what it prints before all else; what more there is to say is in a folder's README."""
+    text = FRONT.read_text()
+    assert len(text.splitlines()) <= 130
+    assert len(text.split()) <= 1400
+    title, question = text.partition("```")[0].split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert question.endswith("?")
+    first = next(blocks_of(FRONT))
+    assert first.language == "console"
+    assert next(iter(commands_of(FRONT))).output
+
+
+def test_sentences_of_the_front_page_are_read_once() -> None:
+    """Nobody keeps more than this many words in mind; a link, a number or an option counts as one."""
+    prose = re.sub(r"^```.*?^```$|^[|#].*$", "", FRONT.read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    for sentence in re.split(r"(?<=[.:?;])\s+|\n\n|\n- ", prose):
+        assert len(sentence.split()) <= 30, sentence
 
 
 def toml_of(page: str, key: str, folder: Path) -> str:

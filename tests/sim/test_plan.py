@@ -328,13 +328,13 @@ def test_a_limit_is_of_cpu_time() -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_the_front_page_has_an_answer_within_seconds_of_cpu_time() -> None:
-    """In processes of its own, from nothing: 5 s beside two busy loops, more where many processes share caches."""
+    """In processes of its own, from nothing: 3.2 to 3.7 s beside two busy loops on two cores, 3.9 beside a dozen."""
     asked = ["plan", "--model", "llama3-70b", "--cluster", "hgx-h100", "--nodes", "8", "--seq", "2M", "--limit", "1"]
     before = os.times()
     ran = subprocess.run([sys.executable, "-m", "longstep", *asked], capture_output=True, text=True, check=True)
     after = os.times()
     assert "doubling one figure of the machine saves the first" in ran.stdout
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 8
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 5
 
 
 def test_what_is_set_of_a_cluster_counts_where_degrees_are_placed() -> None:
