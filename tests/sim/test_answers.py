@@ -185,7 +185,7 @@ def test_winners_are_counted() -> None:
 
 def test_notebooks_show_no_markup_of_names() -> None:
     table = Table([{"row": "<b>"}]).answering("<i> wins")
-    assert table._repr_html_().startswith("<p><b>&lt;i&gt; wins</b></p><table>")
+    assert table._repr_html_().startswith("<p><b>&lt;i&gt; wins</b></p><div ")
     assert "<td>&lt;b&gt;</td>" in table._repr_html_()
     assert str(table) == "<i> wins\nrow\n<b>"
     assert as_html("a", "", ["<u>"]) == "<p><b>a</b></p><p>&lt;u&gt;</p>"
