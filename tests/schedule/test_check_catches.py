@@ -787,6 +787,19 @@ def test_a_model_that_the_programs_are_not_of(scope: Scope, field: str, by: int)
         refuses(asked, "is needed|cells of .* have an owner|wrong key/value heads")
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (1, 16, 2, 16, 1), (1, -16, 2, 16)])
+def test_a_buffer_whose_shape_is_none_of_its_dimensions(shape: tuple[int, ...]) -> None:
+    """Though nothing uses it."""
+    whole = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    unused = Buffer(name="unused", dims="bshd", shape=shape, dtype="fp32", category="other")
+
+    def with_it(rank: int) -> Program:
+        program = whole.program(rank)
+        return program.replace(buffers=(*program.buffers, unused))
+
+    refuses(Schedule(whole.header, with_it), r"buffer 'unused' has dims 'bshd' and shape")
+
+
 def test_an_input_whose_dimensions_are_in_another_order() -> None:
     schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
     programs = schedule.programs

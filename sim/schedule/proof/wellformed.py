@@ -29,6 +29,12 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     """
     header = schedule.header
     workload, streams = header.workload, _streams_of(program.rank, header)
+    for buffer in program.buffers:  # of which an op or a port need not use each
+        if len(buffer.dims) != len(buffer.shape) or min(buffer.shape, default=1) < 0:
+            raise ScheduleError(
+                f"rank {program.rank} buffer {buffer.name!r} has dims {buffer.dims!r} and shape {buffer.shape}: a size "
+                f"of 0 or more for each"
+            )
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
