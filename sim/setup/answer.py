@@ -177,6 +177,8 @@ def _kernels(prediction: Prediction, found: Evidence) -> str:
     under = {"burst": ", short runs", "sustained": ", under load"}.get(found.rates, "")
     state = "" if found.complete else ", not complete"
     said = f"kernels: profile {found.profile!r} of {found.measured_on}, measured {found.created}{under}{state}"
+    if prediction.profile and prediction.profile.attention:
+        said += f"; attention: {prediction.profile.attention.said}"
     most = decisive(prediction.simulation)
     if most is None:
         return said
