@@ -357,6 +357,7 @@ PLACES: dict[str, str] = {
     "sim/setup/journal.py:_portion": "journal",
     "sim/setup/journal.py:_read": "journal",
     "sim/setup/profiled.py:_decoded": "trace of torch",
+    "sim/software/attention.py:_tables": OURS,
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
