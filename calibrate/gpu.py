@@ -31,12 +31,20 @@ from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
 from sim.errors import RankError
-from sim.options import Place
-from sim.profile import HOST_COPIES, Issue, Machine, Point, Profile, Slowdown, Sustained
+from sim.options import FusedName, Place
+from sim.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
 from sim.workload import ModelSpec
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PcieSpec
 
+GENERATIONS: dict[str, FusedName] = {
+    "flash-attn-2": "flash-attention-2",
+    "aten-flash": "flash-attention-2",
+    "flash-attn-3": "flash-attention-3",
+    "aten-cudnn": "cudnn",
+    "aten-efficient": "cutlass",
+}
+"""Which kernel an implementation of ``runtime.execution.attention_choice`` runs: torch's own flash is flash-attn 2."""
 _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
 _SMALL = "accumulate"
@@ -128,6 +136,7 @@ class GpuCalibration:
             gpu = msgspec.structs.replace(gpu, launch_s=self._launch_s)
         gpu = msgspec.structs.replace(gpu, power_w=power_limit_w(self._before) or gpu.power_w)
         spec = msgspec.structs.replace(self._spec, gpu=gpu, pcie=self._pcie())
+        ran = software() | self._implementations()
         profile = Profile(
             name=self._plan.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,11 +144,12 @@ class GpuCalibration:
             complete=complete,
             machine=Machine(
                 gpu=gpu.name,
-                software=software() | self._implementations(),
+                software=ran,
                 state={"before": self._before, "after": _state()},
             ),
             cluster=spec.figures(),
             points=(*points, *copied, *self._between),
+            attention=_fused(ran["attention"]),
             interference=tuple(self._beside),
             memory_efficiency=_memory_efficiency(points, spec.hbm.bytes_per_s),
             replayed_s=self._replayed_s,
@@ -239,6 +249,12 @@ def _heaviest(cases: list[KernelCase], most_flops: float) -> list[KernelCase]:
         few = [case for case in cases if case.use.kernel == kernel and case.use.flops <= most_flops]
         found += [max(few, key=lambda case: case.use.flops)] if few else []
     return found
+
+
+def _fused(implementation: str) -> FusedAttention | None:
+    """Return which fused kernel was timed; None where it is one of a CPU."""
+    kernel = GENERATIONS.get(implementation)
+    return kernel and FusedAttention(kernel=kernel, said=f"{kernel} ({implementation})")
 
 
 def _memory_efficiency(points: list[Point], bytes_per_s: float) -> float:

@@ -19,6 +19,11 @@ MlpName = Literal["whole", "tiled", "mini"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
+"""What of attention passes through HBM: no scores (flash), those of a tile at a time (arXiv:2112.05682), or all."""
+FusedName = Literal[
+    "flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "cudnn", "cutlass"
+]
+"""Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import msgspec
 from sim.errors import unknown
 from sim.files import Kind, decoded_by, make_folder, write_whole
 from sim.kept import kept
+from sim.options import FusedName
 from sim.presets import Name, from_json, preset_names, read_bytes
 from sim.workload import Dtype
 
@@ -204,6 +205,15 @@ class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Of a GPU before and after: what its driver says of clocks, temperature and power."""
 
 
+class FusedAttention(_Data, frozen=True, kw_only=True):
+    """Which fused attention kernel points are of."""
+
+    kernel: FusedName | Literal[""]
+    """Its generation, as ``software.attention`` names it; empty where points are of several."""
+    said: Name
+    """What answers call it."""
+
+
 class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """All that was measured in one calibration."""
 
@@ -234,6 +244,8 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
     host: Spread | None = None
     """Bounds of what ``issue`` states, as factors, in intervals."""
+    attention: FusedAttention | None = None
+    """None where nobody has said it."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
     disagreement: dict[str, Factor] = {}
@@ -293,6 +305,11 @@ def _own_names() -> list[str]:
 def load_profile(name: str) -> Profile:
     """Return a profile by name (the user's own before those that ship) or from a JSON file."""
     return _decoded(name, profile_bytes(name))
+
+
+def shipped_profile(name: str) -> Profile:
+    """Return a profile that ships by its place in ``sim/profiles``, whatever of the user's own has its name."""
+    return _decoded(name, _shipped(name))
 
 
 @lru_cache(maxsize=16)

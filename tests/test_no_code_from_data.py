@@ -361,6 +361,7 @@ PLACES: dict[str, str] = {
     "sim/setup/journal.py:_read": "journal",
     "sim/setup/logs.py:read_log": "log",
     "sim/setup/profiled.py:_decoded": "trace of torch",
+    "sim/software/attention.py:_tables": OURS,
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,

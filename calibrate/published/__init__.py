@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from calibrate.leave_one_out import with_residuals
-from calibrate.published import gpus, ultraattn
+from calibrate.published import attention, gpus, ultraattn
 from sim.errors import unknown
 from sim.profile import Profile
 
@@ -21,10 +21,15 @@ PUBLISHED: Mapping[str, Callable[[str], Profile]] = {
     "h800-ultraattn": ultraattn.h800,
 } | {name: partial(gpus.profile_of, gpu=gpu) for name, gpu in gpus.GPUS.items()}
 """What makes each profile, given its name."""
+ATTENTION: Mapping[str, Callable[[str], Profile]] = {
+    name: partial(attention.profile_of, table=table) for name, table in attention.TABLES.items()
+}
+"""The same of attention alone, under ``sim/profiles/attention``."""
 
 
 def published(name: str) -> Profile:
-    """Return a profile with the residuals of its points; raises InputError for a name that is none of ``PUBLISHED``."""
-    if name not in PUBLISHED:
-        raise unknown("published profile", name, PUBLISHED, "`published`")
-    return with_residuals(PUBLISHED[name](name))
+    """Return a profile with the residuals of its points; raises InputError for a name that there is none of."""
+    makers = {**PUBLISHED, **ATTENTION}
+    if name not in makers:
+        raise unknown("published profile", name, makers, "`published`")
+    return with_residuals(makers[name](name))

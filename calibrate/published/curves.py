@@ -27,6 +27,9 @@ _CLEAR_OF_LAUNCH = 4
 but forward passes of 1K and 2K tokens, causal and full, take the same on B200: what the host takes to launch them."""
 
 
+_OPERATIONS = {"fwd": 4, "bwd": 10, "fwd+bwd": 14}
+"""A score and dimension of a head."""
+
 Timed = tuple[KernelUse, float]
 """A kernel, and its seconds."""
 
@@ -38,12 +41,12 @@ def on_a800() -> list[Timed]:
 
 def on_h100() -> list[Timed]:
     """Return what is known of FlashAttention-3."""
-    return [*_flash_attention_3(), *_charts("H100", ("fa3",))]
+    return [*papers("fa3"), *charts("H100", ("fa3",))]
 
 
 def on_b200() -> list[Timed]:
     """Return what is known of FlashAttention-4 and cuDNN."""
-    return list(_charts("B200", ("fa4", "cudnn")))
+    return list(charts("B200", ("fa4", "cudnn")))
 
 
 def of_cudnn(gpu: str) -> list[Timed]:
@@ -72,8 +75,8 @@ def without_causal_forward(timed: Iterable[Timed]) -> Averaged:
 
 def apart(timed: Iterable[Timed], points: Iterable[Point]) -> float:
     """Return by which factor causal forward passes lie from the points of the same work, on average; 1 if none is."""
-    known = {_work(use_of(point)): point.median_s for point in points if point.kernel == "attention_forward"}
-    ratios = [seconds / known[_work(use)] for use, seconds in timed if _causal_forward(use) and _work(use) in known]
+    known = {work(use_of(point)): point.median_s for point in points if point.kernel == "attention_forward"}
+    ratios = [seconds / known[work(use)] for use, seconds in timed if _causal_forward(use) and work(use) in known]
     ratio = geometric_mean(ratios) if ratios else 1.0
     return round(max(ratio, 1 / ratio), 4)
 
@@ -86,7 +89,7 @@ def averaged(timed: Iterable[Timed]) -> Averaged:
     """Return the points of kernels and their seconds, of which the same work is there twice at most."""
     found: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
     for use, seconds in timed:
-        found[_work(use)].append((use, seconds))
+        found[work(use)].append((use, seconds))
     points, ratios = [], defaultdict(list)
     for same in found.values():
         use, times = same[0][0], [seconds for _, seconds in same]
@@ -97,36 +100,77 @@ def averaged(timed: Iterable[Timed]) -> Averaged:
     return Averaged(points, {kernel: round(max(half, 1 / half), 4) for kernel, half in halves.items()})
 
 
-def _work(use: KernelUse) -> tuple[object, ...]:
+def work(use: KernelUse) -> tuple[object, ...]:
     """Return what kernels have in common that do the same: to a tile model, other sequences are more heads."""
     batch, queries, _, heads, _, head_dim = use.shape
     return use.kernel, use.variant, batch * heads, queries, head_dim
 
 
-def _flash_attention_3() -> Iterator[Timed]:
-    """Yield what arXiv:2407.08608 Fig. 5 and 6 show, and causal backward passes of tritonbench."""
+def papers(of: str, gpu: str = "H100-SXM-80GB") -> Iterator[Timed]:
+    """Yield what arXiv:2407.08608 Fig. 5 and 6 show of a kernel on H100, and causal backward passes of tritonbench; on
+    another GPU, what who ran the same benchmark has got.
+    """
     for row in rows("attention_curves_papers"):
-        gpu, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
-        if kernel != "fa3" or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
+        on, kernel, passes, mask = (row[name] for name in ("gpu", "impl", "pass", "mask"))
+        if kernel != of or passes not in {"fwd", "bwd"} or row["dtype"] == "fp8" or not row["seqlen"]:
             continue
-        tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
-        if gpu == "H100-SXM-80GB" and (mask == "full" or passes == "fwd"):
-            batch, heads = _PAPER_TOKENS // tokens, _PAPER_WIDTH // head_dim
-        elif (gpu, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
-            batch, heads = 4, 48
-        else:
+        shape = _paper_shape(row)
+        if (on, mask, passes) == ("H100", "causal", "bwd") and "B=4,H=48" in row["source"]:
+            shape = (4, shape[1], 48, shape[3])
+        elif on != gpu or (mask != "full" and passes != "fwd"):
             continue
-        if head_dim in _HEAD_DIMS:
-            yield _timed(row, (batch, tokens, heads, head_dim), float(row["tflops"]))
+        if shape[3] in _HEAD_DIMS:
+            yield timed_row(row, shape)
 
 
-def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[Timed]:
+def _paper_shape(row: Row) -> tuple[int, int, int, int]:
+    """Return sequences, tokens, heads and head dimension in the figures of the FlashAttention papers."""
+    tokens, head_dim = int(float(row["seqlen"])), int(row["head_dim"])
+    return _PAPER_TOKENS // tokens, tokens, _PAPER_WIDTH // head_dim, head_dim
+
+
+def _chart_shape(row: Row) -> tuple[int, int, int, int]:
+    return 1, int(row["x"]), _CHART_HEADS, _CHART_HEAD_DIM
+
+
+def summed(gpu: str, of: str) -> dict[KernelUse, float]:
+    """Return what both passes of a kernel take together by arXiv:2307.08691 Fig. 4 and 5, by its forward pass."""
+    found = {}
+    for row in rows("attention_curves_papers"):
+        if (row["gpu"], row["impl"], row["pass"]) == (gpu, of, "fwd+bwd") and int(row["head_dim"]) in _HEAD_DIMS:
+            use, seconds = timed_row(row, _paper_shape(row))
+            found[use] = seconds
+    return found
+
+
+def backward_of_sums(gpu: str, of: str) -> Iterator[Timed]:
+    """Yield causal backward passes of a kernel: both passes together by one paper, less the forward one by another."""
+    forward = {work(use): seconds for use, seconds in papers(of) if use.kernel == "attention_forward"}
+    for use, seconds in summed(gpu, of).items():
+        if use.variant == "causal" and work(use) in forward:
+            batch, tokens, _, heads, _, head_dim = use.shape
+            yield square_attention(True, (batch, tokens, heads, head_dim), CAUSAL), seconds - forward[work(use)]
+
+
+def digitised_within(gpu: str, timed: Iterable[Timed], kernels: tuple[str, ...]) -> dict[str, float]:
+    """Return by which factor, by kernel, bars of MagiAttention's charts may be off that are among what was timed."""
+    within: dict[str, float] = defaultdict(lambda: 1.0)
+    known = {work(use) for use, _ in timed}
+    for row in rows("attention_curves_1k_32k"):
+        if row["gpu"] == gpu and row["impl"] in kernels:
+            use, _ = timed_row(row, _chart_shape(row))
+            if work(use) in known:
+                error = float(row["est_err_tflops"]) / float(row["tflops_per_gpu"])
+                within[use.kernel] = max(within[use.kernel], round(1 + error, 4))
+    return dict(within)
+
+
+def charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[Timed]:
     """Yield the work that MagiAttention's charts show of each of some kernels, once for each of them."""
     times: dict[tuple[str, str], dict[KernelUse, float]] = defaultdict(dict)
     for row in rows("attention_curves_1k_32k"):
         if row["gpu"] == gpu and row["impl"] in kernels:
-            shape = (1, int(row["x"]), _CHART_HEADS, _CHART_HEAD_DIM)
-            use, seconds = _timed(row, shape, float(row["tflops_per_gpu"]))
+            use, seconds = timed_row(row, _chart_shape(row))
             times[row["impl"], row["pass"]][use] = seconds
     clear: dict[KernelUse, list[float]] = defaultdict(list)
     for of_kernel in times.values():
@@ -138,11 +182,14 @@ def _charts(gpu: str, kernels: tuple[str, ...]) -> Iterator[Timed]:
             yield from ((use, seconds) for seconds in found)
 
 
-def _timed(row: Row, q_shape: tuple[int, int, int, int], tflops: float) -> Timed:
-    """Return the kernel of a row, and how long it took: 4 operations a score and dimension, 10 backward."""
+def timed_row(row: Row, q_shape: tuple[int, int, int, int]) -> Timed:
+    """Return the kernel of a row, and how long it took: 4 operations a score and dimension, 10 backward. Both passes
+    together count as the forward one.
+    """
     batch, tokens, heads, head_dim = q_shape
     passes, mask = row["pass"], row["mask"]
     backward, causal = passes == "bwd", mask == "causal"
     scores = batch * heads * tokens**2 / (2 if causal else 1)
-    seconds = (10 if backward else 4) * scores * head_dim / (tflops * 1e12)
+    tflops = float(row["tflops_per_gpu" if "tflops_per_gpu" in row else "tflops"])
+    seconds = _OPERATIONS[passes] * scores * head_dim / (tflops * 1e12)
     return square_attention(backward, q_shape, CAUSAL if causal else FULL), seconds

@@ -37,7 +37,7 @@ from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
 from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
 from sim.engine.collectives import wire_bytes
-from sim.profile import Machine, Point, Profile
+from sim.profile import FusedAttention, Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import CollectiveName
@@ -78,6 +78,8 @@ class Gpu(NamedTuple):
     """What other sources say of its attention: full forward and backward passes, which become points, and causal
     forward ones, which say how far sources are apart."""
     others_source: str
+    fused: FusedAttention
+    """Which kernel that is."""
     memory_efficiency: float
     memory_source: str
     send_recv: str = ""
@@ -132,6 +134,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         issue=eager_issue(spec),
         host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
+        attention=gpu.fused,
         tiles=tile_models(points, spec.gpu.sms),
         sustained=gpu.load.sustained if gpu.load else {},
         power=gpu.load.power if gpu.load else None,
@@ -175,15 +178,9 @@ def _gemms(system: str) -> Iterator[Point]:
 def _forward(gpu: Gpu) -> Iterator[Point]:
     """Yield causal attention of one sequence, whichever the number of key/value heads was."""
     found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for row in rows("attention_forward_causal"):
+    for row in _of_table(gpu):
         heads, head_dim = int(row["num_heads"]), int(row["head_dim"])
-        if (
-            row["system"] == gpu.system
-            and row["kernel_source"] in gpu.attention
-            and row["batch_size"] == "1"
-            and heads in _HEADS
-            and head_dim in _HEAD_DIMS
-        ):
+        if row["batch_size"] == "1" and heads in _HEADS and head_dim in _HEAD_DIMS:
             found[int(row["seqlen"]), heads, head_dim].append(float(row["latency_us"]) / 1e6)
     for (tokens, heads, head_dim), times in sorted(found.items()):
         yield kernel_point(
@@ -192,7 +189,17 @@ def _forward(gpu: Gpu) -> Iterator[Point]:
 
 
 def _forward_sources(gpu: Gpu) -> list[str]:
-    return [f"causal forward: aiconfigurator, {' and '.join(gpu.attention)}"] if gpu.attention else []
+    """Return which kernels of aiconfigurator's table there are, with what ran them."""
+    ran = {row["kernel_source"]: f"{row['fw']} {row['ver']}" for row in _of_table(gpu)}
+    named = [f"{kernel} ({ran[kernel]})" for kernel in gpu.attention]
+    return [f"causal forward: aiconfigurator, {' and '.join(named)}"] if named else []
+
+
+def _of_table(gpu: Gpu) -> Iterator[Row]:
+    """Yield the rows of aiconfigurator's table of attention that are of one algorithm on a GPU."""
+    for row in rows("attention_forward_causal"):
+        if row["system"] == gpu.system and row["kernel_source"] in gpu.attention:
+            yield row
 
 
 def _in_a_node(system: str, cluster: Cluster) -> Iterator[Point]:
@@ -305,12 +312,17 @@ def _cudnn_source(version: str) -> str:
     )
 
 
+def _cudnn(version: str) -> FusedAttention:
+    return FusedAttention(kernel="cudnn", said=f"cuDNN {version}")
+
+
 _H200 = Gpu(
     cluster="hgx-h200",
     system="h200_sxm",
     attention=("fa3", "vllm_flash_attn_fa3"),
     others=curves.on_h100,
     others_source=_FA3_SOURCE,
+    fused=FusedAttention(kernel="flash-attention-3", said="FlashAttention-3"),
     memory_efficiency=0.81,
     memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
     norms="NVIDIA H200",
@@ -322,6 +334,7 @@ _A100 = Gpu(
     attention=("flash_attention", "vllm_flash_attn"),
     others=curves.on_a800,
     others_source="full forward and backward: flash-attn 2.5.7 on A800, oliverYoung2001/UltraAttn@b5aa10e",
+    fused=FusedAttention(kernel="flash-attention-2", said="FlashAttention-2"),
     memory_efficiency=0.77,
     memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
     send_recv="A100 DGX",
@@ -342,6 +355,7 @@ _B200 = Gpu(
     attention=("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
     others=curves.on_b200,
     others_source=_FA4_SOURCE,
+    fused=FusedAttention(kernel="", said="TensorRT-LLM's causal forward, the rest between FlashAttention-4 and cuDNN"),
     memory_efficiency=0.72,
     memory_source="copies within a GB200, 5715 to 5821 of 8000 GB/s: stas00/ml-engineering@744d01e",
     load=B200,
@@ -352,6 +366,7 @@ _GB200 = _B200._replace(
     attention=(),
     others=partial(curves.of_cudnn, "GB200"),
     others_source=_cudnn_source("9.22.0"),
+    fused=_cudnn("9.22.0"),
     norms="NVIDIA GB200",
     load=GB200,
 )
@@ -377,7 +392,10 @@ GPUS = {
     ),
     "h200-sxm": _H200,
     "h200-sxm-cudnn": _H200._replace(
-        attention=(), others=partial(curves.of_cudnn, "H200"), others_source=_cudnn_source("9.19.1")
+        attention=(),
+        others=partial(curves.of_cudnn, "H200"),
+        others_source=_cudnn_source("9.19.1"),
+        fused=_cudnn("9.19.1"),
     ),
     "b200-sxm": _B200,
     "gb200-nvl72": _GB200,

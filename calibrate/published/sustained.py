@@ -60,6 +60,9 @@ def _attention(forward: tuple[float, float, float], backward: tuple[float, float
 
 
 _FA3 = _attention((0.94, 0.89, 1.0), (0.94, 0.87, 1.0), 0.3e-3, 1e-3)
+NOT_AT_THE_LIMIT = _attention((1.0, 0.89, 1.0), (1.0, 0.87, 1.0), 0.3e-3, 1e-3)
+"""Of kernels with half the FLOP/s of FlashAttention-3 on the same GPU: taken not to reach its power limit, and at the
+upper end of intervals to be slowed as much."""
 _FA3_SOURCE = (
     f"attention forward: {_AICONFIGURATOR}: FlashAttention-3 on H200 at 690 W, 485 shapes of 128 dimensions; backward: "
     "taken to be as forward, there is no table"

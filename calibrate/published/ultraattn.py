@@ -24,7 +24,7 @@ from calibrate.published.reading import (
     rows,
     transfer_point,
 )
-from sim.profile import Machine, Point, Profile
+from sim.profile import FusedAttention, Machine, Point, Profile
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL
 from topology.cluster import load_cluster
@@ -66,6 +66,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         machine=Machine(gpu=spec.gpu.name, software={"flash-attn": "2.5.7"}),
         cluster=spec.figures(),
         points=(*kernels(gpu), *transfers(gpu)),
+        attention=FusedAttention(kernel="flash-attention-2", said="FlashAttention-2 (flash-attn 2.5.7)"),
         traffic=EARLY_TRAFFIC,
         memory_efficiency=memory_efficiency,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V

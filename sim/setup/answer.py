@@ -18,6 +18,7 @@ from sim.engine.regime import Regime, regime
 from sim.engine.report import Evidence, Report
 from sim.engine.series import BEYOND_RANGE
 from sim.engine.simulate import Simulation
+from sim.profile import FusedAttention
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.global_batch import told
 from sim.setup.names import scope_title
@@ -215,11 +216,11 @@ def grounds(prediction: Prediction) -> Grounds:
 
 def grounds_of(simulation: Simulation, found: Evidence, most: Decisive | None) -> Grounds:
     """Return what a simulation rests on, by all of its evidence and the kernel that decides."""
-    at_datasheet = simulation.profile is None
-    others = [note for note in found.notes[at_datasheet:] if note not in simulation.cost.notes]
-    if at_datasheet:
+    others = [note for note in found.notes[simulation.profile is None :] if note not in simulation.cost.notes]
+    if simulation.profile is None:
         return Grounds(found.notes[:1], others, found)
-    return Grounds([_kernels(found, most), _not_measured(simulation), record(simulation)], others, found)
+    kernels = _kernels(found, most, simulation.profile.attention)
+    return Grounds([kernels, _not_measured(simulation), record(simulation)], others, found)
 
 
 def rests_on(prediction: Prediction) -> list[str]:
@@ -227,11 +228,13 @@ def rests_on(prediction: Prediction) -> list[str]:
     return grounds(prediction).lines
 
 
-def _kernels(found: Evidence, most: Decisive | None) -> str:
+def _kernels(found: Evidence, most: Decisive | None, attention: FusedAttention | None) -> str:
     """Return where kernels come from, and how far the decisive one is from what was measured."""
     under = {"burst": ", short runs", "sustained": ", under load"}.get(found.rates, "")
     state = "" if found.complete else ", not complete"
     said = f"kernels: profile {found.profile!r} of {found.measured_on}, measured {found.created}{under}{state}"
+    if attention is not None:
+        said += f"; attention: {attention.said}"
     if most is None:
         return said
     said += f"; {100 * most.share:.0f} % of their time is {most.kernel} of {length(round(most.size))} {most.unit}"

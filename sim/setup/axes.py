@@ -11,12 +11,10 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from sim.errors import InputError, none_of
 from sim.setup.documents import BY_BLOCKS, planned_by
-from sim.setup.names import text_of, tokens
+from sim.setup.names import SET_ROOTS, text_of, tokens
 from sim.setup.setup import Setup
 from sim.workload import parse_length
 
-ROOTS = ("cluster", "model", "schedule", "profile")
-"""What ``set`` may change."""
 _TYPES = {name: hint for name, hint in get_type_hints(Setup).items() if name not in {"_", "set"}}
 _RANGE = re.compile(r"(?P<low>[^.].*?)\.\.(?P<high>.+?)(?P<kind>[*+:])(?P<step>[^*+:]+)")
 _SHOWN = 40
@@ -158,13 +156,13 @@ def field_of(key: str) -> str:
     """Return what the library calls a key, which may be an option of the command line; raises InputError for none."""
     root, dot, _ = key.partition(".")
     if dot:
-        if root not in ROOTS:
-            raise InputError(none_of("prefix", root, ROOTS))
+        if root not in SET_ROOTS:
+            raise InputError(none_of("prefix", root, SET_ROOTS))
         return key
     name = key.strip().removeprefix("--").replace("-", "_")
     name = {"pass": "passes"}.get(name, name)
     if name not in _TYPES:
-        raise InputError(none_of("key of `vary`", key, [*_TYPES, *(f"{root}." for root in ROOTS)]))
+        raise InputError(none_of("key of `vary`", key, [*_TYPES, *(f"{root}." for root in SET_ROOTS)]))
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -12,9 +12,12 @@ from sim.engine.cost import measured_cluster
 from sim.engine.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.simulate import Engine
 from sim.errors import InputError, unknown
+from sim.options import AttentionName
 from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
+from sim.software.attention import attending
+from sim.software.software import Software
 from sim.workload import Scope
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
@@ -81,6 +84,21 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
         spec.gpu, launch_s=measured.gpu.launch_s, power_w=measured.gpu.power_w or spec.gpu.power_w
     )
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
+
+
+def running(profile: Profile | None, software: Software, spec: ClusterSpec, options: Any) -> Profile | None:
+    """Return a profile with the kernels of some software in place of its own; raises InputError where there are no
+    figures of them, and where a schedule of these options does not run them.
+    """
+    if software.attention is None:
+        return profile
+    scores: AttentionName = getattr(options, "kernel", "flash")
+    if scores != "flash":
+        raise InputError(
+            f"`set` software.attention={software.attention} with schedule.kernel={scores}: it names the kernel of "
+            f"flash attention; leave one of the two out"
+        )
+    return attending(profile, software.attention, spec.gpu.chip)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

@@ -69,6 +69,8 @@ MODEL, CLUSTER = Assumed("llama3-8b"), Assumed("hgx-h100")
 MODEL_HERE, CLUSTER_HERE = "tiny", "host"
 """What is executed where nobody names another: what any machine can, and this one. So it is in case files, too."""
 
+SET_ROOTS = ("cluster", "model", "schedule", "software", "profile")
+"""What ``set`` may change."""
 Overrides = Mapping[str, object] | Sequence[str]
 """Figures to replace: ``{"nvlink.bytes_per_s": "*2"}``, or ``["nvlink.bytes_per_s=*2"]``."""
 

@@ -20,6 +20,7 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
+from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
@@ -29,13 +30,14 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.global_batch import of_each, sequences_of
-from sim.setup.machine import engine_of, equipped, jitter_of, rated
+from sim.setup.machine import engine_of, equipped, jitter_of, rated, running
 from sim.setup.masks import Kept
 from sim.setup.names import (
     CLUSTER,
     MODEL,
     ONE_REPLICA,
     PLACEMENTS,
+    SET_ROOTS,
     Assumed,
     Overrides,
     Untold,
@@ -44,6 +46,7 @@ from sim.setup.names import (
 )
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
+from sim.software.software import BY_PROFILE
 from sim.workload import BlockMask, ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -137,7 +140,8 @@ class Setup:
     would take (``sim.setup.effort``)."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
-    "zigzag", "profile.rates": "sustained"}``, or a list of texts KEY=VALUE."""
+    "zigzag", "software.attention": "flash-attention-2", "profile.rates": "sustained"}``, or a list of texts
+    KEY=VALUE."""
 
     def __post_init__(self) -> None:
         """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a
@@ -180,6 +184,7 @@ class Setup:
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
+        software = override(BY_PROFILE, overrides["software"], "`set` software.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry,
@@ -198,7 +203,7 @@ class Setup:
             options=options,
             entry=entry,
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
-            profile=rated(profile, workload.scope, overrides["profile"]),
+            profile=rated(running(profile, software, spec, options), workload.scope, overrides["profile"]),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
@@ -538,7 +543,7 @@ def _predicted(setup: Setup, before: _Proved | None = None) -> Prediction:
 
 def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
     """Return the overrides of each root: their paths and values."""
-    found: dict[str, list[tuple[str, str]]] = {"cluster": [], "model": [], "schedule": [], "profile": []}
+    found: dict[str, list[tuple[str, str]]] = {root: [] for root in SET_ROOTS}
     for key, value in names.pairs(changes):
         root, dot, path = key.partition(".")
         if root in found and not path:

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
-from calibrate.gpu import GpuCalibration, power_limit_w
+from calibrate.gpu import GENERATIONS, GpuCalibration, power_limit_w
 from calibrate.host_copies import HostCopyTimes, time_host_copies
 from calibrate.kernels import Timed
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
 from calibrate.residuals import explained
+from runtime.execution.attention_choice import NAMES
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.options import Place
@@ -177,6 +178,10 @@ def test_memory_is_what_the_largest_copies_and_sums_get() -> None:
     assert by_hand(found).memory_efficiency == pytest.approx(0.8)
     assert by_hand([*found, streaming("accumulate", 2**24, ideal_s / 0.6, 0.0)]).memory_efficiency == pytest.approx(0.7)
     assert by_hand([]).memory_efficiency == 1
+
+
+def test_each_kernel_that_can_be_timed_is_one_that_software_names() -> None:
+    assert GENERATIONS.keys() == {*NAMES}
 
 
 def test_its_attention_follows_a_tile_model() -> None:

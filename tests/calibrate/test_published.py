@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import pytest
 
 from calibrate.leave_one_out import leave_one_out
 from calibrate.points import Predictor
-from calibrate.published import PUBLISHED, published
-from calibrate.published.curves import apart
+from calibrate.published import ATTENTION, PUBLISHED, published
+from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_host, eager_issue
 from calibrate.published.reading import kernel_point, rows
@@ -28,7 +29,7 @@ from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.phases import Flow
 from sim.engine.tiles import use_of
-from sim.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile
+from sim.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
@@ -54,6 +55,17 @@ def profile(request: pytest.FixtureRequest) -> Profile:
 def test_what_ships_is_what_the_tables_give(name: str) -> None:
     assert load_profile(name) == published(name)
     assert resources.files("sim").joinpath("profiles", f"{name}.json").is_file()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", slow_but({"h100-cudnn", "gb300-flash-attention-4"}, ATTENTION))
+def test_attention_that_ships_is_what_the_tables_give(name: str) -> None:
+    """Of full and causal masks, both passes, and each work once."""
+    found = shipped_profile(f"attention/{name}")
+    assert found == published(name)
+    works = Counter(work(use_of(point)) for point in found.points)
+    assert max(works.values()) == 1
+    assert {(kernel, variant) for kernel, variant, *_ in works} == {*product(ATTENTION_KERNELS, ("causal", "full"))}
 
 
 @pytest.mark.sweep

@@ -1,0 +1,1 @@
+"""What software computes a step with, as far as it decides time."""
