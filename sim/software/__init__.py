@@ -1,0 +1,1 @@
+"""What training software runs, as data: kernels, losses and optimisers as frameworks have them."""
