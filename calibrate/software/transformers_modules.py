@@ -27,7 +27,7 @@ class Modules(NamedTuple):
     @property
     def code(self) -> Any:
         """The family's module of transformers."""
-        return importlib.import_module(f"transformers.models.{self.family}.modeling_{self.family}")
+        return _module(f"models.{self.family}.modeling_{self.family}")
 
     def named(self, name: str) -> Any:
         """Return a class of the family, by its name without the family's."""
@@ -35,7 +35,7 @@ class Modules(NamedTuple):
 
     def config(self, sizes: Sizes) -> Any:
         """Return the configuration of a layer of given sizes."""
-        code = importlib.import_module(f"transformers.models.{self.family}.configuration_{self.family}")
+        code = _module(f"models.{self.family}.configuration_{self.family}")
         return getattr(code, _CLASSES[self.family] + "Config")(
             hidden_size=sizes["hidden"],
             intermediate_size=sizes["ffn"],
@@ -69,6 +69,11 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _module(name: str) -> Any:
+    """Return a module of transformers, which is imported where it is asked for: that takes seconds."""
+    return importlib.import_module(f"transformers.{name}")
 
 
 def _cast(ready: Ready) -> Ready:
@@ -172,7 +177,7 @@ def embedding(modules: Modules, sizes: Sizes) -> Ready:  # noqa: ARG001 - as all
 
 def loss(modules: Modules, sizes: Sizes) -> Ready:
     """Return the loss with the head that it needs; whoever trains keeps no logits, as Trainer does not."""
-    found = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+    found = _module("loss.loss_utils").ForCausalLMLoss
     head = torch.nn.Linear(sizes["hidden"], sizes["vocab"], bias=False)
     x = _normed(modules, sizes)
     labels = torch.empty(x.shape[:2], dtype=torch.int64)
