@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from calibrate.software.log import Allocated, Call, Log, Operand, storage_of
 from calibrate.software.sizes import Sizes
+from sim.errors import InputError
 
 
 class Ready(NamedTuple):
@@ -106,6 +107,11 @@ class _Received(torch.autograd.Function):
 def received(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Return an input of a part: a tensor that needs a gradient, and is no leaf."""
     return _Received.apply(torch.empty(shape, dtype=dtype, requires_grad=True))
+
+
+def missing(package: str) -> InputError:
+    """Return the error for a package that is not installed."""
+    return InputError(f"{package} is not installed, and its modules are what is counted; install longstep[software]")
 
 
 class FlashAttention(TorchFunctionMode):

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from calibrate.software import liger, losses, optimisers, transformers_modules
-from calibrate.software.count import Ready, Run
+from calibrate.software import compiled, liger, losses, optimisers, transformers_modules
+from calibrate.software.count import Ready, Run, missing
 from calibrate.software.log import Call, Operand
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula, numbers, terms
 from calibrate.software.transformers_modules import FAMILIES, Modules
-from sim.errors import InputError, unknown
+from sim.errors import unknown
 from sim.software.counted import MARK, Counted, DtypeName, Formula, Kernel, Part, Pass, Product, amount
 
 DTYPES: dict[torch.dtype, DtypeName] = {
@@ -65,9 +65,7 @@ def version(package: str) -> str:
     try:
         return metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError as error:
-        raise InputError(
-            f"{package} is not installed, and its modules are what is counted; install longstep[software]"
-        ) from error
+        raise missing(package) from error
 
 
 def derived(name: str, asked: Asked) -> Part:
@@ -168,6 +166,14 @@ def _family(modules: Modules) -> Software:
     return Software(f"{code}, eager, {how}", ("torch", "transformers"), parts)
 
 
+def _compiled(family: str) -> Software:
+    """Return the layers of a family as torch.compile has them, each as one."""
+    modules = Modules(family, autocast=False)
+    what = f"{modules.named('DecoderLayer').__name__} with SDPA's flash kernel; kernels by Inductor's rule of fusion"
+    code = f"transformers.models.{family}.modeling_{family}, compiled by layers, bf16 weights, no autocast"
+    return Software(code, ("torch", "transformers"), {"layer": Asked(what, functools.partial(compiled.layer, modules))})
+
+
 def _losses() -> Software:
     return Software(
         "losses of torch with the head before them, eager, bf16 logits",
@@ -224,6 +230,7 @@ SOFTWARE: Mapping[str, Callable[[], Software]] = {
         f"transformers-{family}-autocast": functools.partial(_family, Modules(family, autocast=True))
         for family in FAMILIES
     },
+    **{f"transformers-{family}-compiled": functools.partial(_compiled, family) for family in FAMILIES},
     "liger": _liger,
     "torch-losses": _losses,
     "torch-optimisers": _optimisers,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.software.count import Ready, Run, received, run
+from calibrate.software.count import Ready, Run, missing, received, run
 from calibrate.software.sizes import Sizes
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -72,8 +72,11 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _module(name: str) -> Any:
-    """Return a module of transformers, which is imported where it is asked for: that takes seconds."""
-    return importlib.import_module(f"transformers.{name}")
+    """Return a module of transformers, imported when it is asked for; raises InputError if it is not installed."""
+    try:
+        return importlib.import_module(f"transformers.{name}")
+    except ModuleNotFoundError as error:
+        raise missing("transformers") from error
 
 
 def _cast(ready: Ready) -> Ready:
@@ -86,9 +89,13 @@ def _cast(ready: Ready) -> Ready:
 
 def layer(modules: Modules, sizes: Sizes) -> Ready:
     """Return a whole decoder layer."""
-    module = modules.named("DecoderLayer")(modules.config(sizes), 0)
-    x, (cos, sin) = _stream(modules, sizes), _angles(modules, sizes)
-    return Ready(lambda: (module(x, position_embeddings=(cos, sin)),), (x,))
+    module, x, angles = layer_of(modules, sizes)
+    return Ready(lambda: (module(x, position_embeddings=angles),), (x,))
+
+
+def layer_of(modules: Modules, sizes: Sizes) -> tuple[torch.nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return a decoder layer with what it is given: the residual stream, cosines and sines."""
+    return modules.named("DecoderLayer")(modules.config(sizes), 0), _stream(modules, sizes), _angles(modules, sizes)
 
 
 def attention(modules: Modules, sizes: Sizes) -> Ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 import msgspec
@@ -10,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from calibrate.software import losses, transformers_modules
+from calibrate.software.compiled import compiled, in_kernels
 from calibrate.software.count import Ready, Run, received, run
 from calibrate.software.log import Call
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
@@ -53,11 +55,12 @@ def by_hand(sizes: Sizes) -> Ready:
     x = received(torch.bfloat16, sizes["tokens"], sizes["hidden"])
     weight = torch.nn.Parameter(torch.empty(sizes["hidden"], dtype=torch.bfloat16))
 
-    def forward() -> tuple[torch.Tensor]:
-        wide = x.float()
-        return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight,)
+    return Ready(lambda: (normed(x, weight),), (x,))
 
-    return Ready(forward, (x,))
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
 
 
 def test_kernels_of_a_norm() -> None:
@@ -98,6 +101,46 @@ def test_kernels_of_a_norm() -> None:
         ("mul", {elements: 4 + 4}, {elements: 4}),
         ("add", {elements: 4 + 4}, {elements: 4}),
         ("_to_copy", {elements: 4}, {elements: 2}),
+    ]
+
+
+@pytest.mark.sweep
+def test_a_norm_that_is_compiled() -> None:
+    """Forward is one kernel: it reads x and w, and writes y and, for backward, rsqrt. Backward has two, since the sum
+    over tokens is one of its own: both read x, rsqrt and the gradient of y, one writes that of x, the other that of w.
+    Kept are x and rsqrt: what the weight multiplies is made again.
+    """
+    graphs: list[torch.fx.Graph] = []
+
+    def build(sizes: Sizes) -> Ready:
+        x = received(torch.bfloat16, sizes["tokens"], sizes["hidden"])
+        weight = torch.nn.Parameter(torch.empty(sizes["hidden"], dtype=torch.bfloat16))
+        return compiled(normed, (x,), graphs, x, weight)
+
+    found = in_kernels(run(build, TO_DERIVE), graphs)
+    elements, tokens, columns = "tokens*hidden", "tokens", "hidden"
+    assert said(found.forward) == [("fused", {elements: 2, columns: 2}, {elements: 2, tokens: 4})]
+    assert sorted(said(found.backward)) == [
+        ("fused", {elements: 2 + 2, columns: 2, tokens: 4}, {elements: 2}),
+        ("fused sum", {elements: 2 + 2, tokens: 4}, {columns: 2}),
+    ]
+    assert formula(found.kept) == {elements: 2, tokens: 4}
+
+
+@pytest.mark.sweep
+def test_a_product_parts_what_is_compiled() -> None:
+    """silu(x) @ w * sin(x): the first kernel makes the silu, and the sine with the product of both is another."""
+    graphs: list[torch.fx.Graph] = []
+
+    def build(sizes: Sizes) -> Ready:
+        x = received(torch.bfloat16, sizes["tokens"], sizes["hidden"])
+        weight = torch.nn.Parameter(torch.empty(sizes["hidden"], sizes["hidden"], dtype=torch.bfloat16))
+        return compiled(lambda x, w: functional.silu(x) @ w * x.sin(), (x,), graphs, x, weight)
+
+    found = in_kernels(run(build, TO_DERIVE), graphs)
+    assert said([call for call in found.forward if call.flops is None]) == [
+        ("fused", {"tokens*hidden": 2}, {"tokens*hidden": 2}),
+        ("fused", {"tokens*hidden": 4}, {"tokens*hidden": 2}),
     ]
 
 
@@ -188,9 +231,15 @@ def test_a_part_that_is_not_in_a_whole_is_refused() -> None:
         whole.without(run(by_hand, TO_CHECK[0]))
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="none-such is not installed.*longstep.software."):
         version("none-such")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in sorted(OF_TRANSFORMERS):
+        with pytest.raises(InputError, match="transformers is not installed"):
+            counted(name)
     with pytest.raises(InputError, match="unknown software 'torch'.*torch-losses.*set it with --software"):
         counted("torch")
 
