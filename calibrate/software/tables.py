@@ -33,6 +33,8 @@ class Asked(NamedTuple):
     run: Callable[[Sizes], Run]
     peak: bool = False
     """Whether its peak is of interest, and not that of what it is a part of."""
+    step: bool = False
+    """Whether it is a step of an optimiser, which has no passes."""
 
 
 class Software(NamedTuple):
@@ -71,8 +73,7 @@ def version(package: str) -> str:
 def derived(name: str, asked: Asked) -> Part:
     """Return a part with formulas that hold at every size; raises ValueError where one does not."""
     found = asked.run(TO_DERIVE)
-    is_step = not found.backward and not found.kept and name.startswith(("adam", "clip"))
-    passes = {"step" if is_step else "forward": _pass(found.forward), "backward": _pass(found.backward)}
+    passes = {"step" if asked.step else "forward": _pass(found.forward), "backward": _pass(found.backward)}
     part = Part(
         what=asked.what,
         kept=formula(found.kept),
@@ -198,11 +199,10 @@ def _optimisers() -> Software:
         for how in optimisers.HOWS:
             of = "each parameter tensor" if how == "for-loop" else "all parameters of a type"
             count = functools.partial(optimisers.adamw, how, dtype)
-            parts[f"adamw-{how}-{name}"] = Asked(
-                f"AdamW {how} of {of}, states and gradients in {name}", count, peak=True
-            )
+            what = f"AdamW {how} of {of}, states and gradients in {name}"
+            parts[f"adamw-{how}-{name}"] = Asked(what, count, peak=True, step=True)
         what = f"clip_grad_norm_ with foreach of gradients in {name}"
-        parts[f"clip-{name}"] = Asked(what, functools.partial(optimisers.clip, dtype), peak=True)
+        parts[f"clip-{name}"] = Asked(what, functools.partial(optimisers.clip, dtype), peak=True, step=True)
     return Software("steps of torch.optim.AdamW, and clip_grad_norm_", ("torch",), parts)
 
 
