@@ -30,6 +30,7 @@ from sim.setup.journal import Journal
 from sim.setup.names import OwnSchedule
 from sim.setup.portions import Portion, play
 from sim.setup.profiled import read_traces
+from sim.software.counted import load_counted
 from tests.experiments.test_executed_cases import RING, on_h100
 from tests.helpers import slow_but
 from tests.reading_code import ROOT, places
@@ -197,6 +198,8 @@ READERS = {
         "name": code, "command": code}), command(*SIMULATE, "--profile", "FILE")),
     "profile, compared": Reader("profile.json", as_json(lambda code: loaded(ROOT / "sim/profiles/h100-sxm.json") | {
         "name": code}), command("calibrate", "--name", "h100-sxm", "--against", "FILE")),
+    "software": Reader("software.toml", shipped("sim/software/counted/torch-losses.toml", mm='kernel = "mm"'),
+        load_counted),
     "lengths.txt": Reader("lengths.txt", lambda code: f"100\n{code}\n".encode(),
         command(*SIMULATE, "--documents", "FILE")),
     "lengths.jsonl": Reader("lengths.jsonl", as_json(lambda code: {"length": 64, "schedule": code}),
@@ -362,6 +365,7 @@ PLACES: dict[str, str] = {
     "sim/setup/logs.py:read_log": "log",
     "sim/setup/profiled.py:_decoded": "trace of torch",
     "sim/software/attention.py:_tables": OURS,
+    "sim/software/counted.py:load_counted": "software",
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
@@ -383,6 +387,7 @@ _DECODES = re.compile(
     r"|.*\bpresets\.(read_bytes|load_toml|from_json|decoded|converted)"
 )
 RUNS: dict[str, str] = {
+    "calibrate/software/transformers_modules.py:_module": "modules of transformers",
     "experiments/studies/study.py:study": "a module of this package, whose name is listed first",
     "experiments/verbs/cli.py:parses_to": "a module of this package, of a verb",
     "experiments/verbs/cli.py:run": "a module of this package, of a verb",

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
+from experiments.verbs.counted import count_software
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.writes import Writes
@@ -36,6 +37,7 @@ from sim.profile import (
     profile_names,
 )
 from sim.setup.names import DATASHEET, one_of
+from sim.software.counted import COUNTED_FILE
 from sim.units import percent, seconds
 from sim.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
@@ -66,6 +68,8 @@ class Calibrate(Writes):
     """Measure nothing: compare the profile's points with what this one (NAME or FILE.json) predicts of them."""
     published: OptionalText = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
+    software: OptionalText = None
+    """Measure nothing: count what the modules of a piece of software run, such as transformers-llama."""
     cluster: str = "host"
     """host, or the NAME or FILE.toml of a cluster that this machine's GPU is one of."""
     model: OptionalText = None
@@ -91,8 +95,9 @@ def calibrate(command: Calibrate, console: Console) -> None:
     if command.seconds is not None and not command.seconds > 0:
         raise InputError(f"--seconds {command.seconds}: expected seconds above 0")
     measures = command.quick or command.dtype or command.model or command.attention or command.seconds
-    if command.check + (command.against is not None) + (command.published is not None) > 1:
-        raise InputError("--check, --against and --published exclude each other: choose one of them")
+    others = (command.against, command.published, command.software)
+    if command.check + sum(one is not None for one in others) > 1:
+        raise InputError("--check, --against, --published and --software exclude each other: choose one of them")
     if command.check:
         if measures:
             raise InputError(
@@ -110,6 +115,10 @@ def calibrate(command: Calibrate, console: Console) -> None:
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.output(command.out, PROFILE_FILE), console)
+    elif command.software is not None:
+        if measures or command.cluster != "host":
+            raise InputError("--software measures nothing: it goes with --out only")
+        count_software(command.software, command.output(command.out, COUNTED_FILE), console)
     else:
         _calibrated(command, name, console)
 

@@ -1,1 +1,1 @@
-"""What software computes a step with, as far as it decides time."""
+"""What training software runs, as data: kernels, losses and optimisers as frameworks have them."""
