@@ -50,12 +50,9 @@ NOT_RUN = {
 """Commands that no test runs, by how they begin (one without a blank at its end: the whole of it), and why."""
 REFUSED = {"longstep simulate --cluster hgx-h100 --schedule ring --gpus 4096 --seq 16M --scope attention"}
 """Commands of which a page shows what they are refused with."""
-EXACT = {
-    "list", "simulate", "fit", "winners", "crossover", "doctor", "sweep", "balance", "study", "import", "report",
-    "ladder",
-}  # fmt: skip
+EXACT = {"list", "simulate", "fit", "winners", "crossover", "doctor", "sweep", "study", "import", "report", "ladder"}
 """Verbs that print the same each time. Plans say how many configurations were simulated, which depends on which worker
-answers first; what executes measures.
+answers first; balance says how long planners took, and what executes measures.
 """
 EXECUTE = ("run", "compare", "validate", "lab", "calibrate")
 """Verbs that play the smallest model on this machine where no other is named."""
