@@ -14,7 +14,7 @@ Sharding = Literal["sequence", "document"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
-LossName = Literal["whole", "chunked", "unfused"]
+LossName = Literal["whole", "chunked", "unfused", "torch"]
 MlpName = Literal["whole", "tiled", "mini"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -46,7 +46,8 @@ class LayerOptions:
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
     and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
-    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py)."""
+    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); or those of all tokens and three tensors of their size in
+    the data type of sums, which torch's cross_entropy and its derivative make (torch)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""

@@ -205,6 +205,17 @@ class Machine(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Of a GPU before and after: what its driver says of clocks, temperature and power."""
 
 
+class Ran(_Data, frozen=True, kw_only=True):
+    """A kernel that passes over its operands once, one of several that stand for another kernel."""
+
+    kernel: Name
+    dtype: Dtype
+    bytes_per_element: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+    """That it reads and writes, by element of what the kernel that it stands for takes as its size."""
+    launches: Annotated[float, msgspec.Meta(gt=0, lt=1e9)] = 1
+    """How often."""
+
+
 class FusedAttention(_Data, frozen=True, kw_only=True):
     """Which fused attention kernel points are of."""
 
@@ -246,6 +257,10 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     """Bounds of what ``issue`` states, as factors, in intervals."""
     attention: FusedAttention | None = None
     """None where nobody has said it."""
+    runs: dict[str, tuple[Ran, ...]] = {}
+    """By kernel, those that software runs in its place (``sim.software.kernels``), whatever points of it there are."""
+    software: Name = ""
+    """What that software is called; empty where nobody has named it."""
     tiles: tuple[TileModel, ...] = ()
     """Of attention kernels, which then need few points."""
     disagreement: dict[str, Factor] = {}

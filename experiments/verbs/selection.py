@@ -88,6 +88,9 @@ class Selection:
     schedule: OptionalText = None
     """NAME, or my_module.py:build for a schedule of your own; by default that of --stack, or ring. With --documents
     also a planner of theirs: wlb-llm, dcp, fcp-style or groups."""
+    software: OptionalText = None
+    """NAME or FILE.toml: what trains, such as huggingface: which kernels run, and how it shards and keeps. By default
+    the profile's kernels, which are fused."""
     stack: OptionalText = None
     """Techniques of a training step that are used together, such as fsdp: longstep list stacks shows them. What is
     set of the schedule comes first."""
@@ -149,7 +152,7 @@ class Selection:
     would take."""
     set: Texts = ()
     """KEY=VALUE, as often as wanted: cluster.nvlink.bytes_per_s=900e9, cluster.hbm.bytes_per_s=*2,
-    cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag."""
+    cluster.gpu[3].speed=0.95, model.num_kv_heads=4, schedule.layout=zigzag, software.attention=flash-attention-2."""
 
     def setup(self) -> Setup:
         """Return what was typed as the library takes it; raises InputError for a list, of which ``each`` makes rows."""

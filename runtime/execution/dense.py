@@ -72,7 +72,8 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         torch.mul(given[0], op.factor, out=results[0])
         return "aten mul"
     if isinstance(op, CrossEntropy):
-        return cross_entropy(results[0], given[1], results[1], op.count, op.scale or 1.0, op.softcap or None)
+        bent = (op.scale or 1.0, op.softcap or None)
+        return cross_entropy(results[0], given[1], results[1], op.count, *bent, eager=op.eager is True)
     if isinstance(op, Embed):
         torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
         return "aten index_select"
@@ -199,13 +200,21 @@ def _tables(
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, loss: Tensor, count: int, scale: float = 1.0, softcap: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    loss: Tensor,
+    count: int,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    *,
+    eager: bool = False,
 ) -> str:
     """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
-    at a time.
+    at a time; or, eager, of all rows at once by the derivatives that autograd would run.
     """
     pieces = _matrices(logits, labels, loss)
-    rows = (zip(*(of.split(LOSS_ROWS) for of in piece), strict=True) for piece in pieces)
+    size = labels.numel() if eager else LOSS_ROWS
+    rows = (zip(*(of.split(size) for of in piece), strict=True) for piece in pieces)
     for row, label, out in chain.from_iterable(rows):
         label, out = label.squeeze(-1), out.squeeze(-1)  # noqa: PLW2901 - matrices of one column
         has = label != NO_LABEL
@@ -214,13 +223,19 @@ def cross_entropy(
         bent = row if softcap is None else row.div_(softcap).tanh_() * softcap
         found = torch.log_softmax(bent, dim=-1, dtype=loss.dtype)
         torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
-        gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
+        if eager:
+            of_found = torch.zeros_like(found).scatter_(-1, index, -1.0)
+            gradient = torch.ops.aten._log_softmax_backward_data(of_found, found, -1, found.dtype)  # noqa: SLF001
+            del of_found
+        else:
+            gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
         if softcap is not None:
             gradient.mul_(row.square_().neg_().add_(1))
         gradient = gradient if scale == 1 else gradient.mul_(scale)
         row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
         del bent, found, gradient, has, index  # or they outlive the next ones' making
-    return "eager cross-entropy in place (log_softmax, gather, exp, scatter_add, 2 mul, div)"
+    how = "zeros, scatter, log_softmax_backward" if eager else "exp, scatter_add, 2 mul"
+    return f"eager cross-entropy in place (log_softmax, gather, {how}, div)"
 
 
 class _Activation(NamedTuple):

@@ -22,7 +22,7 @@ from sim.kept import kept
 from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
-from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.derive.kernels import KernelUse, in_place_of
 from sim.schedule.ir.ops import (
     FETCH,
     OFFLOAD,
@@ -169,7 +169,7 @@ class CostModel:
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:
             return 0.0, ""
-        if each := use.loop or (not self.cuda and use.documents):
+        if each := self._run(use) or (not self.cuda and use.documents):
             found_each = [(*self._seconds(peak, kernel), count) for kernel, count in each]
             note = next((note for _, note, _ in found_each if note), "")
             return math.fsum(seconds * count for seconds, _, count in found_each), note
@@ -185,12 +185,19 @@ class CostModel:
         rate = "datasheet rate" if seconds > memory_s or efficiency == 1 else f"{efficiency:g} of the memory's rate"
         return seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
 
+    def _run(self, use: KernelUse) -> tuple[tuple[KernelUse, float], ...]:
+        """Return what is run where several kernels stand for one: of a loop, and in software that has it so."""
+        ran = self._profile.runs.get(use.kernel, ()) if self._profile else ()
+        if use.loop or not ran:
+            return use.loop
+        return in_place_of(use, ((one.kernel, one.dtype, one.bytes_per_element, one.launches) for one in ran)).loop
+
     def _moved(self, use: KernelUse) -> float:
         """Return the bytes that a kernel moves through its memory."""
         if self._profile is None:
             return use.hbm_bytes
-        if use.loop:
-            return math.fsum(self._moved(kernel) * count for kernel, count in use.loop)
+        if each := self._run(use):
+            return math.fsum(self._moved(kernel) * count for kernel, count in each)
         back = self._profile.traffic.get(SLICE_BACK, 0.0) if use.into_slice else 0.0
         return use.hbm_bytes * (self._profile.traffic.get(use.kernel, 1.0) + back)
 
@@ -347,8 +354,8 @@ class CostModel:
 
     def issue_s(self, op: Op, use: KernelUse | None) -> float:
         """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs."""
-        if use and use.loop:
-            return math.fsum(self.issue_s(op, kernel) * count for kernel, count in use.loop)
+        if use and (each := self._run(use)):
+            return math.fsum(self.issue_s(op, kernel) * count for kernel, count in each)
         if isinstance(op, Hold):
             return 0.0
         issue = self._profile.issue if self._profile else {}

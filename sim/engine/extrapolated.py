@@ -58,7 +58,8 @@ def decisive(simulation: Simulation, before: Simulation | None = None, more: int
         return None
     kernel = max(by_kernel, key=lambda name: by_kernel[name])
     points = simulation.profile.points if simulation.profile else ()
-    measured = (series_size(kernel, point.shape) for point in points if point.kernel == kernel)
+    passed_over = kernel in simulation.profile.runs if simulation.profile else False
+    measured = (series_size(kernel, point.shape) for point in points if point.kernel == kernel and not passed_over)
     return Decisive(kernel, by_kernel[kernel] / total, sizes[kernel], max(measured, default=None))
 
 

@@ -219,7 +219,7 @@ def grounds_of(simulation: Simulation, found: Evidence, most: Decisive | None) -
     others = [note for note in found.notes[simulation.profile is None :] if note not in simulation.cost.notes]
     if simulation.profile is None:
         return Grounds(found.notes[:1], others, found)
-    kernels = _kernels(found, most, simulation.profile.attention)
+    kernels = _kernels(found, most, simulation.profile.attention, simulation.profile.software)
     return Grounds([kernels, _not_measured(simulation), record(simulation)], others, found)
 
 
@@ -228,13 +228,14 @@ def rests_on(prediction: Prediction) -> list[str]:
     return grounds(prediction).lines
 
 
-def _kernels(found: Evidence, most: Decisive | None, attention: FusedAttention | None) -> str:
+def _kernels(found: Evidence, most: Decisive | None, attention: FusedAttention | None, software: str) -> str:
     """Return where kernels come from, and how far the decisive one is from what was measured."""
     under = {"burst": ", short runs", "sustained": ", under load"}.get(found.rates, "")
     state = "" if found.complete else ", not complete"
     said = f"kernels: profile {found.profile!r} of {found.measured_on}, measured {found.created}{under}{state}"
     if attention is not None:
         said += f"; attention: {attention.said}"
+    said += f"; software: {software or 'not named, fused kernels'}"
     if most is None:
         return said
     said += f"; {100 * most.share:.0f} % of their time is {most.kernel} of {length(round(most.size))} {most.unit}"

@@ -25,7 +25,8 @@ MOST_TYPED, MOST_ROWS = 1000, 100
 """Values of an option; and rows that are kept to be shown beside each other, where none are written to a file."""
 LISTS = {
     "model": "llama3-8b,llama3-70b", "cluster": "hgx-h100,dgx-a100", "nodes": "1,2,4", "gpus": "8,16,64", "cp": "2,4,8",
-    "seq": "64K,128K", "schedule": "ring,ulysses", "stack": "fsdp,alst", "global_batch": "16,32",
+    "seq": "64K,128K", "schedule": "ring,ulysses", "software": "torchtitan,huggingface",
+    "stack": "fsdp,alst", "global_batch": "16,32",
 }  # fmt: skip
 """Fields of which an option of the command line may list several, with an example."""
 _COUNTS = ("nodes", "gpus", "cp", "seq")

@@ -16,8 +16,8 @@ from sim.options import AttentionName
 from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
-from sim.software.attention import attending
-from sim.software.software import Software
+from sim.software import kernels
+from sim.software.software import Kernels, Software
 from sim.workload import Scope
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
@@ -86,19 +86,19 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
 
 
-def running(profile: Profile | None, software: Software, spec: ClusterSpec, options: Any) -> Profile | None:
-    """Return a profile with the kernels of some software in place of its own; raises InputError where there are no
-    figures of them, and where a schedule of these options does not run them.
+def running(
+    profile: Profile | None, run: Kernels, software: Software | None, spec: ClusterSpec, options: Any
+) -> Profile | None:
+    """Return a profile with some kernels in place of its own, and what the software is called that runs them; raises
+    InputError where there are no figures of them, and where a schedule of these options does not run them.
     """
-    if software.attention is None:
-        return profile
     scores: AttentionName = getattr(options, "kernel", "flash")
-    if scores != "flash":
+    if run.attention and scores != "flash":
         raise InputError(
-            f"`set` software.attention={software.attention} with schedule.kernel={scores}: it names the kernel of "
-            f"flash attention; leave one of the two out"
+            f"`set` software.attention={run.attention} with schedule.kernel={scores}: it names the kernel of flash "
+            f"attention; leave one of the two out"
         )
-    return attending(profile, software.attention, spec.gpu.chip)
+    return kernels.running(profile, run, software.said if software else "", spec.gpu)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

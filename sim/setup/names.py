@@ -23,6 +23,7 @@ from sim.schedule.methods.catalog import NAMED, Build, Entry
 from sim.setup.block_masks import block_mask_of
 from sim.setup.masks import Kept, kept_of
 from sim.setup.stacks import STACKS
+from sim.software.software import software_names
 from sim.workload import FLOATS, BlockMask, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
@@ -76,7 +77,8 @@ Overrides = Mapping[str, object] | Sequence[str]
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Return the names that can be used: of ``models``, ``clusters``, ``schedules``, ``stacks`` or ``profiles``.
+    """Return the names that can be used: of ``models``, ``clusters``, ``schedules``, ``software``,
+    ``stacks`` or ``profiles``.
 
     >>> names("schedules")[:3]
     ('single', 'ring', 'zigzag')
@@ -85,6 +87,7 @@ def names(kind: str) -> tuple[str, ...]:
         "models": lambda: preset_names("sim/models"),
         "clusters": lambda: preset_names("topology/hardware"),
         "schedules": lambda: list(NAMED),
+        "software": software_names,
         "stacks": lambda: list(STACKS),
         "profiles": lambda: [*profile_names(), DATASHEET],
     }

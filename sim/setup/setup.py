@@ -20,6 +20,7 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
+from sim.options import OF_STEPS
 from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
@@ -46,7 +47,7 @@ from sim.setup.names import (
 )
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
-from sim.software.software import BY_PROFILE
+from sim.software.software import Kernels, Software, load_software
 from sim.workload import BlockMask, ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
@@ -132,6 +133,9 @@ class Setup:
     engine: str = "auto"
     """Which engine plays: native (in C), simpy (the reference), or auto: native where there is a C compiler. Both give
     the same times, to the last bit."""
+    software: str | Path | Software | None = None
+    """What trains, by name or FILE.toml: which kernels run, and what options of the schedule it has. By default the
+    profile's kernels, which are fused."""
     stack: str | None = None
     """Techniques of a training step that are used together, by the name of who published them; what is ``set`` of the
     schedule comes first."""
@@ -184,12 +188,13 @@ class Setup:
         model = self.model_spec
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
-        software = override(BY_PROFILE, overrides["software"], "`set` software.")
+        software = load_software(self.software) if self.software is not None else None
+        run = override(software.kernels if software else Kernels(), overrides["software"], "`set` software.")
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry,
             self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
-            self._stacked(entry, overrides["schedule"]),
+            self._stacked(entry, overrides["schedule"], software.schedule if software else {}),
         )
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
@@ -203,7 +208,7 @@ class Setup:
             options=options,
             entry=entry,
             spec=self._sized(spec, 1 if self.one_device else mesh.size),
-            profile=rated(running(profile, software, spec, options), workload.scope, overrides["profile"]),
+            profile=rated(running(profile, run, software, spec, options), workload.scope, overrides["profile"]),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
@@ -327,16 +332,25 @@ class Setup:
             return self.schedule
         return stack_of(self.stack).schedule if self.stack is not None else "ring"
 
-    def _stacked(self, entry: Entry, given: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return what is set of the schedule, with what its stack switches on beside that; of another schedule than the
-        stack's, of what that one has.
+    def _stacked(
+        self, entry: Entry, given: list[tuple[str, str]], usual: Mapping[str, str | int | bool]
+    ) -> list[tuple[str, str]]:
+        """Return what is set of the schedule, with what its stack switches on beside that, and beside both what its
+        software has it; of what this schedule has, at this scope.
         """
-        if self.stack is None:
-            return given
-        if self.scope != "step":
-            raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
         has = {*msgspec.to_builtins(entry.options or {})} - {*dict(given)}
-        return [pair for pair in stack_of(self.stack).options.items() if pair[0] in has] + given
+        stacked: Mapping[str, str] = {}
+        if self.stack is not None:
+            if self.scope != "step":
+                raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
+            stacked = stack_of(self.stack).options
+        taken = {*has} - {*stacked} - ({*OF_STEPS} if self.scope != "step" else set())
+        texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in usual.items()}
+        return [
+            *((name, value) for name, value in texts.items() if name in taken),
+            *((name, value) for name, value in stacked.items() if name in has),
+            *given,
+        ]
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take, and for a count below 1."""

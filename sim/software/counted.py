@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -138,7 +139,14 @@ def counted_names() -> list[str]:
 
 def load_counted(name: str) -> Counted:
     """Return a table that ships, or one of ``FILE.toml``; raises InputError if there is none, or it is wrong."""
+    return _shipped(name) if name in counted_names() else _loaded(name)
+
+
+def _loaded(name: str) -> Counted:
     return load_toml("software", name, Counted, FOLDER, "`software`")
+
+
+_shipped = cache(_loaded)
 
 
 def amount(formula: Formula, sizes: Mapping[str, int]) -> float:

@@ -1,19 +1,78 @@
-"""What software computes a step with: which kernels. A field that says nothing leaves what the profile has."""
+"""What software computes a step with: a description, as a model and a cluster are. What ships lies in ``presets``.
+
+A field of the kernels that says nothing leaves what the profile has, which are fused kernels.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+from sim.errors import InputError
 from sim.options import FusedName
+from sim.presets import Name, load_toml, preset_names
+
+FOLDER = "sim/software/presets"
 
 
-class Software(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kernels of a step."""
+class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what is described."""
+
+
+class Kernels(_Data, frozen=True, kw_only=True):
+    """The kernels of a step. All but attention are named by ``TABLE:PART`` of what was counted (``counted``)."""
 
     attention: FusedName | None = None
     """Which kernel computes attention that is fused (``flash``; ``schedule.kernel`` names the two that are not). None:
     the one that the profile's points are of."""
+    norm: str = ""
+    """Of layers, of heads, and before the head of the model."""
+    rotary: str = ""
+    mlp: str = ""
+    """What an MLP does between its products."""
+    optimiser: str = ""
+    """A step of AdamW on the GPU."""
+    clipping: str = ""
+    """The norm of all gradients, and what scales them down; by default that is in the optimiser's kernel."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for clipping without an optimiser."""
+        if self.clipping and not self.optimiser:
+            raise ValueError(f"clipping={self.clipping} without optimiser: name both, or neither")
 
 
-BY_PROFILE = Software()
-"""Software that nobody named."""
+class Software(_Data, frozen=True, kw_only=True):
+    """What trains. Its loss is an option of the schedule."""
+
+    said: Name
+    """What answers call it."""
+    kernels: Kernels = Kernels()
+    schedule: dict[str, str | int | bool] = {}
+    """Options of schedules that it has other values of than schedules by default: where it shards, what it keeps, in
+    which data type it sums. What a user sets comes first, and what a ``stack`` switches on."""
+    sources: dict[str, str] = {}
+    """By field, ``kernels.norm`` or ``schedule.reduce``: the file and version that says so, or ``assumed``."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a source of nothing, and for a field without one."""
+        stated = {f"schedule.{name}" for name in self.schedule}
+        stated |= {f"kernels.{name}" for name in Kernels.__struct_fields__ if getattr(self.kernels, name)}
+        if missing := sorted(stated - {*self.sources}):
+            raise ValueError(f"sources: {missing[0]!r} is missing: the file and version that says so, or 'assumed'")
+        if unknown := sorted({*self.sources} - stated):
+            raise ValueError(f"sources: {unknown[0]!r} is stated nowhere: allowed are {', '.join(sorted(stated))}")
+
+
+def software_names() -> list[str]:
+    """Return the names of the descriptions that ship."""
+    return preset_names(FOLDER)
+
+
+def load_software(name: str | Path | Software) -> Software:
+    """Return a description by name or of FILE.toml; raises InputError if there is none, or it is wrong."""
+    if isinstance(name, Software):
+        return name
+    if not isinstance(name, str | Path):
+        raise InputError(f"`software` {name!r}: expected a name, FILE.toml or a Software")
+    return load_toml("software", str(name), Software, FOLDER, "`software`")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,15 +61,16 @@ class KernelUse(NamedTuple):
     hbm_bytes: int
     into_slice: bool = False
     """Whether a merge changes some rows of its buffer only: code that merges out of place then copies these back."""
-    loop: tuple[tuple[KernelUse, int], ...] = ()
-    """Of a loop over tiles the kernels that it runs, and how often each; ``flops`` and ``hbm_bytes`` are theirs."""
+    loop: tuple[tuple[KernelUse, float], ...] = ()
+    """Of a loop over tiles, and of what is several kernels, those that it runs, and how often each; ``flops`` and
+    ``hbm_bytes`` are theirs."""
 
     documents: tuple[tuple[KernelUse, int], ...] = ()
     """Of attention to several documents, or of several blocks of queries to the keys that each keeps, in one kernel
     what each alone would be, and how many are alike."""
 
     @property
-    def each(self) -> tuple[tuple[KernelUse, int], ...]:
+    def each(self) -> tuple[tuple[KernelUse, float], ...]:
         """The kernels that are run, and how often each: itself once, where it is no loop."""
         return self.loop or ((self, 1),)
 
@@ -98,6 +100,8 @@ class KernelUse(NamedTuple):
         return batch * heads * -(-(queries if self.kernel == "attention_forward" else keys) // TILE)
 
 
+ELEMENTWISE = "elementwise"
+"""A kernel that passes over elements once, as one of several that another stands for."""
 ATTENTION_KERNELS = ("attention_forward", "attention_backward")
 
 
@@ -216,8 +220,39 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
     flops = op.meta.flops_per_element * elements
+    if isinstance(op, CrossEntropy) and op.eager:
+        return _eager_loss(op, program)
     in_part = isinstance(op, Merge) and op.into_out.shape != program.buffers[op.into_out.buffer].shape
     return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part)
+
+
+def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:
+    """Return what torch runs: of a model in a narrow data type with casts of logits and of their gradient."""
+    own, wide, elements = program.dtype(op.logits), program.dtype(op.loss), math.prod(op.logits.shape)
+    size, wide_size = DTYPE_BYTES[own], DTYPE_BYTES[wide]
+    casts = [("to", wide, size + wide_size), ("to", own, wide_size + size)] if own != wide else []
+    bytes_each: list[tuple[str, Dtype, float]] = [
+        *casts,
+        ("log_softmax", wide, 2 * wide_size),
+        ("zeros", wide, wide_size),
+        ("log_softmax_backward", wide, 3 * wide_size),
+    ]
+    return in_place_of(
+        KernelUse(op.meta.kernel, "eager", own, (elements,), op.meta.flops_per_element * elements, 0),
+        [(name, dtype, each, 1) for name, dtype, each in bytes_each],
+    )
+
+
+def in_place_of(use: KernelUse, run: Iterable[tuple[str, Dtype, float, float]]) -> KernelUse:
+    """Return a kernel as a loop of what is run in its place: names, data types, bytes of each element, and launches of
+    kernels that pass over its elements once.
+    """
+    (elements,) = use.shape
+    loop = tuple(
+        (KernelUse(ELEMENTWISE, name, dtype, use.shape, 0, round(each * elements)), launches)
+        for name, dtype, each, launches in run
+    )
+    return use._replace(hbm_bytes=round(sum(one.hbm_bytes * launches for one, launches in loop)), loop=loop)
 
 
 @lru_cache(maxsize=4096)

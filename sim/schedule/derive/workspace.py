@@ -64,11 +64,13 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.EmbedBackward):
         return embed_backward_bytes(program.dtype(op.dout), op.dout.shape, op.dtable.shape[0]) + _copied(op, program)
     if isinstance(op, ops.CrossEntropy):
-        rows, wide = min(LOSS_ROWS, math.prod(op.labels.shape)), DTYPE_BYTES[program.dtype(op.loss)]
+        wide, tokens = DTYPE_BYTES[program.dtype(op.loss)], math.prod(op.labels.shape)
+        rows = tokens if op.eager else min(LOSS_ROWS, tokens)
         casts = program.dtype(op.logits) != program.dtype(op.loss)
         of_label = 9 if casts else 9 + wide  # whether there is one, its index, and its logarithm
         capped = DTYPE_BYTES[program.dtype(op.logits)] if op.softcap else 0
-        return rows * (op.logits.shape[2] * (wide * (1 + casts) + capped) + of_label)
+        copies = 3 if op.eager else 1 + casts
+        return rows * (op.logits.shape[2] * (wide * copies + capped) + of_label)
     if isinstance(op, ops.TiledKernel):
         given = len(op.reads) + len(op.writes)
         return max(held_bytes(tile.program, given) for tile in tiles(op, program))

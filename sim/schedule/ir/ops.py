@@ -503,6 +503,9 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     """What logits are multiplied by first, where it is set."""
     softcap: float | msgspec.UnsetType = msgspec.UNSET
     """Logits are then this times tanh of logits by this, where it is set."""
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """By torch's ops and their derivatives, of all tokens at once, where it is set: a cast, log_softmax, the gradient
+    of its output, that of its input, and a cast back."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):

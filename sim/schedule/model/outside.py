@@ -26,7 +26,7 @@ from sim.schedule.model.ends import (
     scored,
     w_embed,
 )
-from sim.schedule.model.equations import Equation, back
+from sim.schedule.model.equations import Equation, back, by_torch
 from sim.schedule.model.params import Params, Reduced, Room
 from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tiling import Tiling, write_all
@@ -107,6 +107,7 @@ class Loss:
         self._embedding = embedding_of(b.workload.model)
         self._params, self._tiling, self._chunked = params, tiling, form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
+        self._scored = (by_torch(scored),) if form == "torch" else (scored,)
         self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
         self._weights: Values = {}
@@ -135,7 +136,7 @@ class Loss:
     def _score(self, last: View, given: View, weights: Values) -> Values:
         if self._chunked:
             return self._score_in_chunks(last, given, weights)
-        norm_and_logits, to_loss = self._head.forward[:-1], self._head.forward[-1:]
+        norm_and_logits, to_loss = self._head.forward[:-1], self._scored
         made = self._written(norm_and_logits, self._layers, {x: last, labels: given, **weights})
         if self._unfused:
             made[logits] = self._cast(made[logits], "logits", self._b.sum_dtype)

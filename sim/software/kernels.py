@@ -1,0 +1,107 @@
+"""Kernels of some software in the place of a profile's: attention of another generation, and what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from sim.errors import InputError
+from sim.kept import kept
+from sim.profile import Profile, Ran
+from sim.software.attention import attending
+from sim.software.counted import Kernel, load_counted
+from sim.software.software import Kernels
+from sim.workload import Dtype
+from topology.specs import GpuSpec
+
+
+class _Place(NamedTuple):
+    """Which passes of a part run where a schedule has one kernel."""
+
+    kernel: str
+    passes: tuple[str, ...]
+    """Where a kernel stands for several, it takes their mean."""
+    elements: str
+    """What the size of the kernel is, among the dimensions of tables. What grows with less than that is left out, such
+    as a sum of each row."""
+
+
+_PLACES: Mapping[str, tuple[_Place, ...]] = {
+    "norm": (
+        _Place("rms_norm", ("forward",), "tokens*hidden"),
+        _Place("rms_norm_backward", ("backward",), "tokens*hidden"),
+    ),
+    "rotary": (_Place("rope", ("forward", "backward"), "tokens*heads*head_dim"),),  # keys are a kernel of their own
+    "mlp": (
+        _Place("swiglu", ("forward",), "tokens*ffn"),
+        _Place("swiglu_backward", ("backward",), "tokens*ffn"),
+    ),
+    "optimiser": (_Place("adamw", ("step",), "parameters"),),
+}
+_CLIPPING = _Place("square_sum", ("step",), "parameters")
+
+
+def running(profile: Profile | None, kernels: Kernels, said: str, gpu: GpuSpec) -> Profile | None:
+    """Return a profile with the kernels of some software in the place of its own, and what that software is called: for
+    the same ones always the same object, beside which its tables are kept. Raises InputError where there are no figures
+    of them.
+    """
+    runs = runs_of(kernels)
+    if runs and gpu.kind == "cpu":
+        raise InputError(f"`software` kernels.{next(iter(runs))}: on a host its own kernels run; leave it out")
+    if profile is None:
+        if runs or kernels.attention:
+            raise InputError("`software` names kernels, but at datasheet rates all are alike: set `profile`")
+        return None
+    found = attending(profile, kernels.attention, gpu.chip) if kernels.attention else profile
+    if not runs and not said:
+        return found
+    described, key = _described(found), (said, *runs.items())
+    if key not in described:
+        described[key] = msgspec.structs.replace(found, runs=found.runs | runs, software=said)
+    return described[key]
+
+
+@kept
+def _described(profile: Profile) -> dict[object, Profile]:  # noqa: ARG001 - beside which they are kept
+    return {}
+
+
+def runs_of(kernels: Kernels) -> dict[str, tuple[Ran, ...]]:
+    """Return what was counted of some kernels, by the kernel of a schedule in whose place it runs. Raises InputError
+    for a table or part that there is none of.
+    """
+    found = {}
+    for field, places in _PLACES.items():
+        if stated := getattr(kernels, field):
+            for place in places:
+                found[place.kernel] = tuple(ran for _, ran in _ran(field, stated, place))
+    if kernels.clipping:
+        ran = _ran("clipping", kernels.clipping, _CLIPPING)
+        found[_CLIPPING.kernel] = tuple(ran for one, ran in ran if _CLIPPING.elements not in one.writes)
+        scaling = tuple(ran for one, ran in ran if _CLIPPING.elements in one.writes)
+        found["adamw"] = (*scaling, *found.get("adamw", ()))
+    return found
+
+
+def _ran(field: str, stated: str, place: _Place) -> list[tuple[Kernel, Ran]]:
+    """Return the kernels of a part that pass over all elements of the kernel in whose place they run."""
+    table, colon, part = stated.partition(":")
+    if not colon:
+        raise InputError(f"`software` kernels.{field}={stated}: expected TABLE:PART, such as transformers-llama:norm")
+    counted = load_counted(table).part(part)
+    found = []
+    for name in place.passes:
+        for one in getattr(counted, name).kernels:
+            if each := one.reads.get(place.elements, 0.0) + one.writes.get(place.elements, 0.0):
+                dtype: Dtype = "fp32" if one.dtype in {"bool", "int32"} else one.dtype
+                launches = one.launches / len(place.passes)
+                found.append((one, Ran(kernel=one.kernel, dtype=dtype, bytes_per_element=each, launches=launches)))
+    if not found:
+        raise InputError(
+            f"`software` kernels.{field}={stated}: it runs nothing of which there is one for {place.elements}; name "
+            f"another part"
+        )
+    return found
