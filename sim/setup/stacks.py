@@ -106,7 +106,11 @@ def stack_of(name: str) -> Stack:
 
 
 _TAKEN = {
-    "loss": {"whole": "logits of all tokens", "unfused": "logits of all tokens, and a copy"},
+    "loss": {
+        "whole": "logits of all tokens",
+        "unfused": "logits of all tokens, and a copy",
+        "torch": "logits of all tokens, and three copies",
+    },
     "optimiser_states": {"fp32": "fp32 states", "model": "states in the model's type"},
 }
 """What decides much of the memory where no technique is named, by option and value."""
