@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
+import msgspec
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -21,8 +22,9 @@ from sim.profile import load_profile, profile_names
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import NAMED
-from sim.setup.names import one_of
+from sim.setup.names import one_of, text_of
 from sim.setup.stacks import STACKS
+from sim.software.software import load_software, software_names
 from sim.units import rate
 from sim.workload import load_model
 from topology.cluster import load_cluster
@@ -30,7 +32,7 @@ from topology.cluster import load_cluster
 if TYPE_CHECKING:
     from topology.shape import Shape
 
-KINDS = ("models", "clusters", "schedules", "stacks", "profiles")
+KINDS = ("models", "clusters", "schedules", "software", "stacks", "profiles")
 FORMATS = ("grid", "json", "dot", "fabric")
 _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 """First lines of files, by which ``--out`` knows its own."""
@@ -38,10 +40,10 @@ _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 
 @dataclasses.dataclass(frozen=True)
 class List:
-    """List what there is: models, clusters, schedules, stacks or profiles; all of them if none is named."""
+    """List what there is: models, clusters, schedules, software, stacks or profiles; all of them if none is named."""
 
     kind: Annotated[str, tyro.conf.Positional] = "all"
-    """models, clusters, schedules, stacks or profiles."""
+    """models, clusters, schedules, software, stacks or profiles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ def list_names(command: List, console: Console) -> None:
         "models": _models,
         "clusters": _clusters,
         "schedules": _schedules,
+        "software": _software,
         "stacks": _stacks,
         "profiles": _profiles,
     }
@@ -191,6 +194,16 @@ def _schedules() -> Table:
     for name, entry in NAMED.items():
         table.add_row(name, entry.paper, entry.communication)
     table.add_row("my_module.py:build", "yours", "")
+    return table
+
+
+def _software() -> Table:
+    table = Table("software", "what it is", "kernels", "schedule.KEY=VALUE", title="software", title_justify="left")
+    for name in software_names():
+        one = load_software(name)
+        kernels = [f"{field}={value}" for field, value in msgspec.to_builtins(one.kernels).items() if value]
+        options = [f"{key}={text_of(value)}" for key, value in one.schedule.items()]
+        table.add_row(name, one.said, "\n".join(kernels) or "those of the profile", "\n".join(options) or "defaults")
     return table
 
 

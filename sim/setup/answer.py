@@ -18,11 +18,12 @@ from sim.engine.regime import Regime, regime
 from sim.engine.report import Evidence, Report
 from sim.engine.series import BEYOND_RANGE
 from sim.engine.simulate import Simulation
-from sim.profile import FusedAttention
+from sim.profile import Profile
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.global_batch import told
 from sim.setup.names import scope_title
 from sim.setup.places import place_of
+from sim.setup.unnamed import Slowest
 from sim.units import FEW, digits_within, length, number, seconds, seconds_between, size
 from sim.workload import DTYPE_BYTES
 
@@ -211,15 +212,17 @@ def as_html(answer: str, shown: str, about: Sequence[str]) -> str:
 def grounds(prediction: Prediction) -> Grounds:
     """Return what a prediction rests on."""
     simulation = prediction.simulation
-    return grounds_of(simulation, prediction.figures.evidence, decisive(simulation))
+    return grounds_of(simulation, prediction.figures.evidence, decisive(simulation), prediction.slowest)
 
 
-def grounds_of(simulation: Simulation, found: Evidence, most: Decisive | None) -> Grounds:
-    """Return what a simulation rests on, by all of its evidence and the kernel that decides."""
+def grounds_of(
+    simulation: Simulation, found: Evidence, most: Decisive | None, slowest: Slowest | None = None
+) -> Grounds:
+    """Return what a simulation rests on, by all of its evidence, the kernel that decides, and the slowest software."""
     others = [note for note in found.notes[simulation.profile is None :] if note not in simulation.cost.notes]
     if simulation.profile is None:
         return Grounds(found.notes[:1], others, found)
-    kernels = _kernels(found, most, simulation.profile.attention, simulation.profile.software)
+    kernels = _kernels(found, most, simulation.profile, slowest)
     return Grounds([kernels, _not_measured(simulation), record(simulation)], others, found)
 
 
@@ -228,14 +231,17 @@ def rests_on(prediction: Prediction) -> list[str]:
     return grounds(prediction).lines
 
 
-def _kernels(found: Evidence, most: Decisive | None, attention: FusedAttention | None, software: str) -> str:
+def _kernels(found: Evidence, most: Decisive | None, profile: Profile, slowest: Slowest | None) -> str:
     """Return where kernels come from, and how far the decisive one is from what was measured."""
     under = {"burst": ", short runs", "sustained": ", under load"}.get(found.rates, "")
     state = "" if found.complete else ", not complete"
     said = f"kernels: profile {found.profile!r} of {found.measured_on}, measured {found.created}{under}{state}"
-    if attention is not None:
-        said += f"; attention: {attention.said}"
-    said += f"; software: {software or 'not named, fused kernels'}"
+    if profile.attention is not None:
+        said += f"; attention: {profile.attention.said}"
+    if profile.software:
+        said += f"; software: {profile.software}"
+    if slowest is not None:
+        said += f"; software: not named, fused kernels: with those of {slowest.said} {seconds(slowest.seconds, FEW)}"
     if most is None:
         return said
     said += f"; {100 * most.share:.0f} % of their time is {most.kernel} of {length(round(most.size))} {most.unit}"

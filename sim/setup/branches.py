@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from sim.engine.extrapolated import decisive
-from sim.engine.interval import Interval, interval
+from sim.engine.interval import Interval
 from sim.engine.report import evidence
 from sim.engine.room import Limit, Room, room_of
 from sim.engine.sensitivity import bound
@@ -23,6 +23,7 @@ from sim.setup.bounds import Least, least_of_any, least_room, least_seconds
 from sim.setup.room import room
 from sim.setup.setup import Setup
 from sim.setup.space import Branch
+from sim.setup.unnamed import slowest, widened
 
 PLAYED = (3, 4)
 """Layers that are played of a step that has more: every further one takes what the last of these adds. A step of 16
@@ -253,11 +254,14 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
         return Lost(branch, refused=str(error))
     if held.free_bytes < 0:
         return Lost(branch, -held.free_bytes, held.tightest.memory)
-    found, longer = interval(last), step_s / last.trace.step_time_s
+    other = slowest(last)
+    found, longer = widened(last, other), step_s / last.trace.step_time_s
     within = found and Interval(found.low_s * longer, found.high_s * longer)
     bounded = bound(last)
     more = branch.setup.resolved().workload.layers - last.checked.schedule.header.workload.layers
-    grounds = grounds_of(last, evidence(last, []), decisive(last, before, more))
+    grounds = grounds_of(
+        last, evidence(last, []), decisive(last, before, more), other and other._replace(seconds=other.seconds * longer)
+    )
     return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves, grounds=grounds)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.breakdown import kernels_s
+from sim.engine.interval import interval
 from sim.engine.simulate import Prepared, Simulation
 from sim.memory import walks
 from sim.schedule.proof.check import Checked
@@ -89,7 +90,7 @@ class Judge:
         self.step_s = measured.step_s(tokens, self.found.mesh.size)
         if self.step_s is None:
             self.step_s = measured.by_mfu_s(base)
-        step_s, reach = base.step_time_s, base.interval
+        step_s, reach = base.step_time_s, interval(base.simulation)
         low, high = ((reach.low_s / step_s) ** _ALARM, (reach.high_s / step_s) ** _ALARM) if reach else _DATASHEET
         chance = _CHANCE * measured.step_error
         self.low = math.exp(-math.hypot(math.log(low), chance))

@@ -68,11 +68,16 @@ def require_same_host(profile: Profile) -> None:
         )
 
 
+def measured_here(profile: Profile) -> bool:
+    """Return whether a profile's kernels are those of ``runtime``, which a calibration has timed."""
+    return _CALIBRATED in profile.machine.software
+
+
 def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
     """Return a cluster of GPUs that were calibrated here with what issuing took, their power limit, and what copies
     to the host and back got together.
     """
-    if _CALIBRATED not in profile.machine.software:
+    if not measured_here(profile):
         return spec
     measured = measured_cluster(profile)
     if measured.gpu.chip != spec.gpu.chip:  # which the cost model refuses
@@ -98,7 +103,9 @@ def running(
             f"`set` software.attention={run.attention} with schedule.kernel={scores}: it names the kernel of flash "
             f"attention; leave one of the two out"
         )
-    return kernels.running(profile, run, software.said if software else "", spec.gpu)
+    if spec.gpu.kind == "cpu" and (run != Kernels()):
+        raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
+    return kernels.running(profile, run, software.said if software else "", spec.gpu.chip)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

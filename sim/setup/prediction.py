@@ -14,7 +14,7 @@ import msgspec
 
 from sim.engine.critical import Span, critical_path
 from sim.engine.difference import Ratio, difference
-from sim.engine.interval import Interval, interval
+from sim.engine.interval import Interval
 from sim.engine.report import Report, report
 from sim.engine.room import Room
 from sim.engine.sensitivity import elasticities
@@ -35,6 +35,7 @@ from sim.setup.effort import Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
 from sim.setup.stacks import techniques_on
+from sim.setup.unnamed import Slowest, slowest, widened
 from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster
@@ -94,10 +95,15 @@ class Prediction:
 
     @cached_property
     def interval(self) -> Interval | None:
-        """The 90 % interval of the step time, which takes two more simulations; None where nothing is known of how far
-        costs may be off.
+        """The 90 % interval of the step time, which takes three more simulations; None where nothing is known of how
+        far costs may be off. Where the software is not named, it reaches up to that of the slowest.
         """
-        return interval(self.simulation)
+        return widened(self.simulation, self.slowest)
+
+    @cached_property
+    def slowest(self) -> Slowest | None:
+        """The step with the slowest kernels that are used; None where the software is named, or known."""
+        return slowest(self.simulation)
 
     def over(self, other: Prediction) -> Ratio | None:
         """Return how many times as long it takes as another prediction, with the 90 % interval of the ratio, which is

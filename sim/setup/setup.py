@@ -345,9 +345,8 @@ class Setup:
                 raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
             stacked = stack_of(self.stack).options
         taken = {*has} - {*stacked} - ({*OF_STEPS} if self.scope != "step" else set())
-        texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in usual.items()}
         return [
-            *((name, value) for name, value in texts.items() if name in taken),
+            *((name, names.text_of(value)) for name, value in usual.items() if name in taken),
             *((name, value) for name, value in stacked.items() if name in has),
             *given,
         ]

@@ -14,7 +14,6 @@ from sim.software.attention import attending
 from sim.software.counted import Kernel, load_counted
 from sim.software.software import Kernels
 from sim.workload import Dtype
-from topology.specs import GpuSpec
 
 
 class _Place(NamedTuple):
@@ -43,19 +42,19 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
 _CLIPPING = _Place("square_sum", ("step",), "parameters")
 
 
-def running(profile: Profile | None, kernels: Kernels, said: str, gpu: GpuSpec) -> Profile | None:
+def running(profile: Profile | None, kernels: Kernels, said: str, chip: str) -> Profile | None:
     """Return a profile with the kernels of some software in the place of its own, and what that software is called: for
     the same ones always the same object, beside which its tables are kept. Raises InputError where there are no figures
     of them.
     """
     runs = runs_of(kernels)
-    if runs and gpu.kind == "cpu":
-        raise InputError(f"`software` kernels.{next(iter(runs))}: on a host its own kernels run; leave it out")
     if profile is None:
         if runs or kernels.attention:
-            raise InputError("`software` names kernels, but at datasheet rates all are alike: set `profile`")
+            raise InputError(
+                "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
+            )
         return None
-    found = attending(profile, kernels.attention, gpu.chip) if kernels.attention else profile
+    found = attending(profile, kernels.attention, chip) if kernels.attention else profile
     if not runs and not said:
         return found
     described, key = _described(found), (said, *runs.items())

@@ -185,11 +185,11 @@ def test_kernels_that_repeat_keys_are_named() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_of_a_step_hold_what_is_said(dtype: Dtype) -> None:
-    """To the byte: embedding, loss in blocks of rows, packing and the optimiser."""
+    """To the byte: embedding, loss in blocks of rows and of all at once, packing and the optimiser."""
     model = make_model(8, 4, head_dim=64)
-    for ranks, seq in ((1, 2048), (2, 64)):
+    for ranks, seq, loss in ((1, 2048, "whole"), (2, 64, "whole"), (1, 2048, "torch")):
         workload = Workload(model=model, seq=seq, dtype=dtype, scope="step", layers=1)
-        checked = make_checked("zigzag", workload, ranks)
+        checked = make_step("zigzag", ranks, workload, loss=loss)
         folded = check(on_one_device(checked)) if ranks > 1 else checked
         rotations: Rotations = {}
         held(folded, rotations)  # their tables stay

@@ -71,7 +71,7 @@ def test_model_states_in_the_models_type_and_on_the_host() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["single", "zigzag", "ulysses", "upipe"])
-@pytest.mark.parametrize("loss", ["whole", "chunked", "unfused"])
+@pytest.mark.parametrize("loss", ["whole", "chunked", "unfused", "torch"])
 def test_saved_activations(name: str, loss: str) -> None:
     """Between the passes the head keeps beside the formula what enters it, one number a token, and its input with the
     gradient of the logits, in fp32 where the loss is not fused, or with a loss in chunks the gradient of its input.
@@ -79,7 +79,9 @@ def test_saved_activations(name: str, loss: str) -> None:
     ranks = 1 if name == "single" else 4
     checked = make_step(name, ranks, workload(), loss=loss)
     tokens, own = 64 // ranks, 2
-    gradient = {"whole": MODEL.vocab_size, "unfused": 2 * MODEL.vocab_size, "chunked": 0}[loss]
+    gradient = {"whole": MODEL.vocab_size, "unfused": 2 * MODEL.vocab_size, "chunked": 0, "torch": MODEL.vocab_size}[
+        loss
+    ]
     features = 2 * MODEL.embed_dim + gradient
     said = footprint(checked.schedule.header).saved_bytes
     assert said == 3 * tokens * MODEL.embed_dim * own

@@ -67,7 +67,7 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         wide, tokens = DTYPE_BYTES[program.dtype(op.loss)], math.prod(op.labels.shape)
         rows = tokens if op.eager else min(LOSS_ROWS, tokens)
         casts = program.dtype(op.logits) != program.dtype(op.loss)
-        of_label = 9 if casts else 9 + wide  # whether there is one, its index, and its logarithm
+        of_label = 9 if casts or op.eager else 9 + wide  # whether there is one, its index, and its logarithm
         capped = DTYPE_BYTES[program.dtype(op.logits)] if op.softcap else 0
         copies = 3 if op.eager else 1 + casts
         return rows * (op.logits.shape[2] * (wide * copies + capped) + of_label)

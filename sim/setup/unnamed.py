@@ -1,0 +1,50 @@
+"""What a step takes where nobody has named the software that trains: up to what the slowest that is used takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from sim.engine.interval import Interval, interval
+from sim.engine.simulate import Simulation, simulate
+from sim.setup.machine import measured_here
+from sim.software.attention import kernels_of
+from sim.software.kernels import running
+from sim.software.software import load_software
+
+SLOWEST = "huggingface"
+"""The software that ships whose kernels take longest: each op of torch a kernel of its own."""
+
+
+class Slowest(NamedTuple):
+    """A step with the kernels of other software. What that has of the schedule stays as it is."""
+
+    said: str
+    seconds: float
+
+
+def slowest(simulation: Simulation) -> Slowest | None:
+    """Return the step with the slowest kernels that are used; None where the software is named, or known since its
+    kernels were measured here, and of attention alone, whose kernel every answer names.
+    """
+    profile, gpu = simulation.profile, simulation.cluster.spec.gpu
+    workload = simulation.checked.schedule.header.workload
+    if profile is None or profile.software or measured_here(profile) or workload.scope == "attention":
+        return None
+    software = load_software(SLOWEST)
+    kernels = software.kernels
+    if kernels.attention not in kernels_of(gpu.chip):
+        kernels = msgspec.structs.replace(kernels, attention=None)
+    other = running(profile, kernels, software.said, gpu.chip)
+    play = simulate(simulation.checked, simulation.cluster, other, simulation.noise, engine=simulation.engine)
+    return Slowest(software.said, play.trace.step_time_s)
+
+
+def widened(simulation: Simulation, other: Slowest | None) -> Interval | None:
+    """Return the 90 % interval of a step, up to that of the slowest software where none was named."""
+    within = interval(simulation)
+    if within is None or other is None:
+        return within
+    longer = max(other.seconds / simulation.trace.step_time_s, 1.0)
+    return Interval(within.low_s, within.high_s * longer)
