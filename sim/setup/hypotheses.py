@@ -12,9 +12,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sim.engine.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
-from sim.options import LayerOptions
+from sim.options import FusedName, LayerOptions
 from sim.setup import names
 from sim.setup.setup import Configuration, Setup
+from sim.setup.unnamed import SLOWEST
+from sim.software.attention import kernels_of
+from sim.software.software import load_software
 from topology.specs import ClusterSpec, PerGpu
 
 Sign = Literal["faster", "slower", "more memory", "less memory", "uneven ranks"]
@@ -150,6 +153,23 @@ def _less_sharded(setup: Setup, found: Configuration, stage: int) -> Setup | Non
     return _option(setup, found, "zero_stage", str(stage)) if getattr(found.options, "zero_stage", 0) > stage else None
 
 
+def _attention(setup: Setup, found: Configuration, kernel: FusedName) -> Setup | None:
+    """Return attention by another kernel, where there are figures of it."""
+    if found.profile is None or found.profile.attention is None or found.profile.attention.kernel == kernel:
+        return None
+    if kernel not in kernels_of(found.spec.gpu.chip) or getattr(found.options, "kernel", "flash") != "flash":
+        return None
+    return setup.replace(set={"software.attention": kernel})
+
+
+def _eager(setup: Setup, found: Configuration) -> Setup | None:
+    """Return what is between products by torch's own ops, where nothing else is said to run."""
+    if found.profile is None or found.profile.runs or found.spec.gpu.kind != "cuda":
+        return None
+    eager = load_software(SLOWEST).kernels
+    return setup.replace(set={f"software.{name}": getattr(eager, name) for name in ("norm", "rotary", "mlp")})
+
+
 def _parted(
     change: Callable[[Setup, Configuration, int], Setup | None], number: int
 ) -> Callable[[Setup, Configuration], Setup | None]:
@@ -243,6 +263,20 @@ PROGRAMS: tuple[Program, ...] = (
     Program(
         "eager-attention", "attention is eager: scores pass through HBM, no flash kernel runs",
         "a profiler trace has no kernel with flash in its name", ("slower", "more memory"), _of("kernel", "standard"),
+    ),
+    Program(
+        "flash-attention-2", "attention is FlashAttention-2: what scaled_dot_product_attention picks, and flash_attn 2",
+        "names of attention kernels in a profiler trace: flash_fwd_kernel is FlashAttention-2", ("slower",),
+        lambda s, f: _attention(s, f, "flash-attention-2"),
+    ),
+    Program(
+        "eager-modules", "norms, rotary embedding and MLP are eager: each op of torch is a kernel",
+        "a profiler trace: a norm is 8 kernels; torch.compile, Liger or TransformerEngine make it one", ("slower",),
+        _eager,
+    ),
+    Program(
+        "torch-loss", "the loss is torch's on logits in fp32, of which three copies are held at once",
+        "torch.cuda.memory._snapshot", ("slower", "more memory"), _of("loss", "torch"),
     ),
     Program(
         "whole-logits", "the loss holds logits of all tokens, not of a chunk", "torch.cuda.memory._snapshot",
