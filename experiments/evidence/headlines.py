@@ -22,6 +22,10 @@ class Headline(NamedTuple):
     mean: float
     """Of the errors' sizes, as a share of the measured time; of executed cells the error is that of the median repeat.
     """
+    bias: float
+    """Mean of the errors themselves, as a share."""
+    too_fast: int
+    """Cases that are predicted to take less than they do."""
     worst: float
     r_squared: float
     """Of logarithms."""
@@ -41,6 +45,8 @@ class Headline(NamedTuple):
             self.what,
             str(self.cases),
             f"{100 * self.mean:.1f} %",
+            percent(self.bias),
+            f"{self.too_fast} of {self.cases}",
             percent(self.worst),
             f"{self.r_squared:.3f}" if self.cases > 1 else "",
             f"{self.right} of {self.pairs}" if self.pairs else "",
@@ -51,11 +57,28 @@ class Headline(NamedTuple):
 
 
 HEADLINE_HEADS = (
-    "measured", "cases", "mean error", "worst", "R² of log", "faster schedule right", "in the 90 % interval", "target",
-    "met",
+    "measured", "cases", "mean error", "bias", "too fast", "worst", "R² of log", "faster schedule right",
+    "in the 90 % interval", "target", "met",
 )  # fmt: skip
-FRONT_HEADS = {head: head for head in HEADLINE_HEADS if head not in {"R² of log", "target"}} | {"met": "target met"}
+FRONT_HEADS = {head: head for head in HEADLINE_HEADS if head not in {"too fast", "R² of log", "target"}} | {
+    "met": "target met"
+}
 """Of these, what a front page shows, and how it calls them."""
+
+
+class _Errors(NamedTuple):
+    """What is said of errors, in the order of a headline."""
+
+    mean: float
+    bias: float
+    too_fast: int
+    worst: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> _Errors:
+        """Return it of some errors."""
+        sizes, below = statistics.mean(map(abs, errors)), sum(error < 0 for error in errors)
+        return cls(sizes, statistics.mean(errors), below, max(errors, key=abs))
 
 
 def steps_on(record: Record) -> str:
@@ -98,8 +121,7 @@ def _executed(what: str, records: Sequence[Record], anew: Sequence[CasePredictio
     return Headline(
         f"executed: {what}",
         len(cells),
-        statistics.mean(map(abs, errors)),
-        max(errors, key=abs),
+        *_Errors.of(errors),
         explained([cell.times.median_s for cell in cells], errors),
         sum(right for right, _ in orders),
         sum(pairs for _, pairs in orders),
@@ -117,8 +139,7 @@ def _in_lab(what: str, records: Sequence[LabRecord]) -> Headline:
     return Headline(
         f"executed: {what}",
         len(cells),
-        found.mean,
-        max(errors, key=abs),
+        *_Errors.of(errors),
         explained([times.median_s for times in cells], errors),
         sum(right for right, _ in orders),
         sum(pairs for _, pairs in orders),
@@ -152,16 +173,14 @@ def _published(evidence: Evidence) -> Iterator[Headline]:
 
 
 def _headline(what: str, found: Sequence[CasePrediction], target: float | None) -> Headline:
-    errors = [one.error for one in found]
-    mean = statistics.mean(map(abs, errors))
+    errors = _Errors.of([one.error for one in found])
     return Headline(
         f"published: {what}",
         len(found),
-        mean,
-        max(errors, key=abs),
+        *errors,
         published.r_squared(found),
         *published.order(found),
         published.coverage(found),
         "" if target is None else f"{100 * target:g} %",
-        "" if target is None else "missed" if mean > target else "met",
+        "" if target is None else "missed" if errors.mean > target else "met",
     )
