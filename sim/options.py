@@ -59,6 +59,11 @@ class LayerOptions:
     (HSDP)."""
     prefetch: int = 1
     """Layers whose weights are gathered ahead at stage 3."""
+    weight_communicators: Literal["one", "two"] = "one"
+    """Whether weights are gathered and their gradients summed through one communicator, which takes one collective at a
+    time, in the order in which they are issued, or through one each. Torch's FSDP2 has one unless
+    set_separate_reduce_scatter_group is called (pytorch PRs 177098, 177015), Megatron-FSDP without
+    --create-all-gather-group (Megatron-LM PR 2663) and DeepSpeed likewise; FSDP1 has two (pytorch PR 70235)."""
     reduce: Literal["fp32", "model"] = "fp32"
     """Data type in which gradients of weights are summed over ranks in a training step."""
     optimiser: OptimiserPlace = "gpu"
@@ -111,6 +116,7 @@ _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": 
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
+    "weight_communicators",
     *("optimiser", "optimiser_states", "sync", "rotary_table"),
 )
 

@@ -17,6 +17,7 @@ from sim.errors import InputError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
+    AllGather,
     Copy,
     CrossEntropy,
     Embed,
@@ -70,6 +71,7 @@ STACKS: dict[str, dict[str, Any]] = {
     "weights sharded, everything kept": {"checkpoint": "none"},
     "two gathered ahead": {"prefetch": 2, "reduce": "model"},
     "none gathered ahead": {"prefetch": 0},
+    "a communicator for gradients": {"weight_communicators": "two"},
     "chunked loss": {"loss": "chunked"},
     "chunked loss, weights kept": {"loss": "chunked", "zero_stage": 0},
     "inputs of layers on the host": {"activations": "host"},
@@ -121,6 +123,21 @@ def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""
     for shards in ("replica", "all"):
         is_exact("ulysses", 4, step(), dp=2, zero_stage=stage, shards=shards)
+
+
+def test_weights_and_gradients_go_through_one_communicator() -> None:
+    """So in backward a layer's sum stands between the gathers of the two layers before it, as FSDP2 issues them; with
+    two communicators each has a stream of its own.
+    """
+    fields = step(layers=4)
+    one, two = (make_step("ring", 2, fields, weight_communicators=number).schedule for number in ("one", "two"))
+    ops = [op for op in one.program(0).ops if isinstance(op, AllGather | ReduceScatter)]
+    assert {op.communicator for op in ops} == {"weights"}
+    layers = [type(op) for op in ops if op.label.endswith("weights")]
+    assert layers == [*[AllGather] * 4, AllGather, *[AllGather, ReduceScatter] * 3, ReduceScatter]
+    by_kind = {type(op): op.communicator for op in two.program(0).ops if isinstance(op, AllGather | ReduceScatter)}
+    assert by_kind == {AllGather: "weights", ReduceScatter: "gradients"}
+    assert make_step("ring", 2, fields, zero_stage=0).schedule.header.communicators[-1].name == "gradients"
 
 
 @pytest.mark.sweep

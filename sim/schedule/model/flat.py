@@ -42,14 +42,14 @@ class Shards(NamedTuple):
     within: Communicator | None = None
     """Gathers weights. At stage 0 None, too."""
     gradients: Communicator | None = None
-    """The same ranks, with a stream of their own: sums gradients."""
+    """The same ranks: sums gradients. The same communicator, or one with a stream of its own."""
     across: Communicator | None = None
     """Those that have the same shards in all replicas, where each replica has shards of all."""
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
         """All that there are."""
-        return tuple(filter(None, self))
+        return tuple(dict.fromkeys(filter(None, self)))
 
 
 def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
@@ -57,10 +57,12 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
     within = mesh.groups("ring", "ulysses") if hybrid else mesh.groups("dp", "ring", "ulysses")
-    several = len(within[0]) > 1
+    several, gathers = len(within[0]) > 1, options.zero_stage > 0
+    weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
+    shared = gathers and options.weight_communicators == "one"
     return Shards(
-        Communicator(name="weights", groups=within) if several and options.zero_stage else None,
-        Communicator(name="gradients", groups=within) if several else None,
+        weights if several and gathers else None,
+        (weights if shared else gradients) if several else None,
         Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
     )
 
