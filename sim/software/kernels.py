@@ -86,21 +86,30 @@ def runs_of(kernels: Kernels) -> dict[str, tuple[Ran, ...]]:
 
 
 def _ran(field: str, stated: str, place: _Place) -> list[tuple[Kernel, Ran]]:
-    """Return the kernels of a part that pass over all elements of the kernel in whose place they run."""
-    table, colon, part = stated.partition(":")
-    if not colon:
-        raise InputError(f"`software` kernels.{field}={stated}: expected TABLE:PART, such as transformers-llama:norm")
-    counted = load_counted(table).part(part)
+    """Return the kernels of parts that pass over all elements of the kernel in whose place they run."""
     found = []
-    for name in place.passes:
-        for one in getattr(counted, name).kernels:
-            if each := one.reads.get(place.elements, 0.0) + one.writes.get(place.elements, 0.0):
-                dtype: Dtype = "fp32" if one.dtype in {"bool", "int32"} else one.dtype
-                launches = one.launches / len(place.passes)
-                found.append((one, Ran(kernel=one.kernel, dtype=dtype, bytes_per_element=each, launches=launches)))
-    if not found:
-        raise InputError(
-            f"`software` kernels.{field}={stated}: it runs nothing of which there is one for {place.elements}; name "
-            f"another part"
-        )
+    for one in stated.split("+"):
+        table, colon, part = one.partition(":")
+        if not colon:
+            raise InputError(f"`software` kernels.{field}={stated}: expected TABLE:PART, as transformers-llama:norm")
+        counted = load_counted(table).part(part)
+        kernels = [kernel for name in place.passes for kernel in getattr(counted, name).kernels]
+        passing = [(kernel, each) for kernel in kernels if (each := _bytes_per_element(kernel, place.elements))]
+        if not passing:
+            raise InputError(
+                f"`software` kernels.{field}={stated}: {one} runs nothing that passes over {place.elements}; name "
+                f"another part"
+            )
+        found += [(kernel, _as_ran(kernel, each, len(place.passes))) for kernel, each in passing]
     return found
+
+
+def _bytes_per_element(kernel: Kernel, elements: str) -> float:
+    return kernel.reads.get(elements, 0.0) + kernel.writes.get(elements, 0.0)
+
+
+def _as_ran(kernel: Kernel, bytes_per_element: float, passes: int) -> Ran:
+    dtype: Dtype = "fp32" if kernel.dtype in {"bool", "int32"} else kernel.dtype
+    return Ran(
+        kernel=kernel.kernel, dtype=dtype, bytes_per_element=bytes_per_element, launches=kernel.launches / passes
+    )

@@ -21,7 +21,9 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Kernels(_Data, frozen=True, kw_only=True):
-    """The kernels of a step. All but attention are named by ``TABLE:PART`` of what was counted (``counted``)."""
+    """The kernels of a step. All but attention are named by ``TABLE:PART`` of what was counted (``counted``), several
+    that follow each other as ``TABLE:PART+TABLE:PART``.
+    """
 
     attention: FusedName | None = None
     """Which kernel computes attention that is fused (``flash``; ``schedule.kernel`` names the two that are not). None:

@@ -145,7 +145,11 @@ def test_what_is_set_comes_before_a_stack_and_that_before_software(tmp_path: Pat
         ('"transformers-llama:norm"', '"transformers-llama"', "kernels.norm=transformers-llama: expected TABLE:PART"),
         ('"transformers-llama:norm"', '"nothing:norm"', "unknown software 'nothing'"),
         ('"transformers-llama:norm"', '"transformers-llama:nor"', "unknown part 'nor' .did you mean 'norm'"),
-        ('"transformers-llama:norm"', '"torch-losses:loss"', "it runs nothing of which there is one for tokens.hidden"),
+        (
+            '"transformers-llama:norm"',
+            '"torch-losses:loss"',
+            "torch-losses:loss runs nothing that passes over tokens.hidden",
+        ),
         ('"kernels.norm" = "assumed"', "", "sources: 'kernels.norm' is missing"),
         ("zero_stage = 1\n", "", "'schedule.zero_stage' is stated nowhere"),
         ("zero_stage = 1", "zero_stage = 4", "zero_stage"),
