@@ -148,7 +148,7 @@ def test_what_is_set_comes_before_a_stack_and_that_before_software(tmp_path: Pat
         (
             '"transformers-llama:norm"',
             '"torch-losses:loss"',
-            "torch-losses:loss runs nothing that passes over tokens.hidden",
+            "runs nothing that passes over tokens.hidden",
         ),
         ('"kernels.norm" = "assumed"', "", "sources: 'kernels.norm' is missing"),
         ("zero_stage = 1\n", "", "'schedule.zero_stage' is stated nowhere"),
