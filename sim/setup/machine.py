@@ -17,6 +17,7 @@ from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
 from sim.software import kernels
+from sim.software.attention import kernels_of
 from sim.software.software import Kernels, Software
 from sim.workload import Scope
 from topology.cluster import Cluster
@@ -89,6 +90,15 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
         spec.gpu, launch_s=measured.gpu.launch_s, power_w=measured.gpu.power_w or spec.gpu.power_w
     )
     return msgspec.structs.replace(spec, gpu=gpu, pcie=pcie)
+
+
+def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> Kernels:
+    """Return the kernels of some software on a cluster: attention of the profile where there are no figures of another
+    on its GPUs, as of FlashAttention-2 on those that have come since.
+    """
+    if profile is None or kernels.attention in {None, *kernels_of(spec.gpu.chip, profile)}:
+        return kernels
+    return msgspec.structs.replace(kernels, attention=None)
 
 
 def running(

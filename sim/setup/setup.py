@@ -31,7 +31,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.global_batch import of_each, sequences_of
-from sim.setup.machine import engine_of, equipped, jitter_of, rated, running
+from sim.setup.machine import engine_of, equipped, jitter_of, kernels_on, rated, running
 from sim.setup.masks import Kept
 from sim.setup.names import (
     CLUSTER,
@@ -189,7 +189,11 @@ class Setup:
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         software = load_software(self.software) if self.software is not None else None
-        run = override(software.kernels if software else Kernels(), overrides["software"], "`set` software.")
+        run = override(
+            kernels_on(spec, profile, software.kernels) if software else Kernels(),
+            overrides["software"],
+            "`set` software.",
+        )
         entry = names.entry(self.played)
         mesh, options = self._overridden(
             entry,

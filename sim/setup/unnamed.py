@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
 from sim.engine.interval import Interval, interval
 from sim.engine.simulate import Simulation, simulate
-from sim.setup.machine import measured_here
-from sim.software.attention import kernels_of
+from sim.setup.machine import kernels_on, measured_here
 from sim.software.kernels import running
 from sim.software.software import load_software
 
@@ -28,15 +25,13 @@ def slowest(simulation: Simulation) -> Slowest | None:
     """Return the step with the slowest kernels that are used; None where the software is named, or known since its
     kernels were measured here, and of attention alone, whose kernel every answer names.
     """
-    profile, gpu = simulation.profile, simulation.cluster.spec.gpu
+    profile = simulation.profile
     workload = simulation.checked.schedule.header.workload
     if profile is None or profile.software or measured_here(profile) or workload.scope == "attention":
         return None
     software = load_software(SLOWEST)
-    kernels = software.kernels
-    if kernels.attention not in kernels_of(gpu.chip):
-        kernels = msgspec.structs.replace(kernels, attention=None)
-    other = running(profile, kernels, software.said, gpu.chip)
+    kernels = kernels_on(simulation.cluster.spec, profile, software.kernels)
+    other = running(profile, kernels, software.said, simulation.cluster.spec.gpu.chip)
     play = simulate(simulation.checked, simulation.cluster, other, simulation.noise, engine=simulation.engine)
     return Slowest(software.said, play.trace.step_time_s)
 

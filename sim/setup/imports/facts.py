@@ -46,13 +46,15 @@ FACTS: dict[str, str] = {
     "biases": "which linear layers have a bias",
     "qk_norm": "how q and k are normed",
     "mlp": "what an MLP computes",
+    "software": "which software runs, by its name in sim/software",
 }
-"""What a key may say, beside ``schedule.KEY``, an option of the schedule."""
+"""What a key may say, beside ``schedule.KEY``, an option of the schedule, and ``software.KEY``, a kernel."""
 MODEL = ("model", "family", "flavor", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
 """Of these, those that describe the model."""
 BLOCK = ("biases", "qk_norm", "mlp")
 """And of the model its layers, where they are not as Llama's."""
-TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", *BLOCK)
+TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", *BLOCK)
+_SHARDS_FOR_OTHERS = "deepspeed"
 _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""
 _MOST = 10**12
@@ -91,6 +93,8 @@ class Understood(NamedTuple):
     """Why a fact was taken that no key says."""
     framework: Framework
     """Whose methods are meant: of the first file that has any."""
+    software: str = ""
+    """What runs where no key says another; where DeepSpeed shards for a trainer, DeepSpeed with that."""
 
 
 def understood(files: Sequence[tuple[File, str]], *, anyway: bool) -> Understood:
@@ -114,7 +118,13 @@ def understood(files: Sequence[tuple[File, str]], *, anyway: bool) -> Understood
         facts,
         {fact: one.why for fact, one in assumed.items()},
         next(methods, frameworks()[files[0][1]]),
+        _software([name for _, name in files]),
     )
+
+
+def _software(names: Sequence[str]) -> str:
+    found = [frameworks()[name].software for name in names if frameworks()[name].software]
+    return _SHARDS_FOR_OTHERS if _SHARDS_FOR_OTHERS in found else next(iter(found), "")
 
 
 def _joined(row: Row, said: Mapping[str, str], facts: dict[str, Said]) -> Row:
@@ -198,7 +208,7 @@ def _wrong(fact: str, text: str) -> str:
     """Return what is wrong with a value of a fact."""
     if fact == "factors":
         return "" if re.fullmatch(r"[1-9]\d{0,3} [1-9]\d{0,3}", text) else "expected two whole numbers"
-    if fact in TEXTS or fact.startswith("schedule."):
+    if fact in TEXTS or fact.startswith(("schedule.", "software.")):
         return "" if 0 < len(text) <= 200 and text.isprintable() else "expected a name"
     number = int(text) if re.fullmatch(r"-?\d{1,13}", text) else 0
     if 0 < number <= _MOST or (number == -1 and fact in {"shard", "global_batch", "global_tokens", "gpus"}):

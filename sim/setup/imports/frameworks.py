@@ -71,6 +71,8 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     marks: tuple[str, ...]
     """Patterns of keys that none of the others has, or few: who has most of them is it."""
     keys: dict[str, Key]
+    software: str = ""
+    """What its runs are in ``sim/software``, where no key says another; empty where that is of the trainer."""
     assumed: dict[str, Assumption] = {}
     methods: dict[str, Method] = {}
     harmless: dict[str, str] = {}

@@ -20,6 +20,8 @@ from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
+from sim.software.attention import kernels_of
+from sim.software.software import load_software
 from sim.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
@@ -204,7 +206,7 @@ class _Writer:
             self.facts.pop(fact, None)  # which so many micro-batches say otherwise
         self.methods = said.framework.methods
         self.assumptions = list[str]()
-        self.options = {name.partition(".")[2]: value for name, value in self.facts.items() if "." in name}
+        self.options = self._below("schedule.")
         """Of the schedule."""
 
     def answer(self) -> Answer:
@@ -222,11 +224,32 @@ class _Writer:
         fields |= {**{name: value for name, value in model.items() if name != "set"}, **given}
         if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
             fields.setdefault("dtype", self.facts["dtype"])
+        fields |= self._software(cluster)
         kept = self._kept(Setup(**fields))
         changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
+        changes |= {f"software.{name}": value for name, value in self._kernels(cluster).items()}
         self._assume(kept)
         setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
         return Answer(setup, tuple(self.assumptions))
+
+    def _below(self, prefix: str) -> dict[str, str]:
+        return {name.removeprefix(prefix): value for name, value in self.facts.items() if name.startswith(prefix)}
+
+    def _software(self, cluster: Any) -> dict[str, str]:
+        """Return what runs, as a field; nothing where it is given, or kernels are at the rates of datasheets."""
+        name = self.facts.get("software", self.said.software)
+        profile = self.given.get("profile", names.cluster_spec(cluster).profile)
+        if not name or "software" in self.given or profile in {None, names.DATASHEET}:
+            return {}
+        if "software" not in self.facts:
+            self.assumptions.append(f"software {name}: kernels as that framework has them; set `software`")
+        return {"software": name}
+
+    def _kernels(self, cluster: Any) -> dict[str, str]:
+        """Return the kernels that keys name, of which there are figures."""
+        found = self._below("software.")
+        there = kernels_of(names.cluster_spec(cluster).gpu.chip)
+        return {name: value for name, value in found.items() if name != "attention" or value in there}
 
     def _count(self, fact: str, default: int = 1) -> int:
         return int(self.facts.get(fact, default))
@@ -363,10 +386,11 @@ class _Writer:
         has = msgspec.to_builtins(names.entry(setup.played).options or {})
         own = stack_of(setup.stack).options if setup.stack is not None else {}
         lacks = OF_STEPS if setup.scope != "step" else ()
+        usual = has | (load_software(setup.software).schedule if setup.software is not None else {})
         return {
             name: value
             for name, value in self.options.items()
-            if name in has and name not in {*own, *lacks} and str(has[name]).lower() != value
+            if name in has and name not in {*own, *lacks} and str(usual[name]).lower() != value
         }
 
     def _assume(self, kept: Mapping[str, str]) -> None:
