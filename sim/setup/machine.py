@@ -17,6 +17,7 @@ from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
 from sim.software.attention import attending
+from sim.software.host import updating
 from sim.software.software import Software
 from sim.workload import Scope
 from topology.cluster import Cluster
@@ -90,6 +91,8 @@ def running(profile: Profile | None, software: Software, spec: ClusterSpec, opti
     """Return a profile with the kernels of some software in place of its own; raises InputError where there are no
     figures of them, and where a schedule of these options does not run them.
     """
+    if software.host_optimiser is not None:
+        profile = updating(profile, software.host_optimiser, spec.gpu.kind)
     if software.attention is None:
         return profile
     scores: AttentionName = getattr(options, "kernel", "flash")
