@@ -366,6 +366,7 @@ PLACES: dict[str, str] = {
     "sim/setup/profiled.py:_decoded": "trace of torch",
     "sim/software/attention.py:_tables": OURS,
     "sim/software/counted.py:load_counted": "software",
+    "sim/software/host.py:_table": OURS,
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
