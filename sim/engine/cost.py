@@ -505,7 +505,7 @@ def host_passes(op: HostAdamW, program: Program, adam: HostAdam) -> list[tuple[H
 
 
 def host_bytes(op: HostAdamW, program: Program) -> tuple[int, int]:
-    """Return what a kernel of a CPU host reads and writes in its three passes: it scales the gradient, updates, and
+    """Return what a kernel of the host reads and writes at least, in three passes: it scales the gradient, updates, and
     casts the new weights (DeepSpeed's runtime/zero/stage3.py, from memory, not checked).
     """
     read, written = (sum(map(program.nbytes, views)) for views in (op.reads, op.writes))

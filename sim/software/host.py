@@ -83,8 +83,8 @@ def updating(profile: Profile | None, name: HostOptimiserName, kind: str) -> Pro
         if name == ZERO_OFFLOAD:
             return None
         raise InputError(
-            f"`set` software.host_optimiser={name}: without a profile it is {ZERO_OFFLOAD}; set `profile`, or leave it "
-            f"out"
+            f"`set` software.host_optimiser={name}: at datasheet rates it is {ZERO_OFFLOAD}; set `profile` to one of "
+            f"this GPU if there is one, or leave it out"
         )
     named = _named(profile)
     if name not in named:

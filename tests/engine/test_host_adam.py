@@ -135,7 +135,7 @@ def test_who_names_none_has_that_of_zero_offload_and_is_told() -> None:
     ("fields", "message"),
     [
         ({"set": {"software.host_optimiser": "apex"}}, "allowed are deepspeed, torch, torch-fused"),
-        ({"profile": "datasheet"}, "host_optimiser=torch: without a profile it is deepspeed; set `profile`, or leave"),
+        ({"profile": "datasheet"}, "host_optimiser=torch: at datasheet rates it is deepspeed; set `profile` to"),
         ({"cluster": "host", "profile": "datasheet"}, "host_optimiser=torch: it is of the CPUs of a node of GPUs"),
     ],
 )
