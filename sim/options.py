@@ -24,6 +24,8 @@ FusedName = Literal[
     "flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "cudnn", "cutlass"
 ]
 """Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
+HostOptimiserName = Literal["deepspeed", "torch", "torch-fused"]
+"""Whose AdamW runs on the host of GPUs: torch makes a pass over memory for each operation, the others one for all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import msgspec
 from sim.errors import unknown
 from sim.files import Kind, decoded_by, make_folder, write_whole
 from sim.kept import kept
-from sim.options import FusedName
+from sim.options import FusedName, HostOptimiserName
 from sim.presets import Name, from_json, preset_names, read_bytes
 from sim.workload import Dtype
 
@@ -283,6 +283,8 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     variant: weight gradients over forward passes."""
     beside_communication: Annotated[float, msgspec.Meta(ge=1, lt=1e9)] = 1.0
     """How much longer kernels may take beside communication, in the upper end of intervals."""
+    host_optimiser: HostOptimiserName | None = None
+    """Whose AdamW the host runs; None where nobody has said it."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None

@@ -370,6 +370,7 @@ PLACES: dict[str, str] = {
     "sim/software/attention.py:_tables": OURS,
     "sim/software/counted.py:_loaded": "software, counted",
     "sim/software/software.py:load_software": "software",
+    "sim/software/host.py:_table": OURS,
     "sim/workload.py:load_model": "model",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,

@@ -37,6 +37,7 @@ from sim.schedule.ir.ops import (
     Op,
 )
 from sim.schedule.ir.program import Program
+from sim.software.host import HostAdam, host_adam, one_pass
 from sim.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
 from topology.specs import ClusterSpec
@@ -230,20 +231,28 @@ class CostModel:
         return self.host_copy(rank, program, op) if isinstance(op, HostCopy) else self.host_kernel(rank, program, op)
 
     def host_kernel(self, rank: int, program: Program, op: HostAdamW) -> Activity:
-        """Return a kernel of a GPU's host: a flow over the memory of its socket, which the ranks there share. That
-        memory bounds Adam.
+        """Return a kernel of a GPU's host: a flow over the memory of its socket, which the ranks there share, no
+        shorter than its part of the node's cores takes, where they are known.
         """
-        read, written = host_bytes(op, program)
-        if self._cluster.spec.gpu.kind == "cpu":
-            elements = math.prod(op.weights.shape)
+        spec = self._cluster.spec
+        if spec.gpu.kind == "cpu":
+            elements, nbytes = math.prod(op.weights.shape), sum(host_bytes(op, program))
             flops = AdamW.meta.flops_per_element * elements
-            use = KernelUse(AdamW.meta.kernel, "", program.dtype(op.weights), (elements,), flops, read + written)
+            use = KernelUse(AdamW.meta.kernel, "", program.dtype(op.weights), (elements,), flops, nbytes)
             return self.kernel(rank, use)
+        adam = host_adam(self._profile)
+        named = "" if self._profile and self._profile.host_optimiser else ", as `software.host_optimiser` is not set"
         self.notes.add(
-            "CPU Adam: not measured, at the rate of its socket's memory; real ones take several times as long"
+            f"CPU Adam: not measured on this host, {adam.said}{named}: at {adam.share:.2g} of the rate of its socket's "
+            f"memory, as on a DGX-2"
         )
+        passes = host_passes(op, program, adam)
+        read, written = (sum(moved[way] / code.share for code, moved in passes) for way in (0, 1))
         load = self._cluster.dram_load(rank, read, written)
         seconds = max(nbytes / self._cluster.resources[index].capacity for index, nbytes in load.items())
+        if spec.host is not None:
+            cores = spec.host.cores / spec.gpus_per_node
+            seconds = max(seconds, sum(sum(moved) / code.core_bytes_per_s for code, moved in passes) / cores)
         return (Flow(seconds, tuple(sorted((index, nbytes / seconds) for index, nbytes in load.items()))),)
 
     def host_copy(self, rank: int, program: Program, op: HostCopy) -> Activity:
@@ -493,9 +502,18 @@ class CostModel:
         return (Wait(cores[0], host.wakeup_s),)
 
 
+def host_passes(op: HostAdamW, program: Program, adam: HostAdam) -> list[tuple[HostAdam, tuple[float, float]]]:
+    """Return whose code moves what on the host of a GPU, bytes read and written: the update, and what scales the
+    gradient before it and casts the new weights behind, which pass once over what they take.
+    """
+    weights, gradient, cast = (program.nbytes(view) for view in (op.weights, op.gradient, op.cast))
+    update = (adam.update.read * weights, adam.update.written * weights)
+    return [(adam, update), (one_pass(), (gradient + weights, gradient + cast))]
+
+
 def host_bytes(op: HostAdamW, program: Program) -> tuple[int, int]:
-    """Return what a kernel of the host reads and writes in its three passes: it scales the gradient, updates, and casts
-    the new weights (DeepSpeed's runtime/zero/stage3.py, from memory, not checked).
+    """Return what a kernel of the host reads and writes at least, in three passes: it scales the gradient, updates, and
+    casts the new weights (DeepSpeed's runtime/zero/stage3.py, from memory, not checked).
     """
     read, written = (sum(map(program.nbytes, views)) for views in (op.reads, op.writes))
     return read + program.nbytes(op.gradient) + program.nbytes(op.weights), written

@@ -170,6 +170,15 @@ def _eager(setup: Setup, found: Configuration) -> Setup | None:
     return setup.replace(set={f"software.{name}": getattr(eager, name) for name in ("norm", "rotary", "mlp")})
 
 
+def _torch_on_host(setup: Setup, found: Configuration) -> Setup | None:
+    """Return the optimiser of the host as torch's, where there is one, and a profile that can name another."""
+    if _options(found).get("optimiser") != "host" or found.spec.gpu.kind == "cpu":
+        return None
+    if found.profile is None or found.profile.host_optimiser == "torch":
+        return None
+    return setup.replace(set={"software.host_optimiser": "torch"})
+
+
 def _parted(
     change: Callable[[Setup, Configuration, int], Setup | None], number: int
 ) -> Callable[[Setup, Configuration], Setup | None]:
@@ -295,6 +304,10 @@ PROGRAMS: tuple[Program, ...] = (
     Program(
         "optimiser-on-gpu", "the optimiser's state is on the GPU", "the device of optimiser.state",
         ("faster", "more memory"), _from("optimiser", "host", "gpu"),
+    ),
+    Program(
+        "torch-on-host", "the optimiser on the host is torch's, a pass over memory for each operation",
+        "type(optimizer): DeepSpeedCPUAdam, or torch.optim's without fused", ("slower",), _torch_on_host,
     ),
 )  # fmt: skip
 

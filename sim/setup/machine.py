@@ -18,6 +18,7 @@ from sim.setup import names
 from sim.setup.names import one_of
 from sim.software import kernels
 from sim.software.attention import kernels_of
+from sim.software.host import updating
 from sim.software.software import Kernels, Software
 from sim.workload import Scope
 from topology.cluster import Cluster
@@ -107,6 +108,8 @@ def running(
     """Return a profile with some kernels in place of its own, and what the software is called that runs them; raises
     InputError where there are no figures of them, and where a schedule of these options does not run them.
     """
+    if run.host_optimiser is not None:
+        profile = updating(profile, run.host_optimiser, spec.gpu.kind)
     scores: AttentionName = getattr(options, "kernel", "flash")
     if run.attention and scores != "flash":
         raise InputError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sim.errors import InputError
-from sim.options import FusedName
+from sim.options import FusedName, HostOptimiserName
 from sim.presets import Name, load_toml, preset_names
 
 FOLDER = "sim/software/presets"
@@ -37,6 +37,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     """A step of AdamW on the GPU."""
     clipping: str = ""
     """The norm of all gradients, and what scales them down; by default that is in the optimiser's kernel."""
+    host_optimiser: HostOptimiserName | None = None
+    """Whose AdamW runs on the host of GPUs, where ``schedule.optimiser`` is there. None: DeepSpeed's."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for clipping without an optimiser."""

@@ -201,12 +201,12 @@ def updates(ranks: int) -> tuple[list[Row], list[Row], Schedule]:
 
 @pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (8, 4)])
 def test_ranks_of_a_socket_share_its_memory(ranks: int, sharing: int) -> None:
-    """Of each weight 42 bytes pass 227.8e9 bytes/s: fp32 weights, gradients and moments read and written, gradients
-    read once more, weights read again and written in bf16.
+    """Of each weight 42 bytes pass, at 0.448 of 227.8e9 bytes/s: fp32 weights, gradients and moments read and written,
+    gradients read once more, weights read again and written in bf16.
     """
     rows, _, schedule = updates(ranks)
     op = next(op for op in schedule.program(0).ops if isinstance(op, HostAdamW))
-    alone_s = 42 * math.prod(op.weights.shape) / 227.8e9
+    alone_s = 42 * math.prod(op.weights.shape) / (0.448 * 227.8e9)
     assert rows[0].end_s - rows[0].begin_s == pytest.approx(sharing * alone_s, rel=1e-3)
 
 

@@ -73,6 +73,12 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             marks=pytest.mark.slow,
         ),
         (STEP, {"set": {"cluster.gpu[3].speed": 0.4}}, "slow-rank", "too slow"),
+        (
+            STEP.replace(seq="32K", set={"schedule.optimiser": "host"}),
+            {"set": {"software.host_optimiser": "torch"}},
+            "torch-on-host",
+            "too slow",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
