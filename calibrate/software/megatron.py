@@ -172,10 +172,9 @@ def _attention(sizes: Sizes) -> Ready:
         mixed = functional.linear(x, qkv_weight).view(sequence, batch, kv_heads, (groups + 2) * each)
         q, k, v = torch.split(mixed, [groups * each, each, each], dim=3)
         q, k = _Rotary.apply(q.reshape(sequence, batch, -1, each), angles), _Rotary.apply(k, angles)
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (q, k, v))
         with FlashAttention():
-            out = functional.scaled_dot_product_attention(
-                *(one.permute(1, 2, 0, 3) for one in (q, k, v)), is_causal=True, scale=None, enable_gqa=True
-            )
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=None, enable_gqa=True)
         return (functional.linear(_Reordered.apply(out.permute(2, 0, 1, 3)).view(sequence, batch, -1), o_weight),)
 
     return Ready(forward, (x,))
