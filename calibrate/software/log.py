@@ -165,8 +165,9 @@ def _filled(name: str, given: Given) -> Iterator[Call]:
     """Yield zeros, and then what writes a part of them: gradients of slices and of losses by class, and padding."""
     (whole,) = given.made
     yield Call("zeros", whole.dtype, (), (operand(whole),))
-    part = given.taken[_PART.get(name, 0)]
-    few = part.numel()
+    few = given.taken[_PART.get(name, 0)].numel()
+    if not few:
+        return
     read = [operand(one) for one in given.taken if one.numel() <= few]
     yield Call(name, whole.dtype, tuple(read), (Operand(few, whole.itemsize),))
 
@@ -179,6 +180,21 @@ def _picked(name: str, given: Given) -> Iterator[Call]:
     yield Call(name, whole.dtype, read, tuple(map(operand, given.made)))
 
 
+def _indexed(name: str, given: Given) -> Iterator[Call]:
+    """Yield a kernel that reads the elements of a tensor that others point to, and writes a new one."""
+    whole, *indices = given.taken
+    (made,) = given.made
+    yield Call(name, made.dtype, (Operand(made.numel(), whole.itemsize), *map(operand, indices)), (operand(made),))
+
+
+def _put(name: str, given: Given) -> Iterator[Call]:
+    """Yield a kernel that writes the elements of a tensor that others point to, or, by a mask, all of them."""
+    whole, *others = given.taken
+    masked = any(one.dtype == torch.bool for one in others[:-1])
+    written = operand(whole) if masked else Operand(max(one.numel() for one in others[:-1]), whole.itemsize)
+    yield Call(name, whole.dtype, (*([written] if masked else []), *map(operand, others)), (written,))
+
+
 def _fused(name: str, given: Given) -> Iterator[Call]:
     """Yield a fused step: of gradients its signature says that they change, which they do with a scale alone."""
     tensors = [one for one in given.taken if one.dim()]
@@ -188,14 +204,15 @@ def _fused(name: str, given: Given) -> Iterator[Call]:
 
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-_OVERWRITE = {"fill_", "zero_", "copy_"}
+_OVERWRITE = {"fill_", "zero_", "copy_", "_foreach_zero_", "_foreach_copy_"}
 """What changes a tensor that it does not read."""
 _SHAPE_ALONE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 """What takes no more of a tensor than its shape."""
 _SEVERAL = {
     "slice_backward": _filled, "select_backward": _filled, "constant_pad_nd": _filled,
     "nll_loss_backward": _filled, "embedding_dense_backward": _filled,
-    "nll_loss_forward": _picked, "embedding": _picked, "_fused_adamw_": _fused, "_fused_adam_": _fused,
+    "nll_loss_forward": _picked, "embedding": _picked, "index": _indexed, "index_put_": _put,
+    "_fused_adamw_": _fused, "_fused_adam_": _fused,
 }  # fmt: skip
 """What launches several kernels on CUDA, or touches a part of its operands, by the code of ATen."""
 _PART = {"nll_loss_backward": 2}

@@ -47,7 +47,16 @@ def formula(operands: Iterable[Operand]) -> Formula:
 
 
 def terms(elements: int) -> list[tuple[str, Fraction]]:
-    """Return the products of dimensions that add up to a number: one, or those of a sequence and one more token."""
+    """Return the products of dimensions that add up to a number: one, or several of what is packed into one tensor.
+
+    Those are queries, keys and values, and what there is one more of than sequences.
+    """
+    heads, kv_heads = TO_DERIVE["heads"], TO_DERIVE["kv_heads"]
+    packed = heads + 2 * kv_heads
+    if elements % (packed * TO_DERIVE["head_dim"]) == 0:
+        return [_term(elements // packed * heads), _term(elements // packed * 2 * kv_heads)]
+    if elements == TO_DERIVE["batch"] + 1:
+        return [("batch", Fraction(1)), ("1", Fraction(1))]
     product, times = _term(elements)
     if times > _MOST_TIMES and elements > TO_DERIVE["batch"]:
         return [_term(elements - TO_DERIVE["batch"]), ("batch", Fraction(1))]

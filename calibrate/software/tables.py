@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import NamedTuple
 
 import torch
 
-from calibrate.software import compiled, liger, losses, optimisers, transformers_modules
-from calibrate.software.count import Ready, Run, missing
+from calibrate.software import compiled, frameworks, liger, losses, optimisers, transformers_modules
+from calibrate.software.asked import Asked, Software
+from calibrate.software.count import Ready, missing
 from calibrate.software.log import Call, Operand
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula, numbers, terms
 from calibrate.software.transformers_modules import FAMILIES, Modules
@@ -22,27 +22,8 @@ from sim.software.counted import MARK, Counted, DtypeName, Formula, Kernel, Part
 
 DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.int64: "int64", torch.int32: "int32", torch.bool: "bool",
+    torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.complex64: "fp32",
 }  # fmt: skip
-
-
-class Asked(NamedTuple):
-    """A part that is to be counted."""
-
-    what: str
-    run: Callable[[Sizes], Run]
-    peak: bool = False
-    """Whether its peak is of interest, and not that of what it is a part of."""
-    step: bool = False
-    """Whether it is a step of an optimiser, which has no passes."""
-
-
-class Software(NamedTuple):
-    """A piece of software."""
-
-    what: str
-    packages: tuple[str, ...]
-    parts: Mapping[str, Asked]
 
 
 def counted(name: str) -> Counted:
@@ -234,6 +215,7 @@ SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "liger": _liger,
     "torch-losses": _losses,
     "torch-optimisers": _optimisers,
+    **frameworks.SOFTWARE,
 }
 """What can be counted, by the name of its table."""
 

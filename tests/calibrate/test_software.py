@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from calibrate.software import losses, transformers_modules
+from calibrate.software.asked import Asked
 from calibrate.software.compiled import compiled, in_kernels
 from calibrate.software.count import Ready, Run, received, run
 from calibrate.software.log import Call
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
-from calibrate.software.tables import SOFTWARE, Asked, counted, derived, encoded, version
+from calibrate.software.tables import SOFTWARE, counted, derived, encoded, version
 from calibrate.software.transformers_modules import FAMILIES, Modules
 from sim.errors import InputError
 from sim.software.counted import Formula, counted_names, load_counted
@@ -208,6 +209,83 @@ def test_bytes_of_a_step_of_adamw() -> None:
         step = parts[f"adamw-{how}-fp32"].step
         assert (step.launches, step.traffic["parameters"]) == (8, 4 * (2 + 3 + 2 + 3 + 2 + 2 + 2 + 4))
     assert [parts[f"adamw-{how}-fp32"].peak.get("parameters", 0) for how in ("fused", "foreach")] == [0, 4]
+
+
+def test_bytes_of_a_loss_in_place() -> None:
+    """Of a logit, forward: the cast reads 2 and writes 4, the maximum reads 4, its subtraction and the exponential read
+    and write 4 each, the sum reads 4, the division reads and writes 4. Backward: the product by the gradient reads and
+    writes 4, and its cast to bf16 reads 4 and writes 2. Classes are read and written at their place alone.
+
+    nanotron subtracts out of place, and its caller holds what it subtracts from: 4 + 4. Megatron subtracts in place,
+    while its caller holds logits of bf16: 2 + 4.
+    """
+    for name, peak in {"nanotron": 4 + 4, "megatron": 2 + 4}.items():
+        part = load_counted(name).part("loss")
+        assert part.forward.traffic["tokens*vocab"] == 6 + 4 + 8 + 8 + 4 + 8
+        assert part.backward.traffic["tokens*vocab"] == 8 + 6
+        assert (part.kept["tokens*vocab"], part.peak["tokens*vocab"]) == (4, peak)
+    fused = load_counted("megatron").part("loss-fused")
+    assert fused.forward.traffic["tokens*vocab"] == (2 + 4) + (4 + 4) + (4 + 4)
+    assert fused.backward.traffic["tokens*vocab"] == 4 + 4 + 2
+
+
+def test_bytes_of_an_mlp_that_is_one_product_up() -> None:
+    """Of an element of the MLP, forward: silu reads and writes 2, the product reads 4 and writes 2; fused, gate and up
+    are read and their product written. Backward: two products and the silu's read 4 and write 2 each, and halves are
+    put together, 4 and 4; fused, 6 are read and 4 written, and the silu is made again instead of kept.
+    """
+    eager, fused = (load_counted(name).part("mlp") for name in ("nanotron", "megatron"))
+    assert [one.traffic["tokens*ffn"] for one in (eager.forward, eager.backward)] == [4 + 6, 3 * 6 + 8]
+    assert [one.traffic["tokens*ffn"] for one in (fused.forward, fused.backward)] == [4 + 2, 6 + 4]
+    assert [one.kept["tokens*ffn"] for one in (eager, fused)] == [8, 6]
+    assert fused.forward.launches == fused.backward.launches == 1
+
+
+def test_queries_keys_and_values_of_one_product_are_told_apart() -> None:
+    part = load_counted("megatron").part("attention")
+    assert part.forward.products[0].writes == {"tokens*heads*head_dim": 2, "tokens*kv_heads*head_dim": 2 * 2}
+    assert part.forward.products[0].flops == {
+        "tokens*hidden*heads*head_dim": 2, "tokens*hidden*kv_heads*head_dim": 2 * 2,
+    }  # fmt: skip
+
+
+def test_elements_that_are_pointed_to_are_not_the_whole() -> None:
+    """One logit a token: two indices of 8 bytes, and 4 of the logit. A mask reads and writes all of what it masks."""
+
+    def build(sizes: Sizes) -> Ready:
+        logits = torch.empty(sizes["tokens"], sizes["vocab"])
+        rows, classes = (torch.empty(sizes["tokens"], dtype=torch.int64) for _ in range(2))
+        mask = torch.empty(sizes["tokens"], dtype=torch.bool)
+
+        def forward() -> tuple[torch.Tensor]:
+            picked = logits[rows, classes]
+            picked[mask] = 0.0
+            logits[rows, classes] = picked
+            return (picked,)
+
+        return Ready(forward)
+
+    index, _, masked, put = said(run(build, TO_DERIVE).forward)
+    assert index == ("index", {"tokens": 4 + 2 * 8}, {"tokens": 4})
+    assert masked == ("index_put_", {"tokens": 4 + 1, "1": 4}, {"tokens": 4})
+    assert put == ("index_put_", {"tokens": 2 * 8 + 4}, {"tokens": 4})
+
+
+def test_bytes_around_a_step() -> None:
+    """Of a parameter: nanotron adds bf16 to fp32, takes the norm and scales, casts masters, and sets to zero. DeepSpeed
+    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts as it copies.
+    """
+    of_nanotron, of_deepspeed, of_fsdp2 = (
+        {name: part.step.traffic.get("parameters") for name, part in load_counted(table).parts.items()}
+        for table in ("nanotron", "deepspeed-step", "fsdp2-copies")
+    )
+    assert [of_nanotron[name] for name in ("accumulate", "clip", "copy-back", "zero")] == [
+        2 + 4 + 4, 4 + (4 + 4), 4 + 2, 4,
+    ]  # fmt: skip
+    assert [of_deepspeed[name] for name in ("bucket", "norm", "gradients", "adamw", "copy-back")] == [
+        3 * (2 + 2), (2 + 8) + 8, (2 + 2) + (2 + 4) + (4 + 4), 4 * (4 + 3), 4 + 2,
+    ]  # fmt: skip
+    assert of_fsdp2 == {"gather-in": 4 + 2, "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2}
 
 
 def test_what_is_proportional_to_nothing_known_is_no_formula() -> None:
