@@ -116,7 +116,9 @@ def running(
             f"`set` software.attention={run.attention} with schedule.kernel={scores}: it names the kernel of flash "
             f"attention; leave one of the two out"
         )
-    if spec.gpu.kind == "cpu" and (run != Kernels()):
+    if run.loss and getattr(options, "loss", "") != "unfused":
+        run = msgspec.structs.replace(run, loss="")
+    if spec.gpu.kind == "cpu" and run != Kernels():
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
     return kernels.running(profile, run, software.said if software else "", spec.gpu.chip)
 

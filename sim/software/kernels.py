@@ -21,10 +21,12 @@ class _Place(NamedTuple):
 
     kernel: str
     passes: tuple[str, ...]
-    """Where a kernel stands for several, it takes their mean."""
+    """Where a kernel stands for any of several, it takes their mean."""
     elements: str
     """What the size of the kernel is, among the dimensions of tables. What grows with less than that is left out, such
     as a sum of each row."""
+    whole: bool = False
+    """Whether it stands for all passes, not for any of them; casts before and behind it are kernels of their own."""
 
 
 _PLACES: Mapping[str, tuple[_Place, ...]] = {
@@ -37,6 +39,7 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
         _Place("swiglu", ("forward",), "tokens*ffn"),
         _Place("swiglu_backward", ("backward",), "tokens*ffn"),
     ),
+    "loss": (_Place("cross_entropy", ("forward", "backward"), "tokens*vocab", whole=True),),
     "optimiser": (_Place("adamw", ("step",), "parameters"),),
 }
 _CLIPPING = _Place("square_sum", ("step",), "parameters")
@@ -94,13 +97,15 @@ def _ran(field: str, stated: str, place: _Place) -> list[tuple[Kernel, Ran]]:
             raise InputError(f"`software` kernels.{field}={stated}: expected TABLE:PART, as transformers-llama:norm")
         counted = load_counted(table).part(part)
         kernels = [kernel for name in place.passes for kernel in getattr(counted, name).kernels]
+        kernels = [kernel for kernel in kernels if not place.whole or kernel.kernel != "_to_copy"]
+        turns = 1 if place.whole else len(place.passes)
         passing = [(kernel, each) for kernel in kernels if (each := _bytes_per_element(kernel, place.elements))]
         if not passing:
             raise InputError(
                 f"`software` kernels.{field}={stated}: {one} runs nothing that passes over {place.elements}; name "
                 f"another part"
             )
-        found += [(kernel, _as_ran(kernel, each, len(place.passes))) for kernel, each in passing]
+        found += [(kernel, _as_ran(kernel, each, turns)) for kernel, each in passing]
     return found
 
 
@@ -108,8 +113,6 @@ def _bytes_per_element(kernel: Kernel, elements: str) -> float:
     return kernel.reads.get(elements, 0.0) + kernel.writes.get(elements, 0.0)
 
 
-def _as_ran(kernel: Kernel, bytes_per_element: float, passes: int) -> Ran:
+def _as_ran(kernel: Kernel, bytes_per_element: float, turns: int) -> Ran:
     dtype: Dtype = "fp32" if kernel.dtype == "bool" or kernel.dtype == "int32" else kernel.dtype  # noqa: PLR1714 - mypy narrows these
-    return Ran(
-        kernel=kernel.kernel, dtype=dtype, bytes_per_element=bytes_per_element, launches=kernel.launches / passes
-    )
+    return Ran(kernel=kernel.kernel, dtype=dtype, bytes_per_element=bytes_per_element, launches=kernel.launches / turns)

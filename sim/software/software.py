@@ -33,6 +33,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     rotary: str = ""
     mlp: str = ""
     """What an MLP does between its products."""
+    loss: str = ""
+    """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss=unfused``): without the casts."""
     optimiser: str = ""
     """A step of AdamW on the GPU."""
     clipping: str = ""
@@ -47,7 +49,7 @@ class Kernels(_Data, frozen=True, kw_only=True):
 
 
 class Software(_Data, frozen=True, kw_only=True):
-    """What trains. Its loss is an option of the schedule."""
+    """What trains."""
 
     said: Name
     """What answers call it."""
