@@ -131,7 +131,7 @@ def test_what_was_measured_is_as_expected_or_what_it_is(plain: Explanation) -> N
 
 @pytest.mark.sweep
 def test_a_change_that_would_take_what_was_measured_is_named() -> None:
-    given = {**SMALL, "model": "llama3-8b", "seq": "64K"}
+    given = {**SMALL, "model": "llama3-8b", "seq": "32K"}
     plain = longstep.explain(TORCHTITAN, **given)
     one = next(one for one in plain.weighed if one.change.text == 'activation_checkpoint.mode = "none"')
     assert one.step_time_s

@@ -25,6 +25,7 @@ from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
 from sim.setup.names import Assumed, Untold
+from sim.software.software import Kernels
 
 FILES = Path(__file__).parent / "imports"
 TE = {"schedule.ring_backward": "kv-at-hand", "schedule.gradients": "model", "schedule.messages": "packed-separate"}
@@ -45,7 +46,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("megatron-llama3-8b.sh",): (
         {}, {"schedule": "zigzag", "gpus": 16, "seq": 131072, "batch": 4, "ring_degree": 8, "dp_degree": 2, "set": {
-            "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4"}},
+            "schedule.loss": "whole", "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4"}},
     ),
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
@@ -107,6 +108,39 @@ def test_a_file_says_what_to_predict(files: tuple[str, ...]) -> None:
     assert setup_of(*files, **given) == {
         "model": "llama3-8b", "ulysses_degree": None, "ring_degree": None, "dp_degree": 1, **expected
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "software"),
+    [
+        (("torchtitan-llama3-8b.toml",), "torchtitan-compiled"),
+        (("megatron-llama3-8b.sh",), "megatron"),
+        (("trainer-alst.json", "deepspeed-zero3.json"), "huggingface-liger"),
+        (("trainer-fsdp.json",), "huggingface"),
+        (("accelerate-cp.yaml",), "huggingface"),
+        (("ms-swift-sft.yaml",), "huggingface-liger"),
+        (("nanotron-llama3-8b.yaml",), "nanotron"),
+    ],
+)
+def test_a_file_says_which_software_runs(files: tuple[str, ...], software: str) -> None:
+    """And where kernels have no measured rates, none does."""
+    by_key = {"huggingface-liger", "torchtitan-compiled"}
+    given = {"model": "llama3-8b", "seq": "64K"}
+    found = imported(*(FILES / file for file in files))
+    answer = found.answer(**given)
+    assert answer.setup.software == software
+    assert any(f"software {software}: " in said for said in answer.assumptions) == (software not in by_key)
+    assert found.setup(**given, software="fused").software == "fused"
+    assert found.setup(**given, cluster="8xL40S").software is None
+
+
+def test_a_key_may_name_the_kernel_of_attention(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"attn_implementation": "flash_attention_3", "per_device_train_batch_size": 1, "fsdp": ""}')
+    found = imported(path, framework="hugging-face")
+    given = {"model": "llama3-8b", "seq": "8K", "gpus": 1, "schedule": "single"}
+    assert "software.attention=flash-attention-3" in found.setup(**given).set
+    assert "software.attention=flash-attention-3" not in found.setup(**given, cluster="dgx-a100").set
 
 
 @pytest.mark.parametrize("file", REFUSED)
@@ -370,9 +404,9 @@ def test_tables_say_what_there_is(name: str) -> None:
     for fact, value in said:
         root, dot, option = fact.partition(".")
         if dot:
-            assert root == "schedule"
-            entry = next(one for one in NAMED.values() if option in msgspec.to_builtins(one.options))
-            assert override(entry.options, [(option, value)], "")
+            with_it = (one.options for one in NAMED.values() if option in msgspec.to_builtins(one.options))
+            of = {"schedule": next(with_it, None), "software": Kernels()}[root]
+            assert override(of, [(option, value)], "")
         else:
             assert fact in FACTS
         assert fact != "method" or value in methods
@@ -440,7 +474,7 @@ def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step_time_s"] == imported(file).setup(model="tiny", layers=1, seq="8K").predicted().step_time_s
     main(["simulate", *given, "--schedule", "ring,allgather"])
     told = capsys.readouterr().out
-    assert "11 taken, 22 ignored, 0 not sayable" in told
+    assert "12 taken, 21 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
     assert "│ zigzag R 8 │" in capsys.readouterr().out

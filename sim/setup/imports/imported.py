@@ -227,7 +227,7 @@ class _Writer:
         fields |= self._software(cluster)
         kept = self._kept(Setup(**fields))
         changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
-        changes |= {f"software.{name}": value for name, value in self._kernels(cluster).items()}
+        changes |= self._kernels(cluster, fields.get("software"))
         self._assume(kept)
         setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
         return Answer(setup, tuple(self.assumptions))
@@ -238,18 +238,22 @@ class _Writer:
     def _software(self, cluster: Any) -> dict[str, str]:
         """Return what runs, as a field; nothing where it is given, or kernels are at the rates of datasheets."""
         name = self.facts.get("software", self.said.software)
-        profile = self.given.get("profile", names.cluster_spec(cluster).profile)
-        if not name or "software" in self.given or profile in {None, names.DATASHEET}:
+        profile = self.given.get("profile") or names.cluster_spec(cluster).profile or names.DATASHEET
+        if not name or "software" in self.given or profile == names.DATASHEET:
             return {}
         if "software" not in self.facts:
             self.assumptions.append(f"software {name}: kernels as that framework has them; set `software`")
         return {"software": name}
 
-    def _kernels(self, cluster: Any) -> dict[str, str]:
-        """Return the kernels that keys name, of which there are figures."""
-        found = self._below("software.")
-        there = kernels_of(names.cluster_spec(cluster).gpu.chip)
-        return {name: value for name, value in found.items() if name != "attention" or value in there}
+    def _kernels(self, cluster: Any, software: str | None) -> dict[str, str]:
+        """Return what is to be set of kernels: attention, where keys name another one than the software has, and there
+        are figures of it.
+        """
+        attention = self._below("software.").get("attention")
+        known = kernels_of(names.cluster_spec(cluster).gpu.chip)
+        if software is None or attention not in known or attention == load_software(software).kernels.attention:
+            return {}
+        return {"software.attention": str(attention)}
 
     def _count(self, fact: str, default: int = 1) -> int:
         return int(self.facts.get(fact, default))
@@ -386,11 +390,13 @@ class _Writer:
         has = msgspec.to_builtins(names.entry(setup.played).options or {})
         own = stack_of(setup.stack).options if setup.stack is not None else {}
         lacks = OF_STEPS if setup.scope != "step" else ()
-        usual = has | (load_software(setup.software).schedule if setup.software is not None else {})
+        usual = load_software(setup.software).schedule if setup.software is not None else {}
         return {
             name: value
             for name, value in self.options.items()
-            if name in has and name not in {*own, *lacks} and str(usual[name]).lower() != value
+            if name in has
+            and name not in {*own, *lacks}
+            and {value} != {names.text_of(one.get(name, value)) for one in (has, usual)}
         }
 
     def _assume(self, kept: Mapping[str, str]) -> None:
