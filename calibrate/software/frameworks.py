@@ -64,6 +64,13 @@ def _torchtitan() -> Software:
     )
 
 
+def _torchtitan_compiled() -> Software:
+    """Return a block as torch.compile has it, as one."""
+    what = "Llama3TransformerBlock with a flash kernel; kernels by Inductor's rule of fusion, complex ones by ATen"
+    code = f"torchtitan {torchtitan.VERSION} as its code has it, blocks compiled, bf16 weights gathered"
+    return Software(code, PACKAGES, {"layer": Asked(what, torchtitan.layer)})
+
+
 def _megatron() -> Software:
     norm = functools.partial(layers.norm, megatron.NORM)
     parts = {
@@ -138,6 +145,7 @@ def _fsdp2() -> Software:
 SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "nanotron": _nanotron,
     "torchtitan": _torchtitan,
+    "torchtitan-compiled": _torchtitan_compiled,
     "megatron": _megatron,
     "deepspeed-step": _deepspeed,
     "fsdp2-copies": _fsdp2,

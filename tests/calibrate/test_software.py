@@ -30,7 +30,8 @@ needs_transformers = [
     ),
     pytest.mark.filterwarnings("default"),  # of transformers' own imports
 ]
-EVERY = [pytest.param(name, marks=needs_transformers if name in OF_TRANSFORMERS else []) for name in SOFTWARE]
+MARKS = {**dict.fromkeys(OF_TRANSFORMERS, needs_transformers), "torchtitan-compiled": [pytest.mark.slow]}
+EVERY = [pytest.param(name, marks=MARKS.get(name, [])) for name in SOFTWARE]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -142,6 +143,31 @@ def test_a_product_parts_what_is_compiled() -> None:
     assert said([call for call in found.forward if call.flops is None]) == [
         ("fused", {"tokens*hidden": 2}, {"tokens*hidden": 2}),
         ("fused", {"tokens*hidden": 4}, {"tokens*hidden": 2}),
+    ]
+
+
+@pytest.mark.sweep
+def test_complex_numbers_part_what_is_compiled() -> None:
+    """The cast to fp32 is one kernel, the product of complex numbers ATen's, and the cast back a third.
+    Of pairs of 4 bytes, angles are one a position of all sequences.
+    """
+    graphs: list[torch.fx.Graph] = []
+
+    def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * angles).flatten(2).bfloat16()
+
+    def build(sizes: Sizes) -> Ready:
+        x = received(torch.bfloat16, sizes["batch"], sizes["sequence"], sizes["head_dim"])
+        angles = torch.empty(sizes["sequence"], sizes["head_dim"] // 2, dtype=torch.complex64)
+        return compiled(rotated, (x,), graphs, x, angles)
+
+    found = in_kernels(run(build, TO_DERIVE), graphs)
+    elements, positions = "tokens*head_dim", "sequence*head_dim"
+    assert said(found.forward) == [
+        ("mul", {elements: 4, positions: 4}, {elements: 4}),
+        ("fused", {elements: 2}, {elements: 4}),
+        ("fused", {elements: 4}, {elements: 2}),
     ]
 
 
