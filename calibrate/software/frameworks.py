@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from calibrate.software import layers, megatron, nanotron, steps, torchtitan
+from calibrate.software import layers, megatron, nanotron, steps, tiles, torchtitan
 from calibrate.software.asked import Asked, Software
 
 PACKAGES = ("torch",)
@@ -25,6 +25,7 @@ def _nanotron() -> Software:
             "one sequence alone has no copy before o_proj",
             nanotron.attention,
         ),
+        "attention-mha": Asked("the same with as many heads of keys", nanotron.attention_mha),
         "mlp": Asked("MLP: gate and up in one product, split", nanotron.mlp),
         "embedding": Asked("TensorParallelEmbedding of tokens, one rank", nanotron.embedding),
         "loss": Asked(
@@ -123,6 +124,18 @@ def _deepspeed() -> Software:
     return Software("deepspeed 0.19.8 as its code has it: a step of ZeRO-3 on the GPU, bf16", PACKAGES, parts)
 
 
+def _alst() -> Software:
+    parts = {
+        "mlp-tile": Asked("each tile of TiledMLP with LlamaMLP's forward, its weights' gradients added", tiles.mlp),
+        "loss-tile": Asked(
+            "each tile of TiledFusedLogitsLoss with ForCausalLMLoss, both passes in forward", tiles.loss, peak=True
+        ),
+    }
+    return Software(
+        "tiles of deepspeed 0.19.8 as arctic_training 0.8.0 calls them, eager, bf16 weights", PACKAGES, parts
+    )
+
+
 def _fsdp2() -> Software:
     scatter = steps.fsdp2_scatter_in
     parts = {
@@ -148,6 +161,7 @@ SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "torchtitan-compiled": _torchtitan_compiled,
     "megatron": _megatron,
     "deepspeed-step": _deepspeed,
+    "alst": _alst,
     "fsdp2-copies": _fsdp2,
 }
 """By the name of its table."""

@@ -297,6 +297,17 @@ def test_elements_that_are_pointed_to_are_not_the_whole() -> None:
     assert put == ("index_put_", {"tokens": 2 * 8 + 4}, {"tokens": 4})
 
 
+def test_a_tile_of_an_mlp_runs_forward_twice() -> None:
+    """Of an element of the MLP, forward: silu 4, product 6. Backward does so once more before its 18; gradients of three
+    weights are added to those of the tiles before, 6 each, and that of x to zeros, after both of its own: 6 + 6.
+    """
+    tile = load_counted("alst").part("mlp-tile")
+    assert tile.forward.traffic == {"ffn*chunk": 4 + 6}
+    assert tile.backward.traffic == {"ffn*chunk": 4 + 6 + 18, "hidden*ffn": 3 * 6, "hidden*chunk": 6 + 6}
+    assert [sum(one.launches for one in of.products) for of in (tile.forward, tile.backward)] == [3, 3 + 6]
+    assert tile.kept == {"hidden*chunk": 2}
+
+
 def test_bytes_around_a_step() -> None:
     """Of a parameter: nanotron adds bf16 to fp32, takes the norm and scales, casts masters, and sets to zero. DeepSpeed
     casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts as it copies.
