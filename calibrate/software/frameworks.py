@@ -151,6 +151,10 @@ def _fsdp2() -> Software:
         "scatter-in-bf16": Asked(
             "whole gradients in bf16, before each reduce-scatter", functools.partial(scatter, torch.bfloat16), step=True
         ),
+        "scatter-out-bf16": Asked("owned gradients to fp32, after each in bf16", steps.fsdp2_scatter_out, step=True),
+        "accumulate": Asked(
+            "owned gradients in fp32, after each but the first of a step", steps.fsdp2_accumulate, step=True
+        ),
     }
     return Software("fully_shard of torch: what it copies around its collectives", PACKAGES, parts)
 

@@ -298,8 +298,8 @@ def test_elements_that_are_pointed_to_are_not_the_whole() -> None:
 
 
 def test_a_tile_of_an_mlp_runs_forward_twice() -> None:
-    """Of an element of the MLP, forward: silu 4, product 6. Backward does so once more before its 18; gradients of three
-    weights are added to those of the tiles before, 6 each, and that of x to zeros, after both of its own: 6 + 6.
+    """Of an element of the MLP, forward: silu 4, product 6. Backward does so once more before its 18; gradients of
+    three weights are added to those of the tiles before, 6 each, and that of x to zeros, after both of its own: 6 + 6.
     """
     tile = load_counted("alst").part("mlp-tile")
     assert tile.forward.traffic == {"ffn*chunk": 4 + 6}
@@ -310,7 +310,7 @@ def test_a_tile_of_an_mlp_runs_forward_twice() -> None:
 
 def test_bytes_around_a_step() -> None:
     """Of a parameter: nanotron adds bf16 to fp32, takes the norm and scales, casts masters, and sets to zero. DeepSpeed
-    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts as it copies.
+    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts before it copies.
     """
     of_nanotron, of_deepspeed, of_fsdp2 = (
         {name: part.step.traffic.get("parameters") for name, part in load_counted(table).parts.items()}
@@ -322,7 +322,10 @@ def test_bytes_around_a_step() -> None:
     assert [of_deepspeed[name] for name in ("bucket", "norm", "gradients", "adamw", "copy-back")] == [
         3 * (2 + 2), (2 + 8) + 8, (2 + 2) + (2 + 4) + (4 + 4), 4 * (4 + 3), 4 + 2,
     ]  # fmt: skip
-    assert of_fsdp2 == {"gather-in": 4 + 2, "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2}
+    assert of_fsdp2 == {
+        "gather-in": (4 + 2) + (2 + 2), "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2,
+        "scatter-out-bf16": 2 + 4, "accumulate": 8 + 4,
+    }  # fmt: skip
 
 
 def test_what_is_proportional_to_nothing_known_is_no_formula() -> None:
