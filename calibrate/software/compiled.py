@@ -72,8 +72,12 @@ def fused(graph: fx.Graph) -> Iterator[Call]:
     """Yield the kernels of a graph."""
     made = _Made(graph)
     for node in made.nodes:
-        if made.is_barrier(node):
-            yield made.product(node) if _is_product(node) else made.kernel("fused sum", [*made.prologue(node), node])
+        if _is_product(node):
+            yield made.product(node)
+        elif _is_complex(node):
+            yield made.kernel(node.target.overloadpacket.__name__, [node])  # type: ignore[union-attr]
+        elif made.is_barrier(node):
+            yield made.kernel("fused sum", [*made.prologue(node), node])
     for group in made.groups():
         yield made.kernel("fused", group)
 
@@ -105,8 +109,8 @@ class _Made:
         return list(dict.fromkeys(self._of[one] for one in node.all_input_nodes))
 
     def is_barrier(self, node: fx.Node) -> bool:
-        """Return whether nothing is one kernel with a node: a product, or a sum over tokens."""
-        return _is_product(node) or _sums_tokens(node)
+        """Return whether nothing is one kernel with a node: a product, a sum over tokens, or of complex numbers."""
+        return _is_product(node) or _sums_tokens(node) or _is_complex(node)
 
     def prologue(self, node: fx.Node) -> list[fx.Node]:
         """Return the element-wise nodes that a sum over tokens makes again."""
@@ -190,6 +194,12 @@ def _operands(nodes: Iterable[fx.Node]) -> tuple[Operand, ...]:
 
 def _is_product(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Return whether a node makes complex numbers, which Inductor has no code for: ATen's kernel runs."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def _is_reduction(node: fx.Node) -> bool:

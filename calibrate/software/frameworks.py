@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from calibrate.software import layers, megatron, nanotron, steps, torchtitan
+from calibrate.software import layers, megatron, nanotron, steps, tiles, torchtitan
 from calibrate.software.asked import Asked, Software
 
 PACKAGES = ("torch",)
@@ -25,6 +25,7 @@ def _nanotron() -> Software:
             "one sequence alone has no copy before o_proj",
             nanotron.attention,
         ),
+        "attention-mha": Asked("the same with as many heads of keys", nanotron.attention_mha),
         "mlp": Asked("MLP: gate and up in one product, split", nanotron.mlp),
         "embedding": Asked("TensorParallelEmbedding of tokens, one rank", nanotron.embedding),
         "loss": Asked(
@@ -62,6 +63,13 @@ def _torchtitan() -> Software:
     return Software(
         f"torchtitan {torchtitan.VERSION} as its code has it, eager, bf16 weights gathered", PACKAGES, parts
     )
+
+
+def _torchtitan_compiled() -> Software:
+    """Return a block as torch.compile has it, as one."""
+    what = "Llama3TransformerBlock with a flash kernel; kernels by Inductor's rule of fusion, complex ones by ATen"
+    code = f"torchtitan {torchtitan.VERSION} as its code has it, blocks compiled, bf16 weights gathered"
+    return Software(code, PACKAGES, {"layer": Asked(what, torchtitan.layer)})
 
 
 def _megatron() -> Software:
@@ -116,6 +124,18 @@ def _deepspeed() -> Software:
     return Software("deepspeed 0.19.8 as its code has it: a step of ZeRO-3 on the GPU, bf16", PACKAGES, parts)
 
 
+def _alst() -> Software:
+    parts = {
+        "mlp-tile": Asked("each tile of TiledMLP with LlamaMLP's forward, its weights' gradients added", tiles.mlp),
+        "loss-tile": Asked(
+            "each tile of TiledFusedLogitsLoss with ForCausalLMLoss, both passes in forward", tiles.loss, peak=True
+        ),
+    }
+    return Software(
+        "tiles of deepspeed 0.19.8 as arctic_training 0.8.0 calls them, eager, bf16 weights", PACKAGES, parts
+    )
+
+
 def _fsdp2() -> Software:
     scatter = steps.fsdp2_scatter_in
     parts = {
@@ -131,6 +151,10 @@ def _fsdp2() -> Software:
         "scatter-in-bf16": Asked(
             "whole gradients in bf16, before each reduce-scatter", functools.partial(scatter, torch.bfloat16), step=True
         ),
+        "scatter-out-bf16": Asked("owned gradients to fp32, after each in bf16", steps.fsdp2_scatter_out, step=True),
+        "accumulate": Asked(
+            "owned gradients in fp32, after each but the first of a step", steps.fsdp2_accumulate, step=True
+        ),
     }
     return Software("fully_shard of torch: what it copies around its collectives", PACKAGES, parts)
 
@@ -138,8 +162,10 @@ def _fsdp2() -> Software:
 SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "nanotron": _nanotron,
     "torchtitan": _torchtitan,
+    "torchtitan-compiled": _torchtitan_compiled,
     "megatron": _megatron,
     "deepspeed-step": _deepspeed,
+    "alst": _alst,
     "fsdp2-copies": _fsdp2,
 }
 """By the name of its table."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -77,33 +78,43 @@ class _CrossEntropy(torch.autograd.Function):
 
 def rotary(sizes: Sizes) -> Run:
     """Return what flash-attn's RotaryEmbedding runs on queries, and on keys that are packed with values."""
+    return run(functools.partial(_rotary, "kv_heads"), sizes)
 
-    def build(sizes: Sizes) -> Ready:
-        q = heads_of(sizes, "heads", "batch", "sequence")
-        kv = received(torch.bfloat16, sizes["batch"], sizes["sequence"], 2, sizes["kv_heads"], sizes["head_dim"])
-        angles = _angles(sizes)
-        return Ready(lambda: (_Rotary.apply(q, *angles), _RotaryOfKeys.apply(kv, *angles)), (q, kv))
 
-    return run(build, sizes)
+def _rotary(kv_heads: str, sizes: Sizes) -> Ready:
+    q = heads_of(sizes, "heads", "batch", "sequence")
+    kv = received(torch.bfloat16, sizes["batch"], sizes["sequence"], 2, sizes[kv_heads], sizes["head_dim"])
+    angles = _angles(sizes)
+    return Ready(lambda: (_Rotary.apply(q, *angles), _RotaryOfKeys.apply(kv, *angles)), (q, kv))
 
 
 def attention(sizes: Sizes) -> Run:
     """Return what CausalSelfAttention runs with fewer heads of keys than of queries, less the rotary embedding."""
-    return run(_attention, sizes).without(rotary(sizes))
+    return _attention("kv_heads", sizes)
 
 
-def _attention(sizes: Sizes) -> Ready:
-    batch, sequence, heads, kv_heads, each = (
-        sizes[name] for name in ("batch", "sequence", "heads", "kv_heads", "head_dim")
-    )
-    x = _stream(sizes)
-    qkv_weight = weight((heads + 2 * kv_heads) * each, sizes["hidden"])
-    o_weight = weight(sizes["hidden"], heads * each)
+def attention_mha(sizes: Sizes) -> Run:
+    """Return what it runs with as many heads of keys as of queries, less the rotary embedding."""
+    return _attention("heads", sizes)
+
+
+def _attention(kv_heads: str, sizes: Sizes) -> Run:
+    return run(functools.partial(_attended, kv_heads), sizes).without(run(functools.partial(_rotary, kv_heads), sizes))
+
+
+def _attended(kv_heads: str, sizes: Sizes) -> Ready:
+    batch, sequence, each = (sizes[name] for name in ("batch", "sequence", "head_dim"))
+    x, heads, of_kv = _stream(sizes), sizes["heads"], sizes[kv_heads]
+    qkv_weight, o_weight = weight((heads + 2 * of_kv) * each, sizes["hidden"]), weight(sizes["hidden"], heads * each)
     angles, mask = _angles(sizes), torch.empty(batch, sequence, dtype=torch.bool)
 
     def forward() -> tuple[torch.Tensor]:
-        states = torch.split(functional.linear(x, qkv_weight), [heads * each, kv_heads * each, kv_heads * each], dim=-1)
-        q, k, v = (one.transpose(0, 1).contiguous().view(batch, sequence, -1, each) for one in states)
+        qkv = functional.linear(x, qkv_weight)
+        if of_kv == heads:
+            q, k, v = qkv.view(sequence, batch, 3, heads, each).permute(2, 1, 0, 3, 4).contiguous()
+        else:
+            states = torch.split(qkv, [heads * each, of_kv * each, of_kv * each], dim=-1)
+            q, k, v = (one.transpose(0, 1).contiguous().view(batch, sequence, -1, each) for one in states)
         kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)], dim=0).permute(1, 2, 0, 3, 4).contiguous()
         q, kv = _Rotary.apply(q, *angles), _RotaryOfKeys.apply(kv, *angles)
         k, v = torch.split(kv, 1, dim=2)

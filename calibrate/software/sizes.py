@@ -51,9 +51,9 @@ def terms(elements: int) -> list[tuple[str, Fraction]]:
 
     Those are queries, keys and values, and what there is one more of than sequences.
     """
-    heads, kv_heads = TO_DERIVE["heads"], TO_DERIVE["kv_heads"]
+    heads, kv_heads, each = TO_DERIVE["heads"], TO_DERIVE["kv_heads"], TO_DERIVE["head_dim"]
     packed = heads + 2 * kv_heads
-    if elements % (packed * TO_DERIVE["head_dim"]) == 0:
+    if elements % (packed * each) == 0 and elements % (3 * heads * each):
         return [_term(elements // packed * heads), _term(elements // packed * 2 * kv_heads)]
     if elements == TO_DERIVE["batch"] + 1:
         return [("batch", Fraction(1)), ("1", Fraction(1))]

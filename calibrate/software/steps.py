@@ -183,13 +183,19 @@ def deepspeed_partition(sizes: Sizes) -> Run:
 
 
 def fsdp2_gather_in(sizes: Sizes) -> Run:
-    """Return the copy-in of an all-gather: owned parameters in fp32 to the buffer in bf16."""
+    """Return what comes before an all-gather: owned parameters cast to bf16, and copied to the buffer.
+
+    ``_get_param_all_gather_inputs`` and ``all_gather_copy_in`` of FSDP2's _fsdp_collectives.py.
+    """
 
     def build(sizes: Sizes) -> Ready:
         shards, parts = _halves(sizes, torch.float32), _halves(sizes, torch.bfloat16)
 
         def step() -> tuple[()]:
-            torch._foreach_copy_(parts, shards)
+            flat = torch.empty(sizes["parameters"], dtype=torch.bfloat16)
+            cast = list(torch.split(flat, sizes["parameters"] // 2))
+            torch._foreach_copy_(cast, shards)  # noqa: SLF001 - as FSDP2 does
+            torch._foreach_copy_(parts, cast)  # noqa: SLF001
             return ()
 
         return Ready(step)
@@ -225,6 +231,26 @@ def fsdp2_scatter_in(reduced: torch.dtype, sizes: Sizes) -> Run:
             return ()
 
         return Ready(step)
+
+    return run(build, sizes)
+
+
+def fsdp2_scatter_out(sizes: Sizes) -> Run:
+    """Return what comes after a reduce-scatter in bf16: owned gradients cast to fp32."""
+
+    def build(sizes: Sizes) -> Ready:
+        reduced = _half(sizes)
+        return Ready(lambda: (reduced.to(torch.float32),))
+
+    return run(build, sizes)
+
+
+def fsdp2_accumulate(sizes: Sizes) -> Run:
+    """Return what adds reduced gradients to those of the micro-batches before, a parameter tensor at a time."""
+
+    def build(sizes: Sizes) -> Ready:
+        total, reduced = _wide(sizes), _wide(sizes)
+        return Ready(lambda: (total.add_(reduced),))
 
     return run(build, sizes)
 

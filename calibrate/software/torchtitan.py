@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import fx
 from torch.nn import functional
 
+from calibrate.software.compiled import compiled, in_kernels
 from calibrate.software.count import FlashAttention, Ready, Run, received, run
 from calibrate.software.layers import NormKernels, heads_of, weight
 from calibrate.software.sizes import Sizes
@@ -26,22 +28,33 @@ def rotary(sizes: Sizes) -> Run:
     def build(sizes: Sizes) -> Ready:
         q, k = heads_of(sizes, "heads", "batch", "sequence"), heads_of(sizes, "kv_heads", "batch", "sequence")
         cache, positions = _cache(sizes), _positions(sizes)
-        return Ready(lambda: _complex(q, k, cache, positions), (q, k))
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            _check(positions, cache)
+            return _complex(q, k, cache, positions)
+
+        return Ready(forward, (q, k))
 
     return run(build, sizes)
+
+
+def _check(positions: torch.Tensor, cache: torch.Tensor) -> None:
+    """Check positions on the GPU, as is done where nothing is compiled: ``_maybe_check_max_pos``."""
+    torch._assert_async(torch.all(positions <= cache.shape[0] - 1))  # noqa: SLF001 - its public name
+
+
+def _gathered(cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return angles of positions: ``_reshape_for_broadcast``."""
+    batch, sequence, width = *positions.shape, cache.shape[-1]
+    index = positions.view(batch, sequence, 1, 1).expand(batch, sequence, 1, width)
+    return torch.gather(cache[None, :, None, :].expand(batch, -1, -1, -1), dim=1, index=index)
 
 
 def _complex(
     q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate pairs of neighbours: ``ComplexRoPE._reshape_cache`` and ``apply_rotary_emb``."""
-    torch._assert_async(torch.all(positions <= cache.shape[0] - 1))  # noqa: SLF001 - its public name
-    batch, sequence, width = *positions.shape, cache.shape[-1]
-    angles = torch.gather(
-        cache[None, :, None, :].expand(batch, -1, -1, -1),
-        dim=1,
-        index=positions.view(batch, sequence, 1, 1).expand(batch, sequence, 1, width),
-    )
+    """Rotate pairs of neighbours: ``apply_rotary_emb`` of ComplexRoPE."""
+    angles = _gathered(cache, positions)
     q_, k_ = (torch.view_as_complex(one.float().reshape(*one.shape[:-1], -1, 2)) for one in (q, k))
     q_out, k_out = (torch.view_as_real(one * angles).flatten(3) for one in (q_, k_))
     return q_out.type_as(q), k_out.type_as(k)
@@ -54,7 +67,12 @@ def rotary_of_halves(sizes: Sizes) -> Run:
         q, k = heads_of(sizes, "heads", "batch", "sequence"), heads_of(sizes, "kv_heads", "batch", "sequence")
         cache = torch.empty(sizes["sequence"], 2 * sizes["head_dim"], dtype=torch.float32)
         positions = _positions(sizes)
-        return Ready(lambda: _halves(q, k, cache, positions), (q, k))
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            _check(positions, cache)
+            return _halves(q, k, cache, positions)
+
+        return Ready(forward, (q, k))
 
     return run(build, sizes)
 
@@ -62,15 +80,9 @@ def rotary_of_halves(sizes: Sizes) -> Run:
 def _halves(
     q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate halves of heads: ``CosSinRoPE._reshape_cache`` and ``apply_rotary_emb``."""
-    torch._assert_async(torch.all(positions <= cache.shape[0] - 1))  # noqa: SLF001 - its public name
-    batch, sequence, width = *positions.shape, cache.shape[-1]
-    angles = torch.gather(
-        cache[None, :, None, :].expand(batch, -1, -1, -1),
-        dim=1,
-        index=positions.view(batch, sequence, 1, 1).expand(batch, sequence, 1, width),
-    )
-    cos, sin = angles[..., : width // 2], angles[..., width // 2 :]
+    """Rotate halves of heads: ``apply_rotary_emb`` of CosSinRoPE."""
+    angles = _gathered(cache, positions)
+    cos, sin = angles.chunk(2, dim=-1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -86,39 +98,89 @@ def attention(sizes: Sizes) -> Run:
 
 
 def _attention(sizes: Sizes) -> Ready:
-    batch, sequence, kv_heads, each = (sizes[name] for name in ("batch", "sequence", "kv_heads", "head_dim"))
-    groups = sizes["heads"] // kv_heads
     x, cache, positions = _stream(sizes), _cache(sizes), _positions(sizes)
-    qkv_weight = weight((sizes["heads"] + 2 * kv_heads) * each, sizes["hidden"])
-    o_weight = weight(sizes["hidden"], sizes["heads"] * each)
+    weights = _attention_weights(sizes)
 
     def forward() -> tuple[torch.Tensor]:
-        qkv = functional.linear(x, qkv_weight).view(batch, sequence, kv_heads, groups + 2, each)
-        parts = torch.split(qkv, [groups, 1, 1], dim=-2)
-        q, k, v = (one.reshape(batch, sequence, -1, each).contiguous() for one in parts)
-        q, k = _complex(q, k, cache, positions)
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        with FlashAttention():
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=None, enable_gqa=True)
-        return (functional.linear(out.transpose(1, 2).contiguous().flatten(2), o_weight),)
+        _check(positions, cache)
+        return (_attended(sizes, x, *weights, cache, positions),)
 
     return Ready(forward, (x,))
+
+
+def _attention_weights(sizes: Sizes) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    heads, kv_heads, each = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+    return weight((heads + 2 * kv_heads) * each, sizes["hidden"]), weight(sizes["hidden"], heads * each)
+
+
+def _attended(
+    sizes: Sizes,
+    x: torch.Tensor,
+    of_qkv: torch.Tensor,
+    of_out: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    batch, sequence, kv_heads, each = (sizes[name] for name in ("batch", "sequence", "kv_heads", "head_dim"))
+    groups = sizes["heads"] // kv_heads
+    qkv = functional.linear(x, of_qkv).view(batch, sequence, kv_heads, groups + 2, each)
+    parts = torch.split(qkv, [groups, 1, 1], dim=-2)
+    q, k, v = (one.reshape(batch, sequence, -1, each).contiguous() for one in parts)
+    q, k = _complex(q, k, cache, positions)
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    with FlashAttention():
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=None, enable_gqa=True)
+    return functional.linear(out.transpose(1, 2).contiguous().flatten(2), of_out)
+
+
+def layer(sizes: Sizes) -> Run:
+    """Return what a compiled block of Llama runs and keeps; what computes complex numbers Inductor leaves to ATen."""
+    graphs: list[fx.Graph] = []
+
+    def build(sizes: Sizes) -> Ready:
+        norms = tuple(weight(sizes["hidden"]) for _ in range(2))
+        x, cache, positions = _stream(sizes), _cache(sizes), _positions(sizes)
+
+        def forward(
+            norms: tuple[torch.Tensor, ...],
+            attention: tuple[torch.Tensor, ...],
+            mlp: tuple[torch.Tensor, ...],
+            x: torch.Tensor,
+            cache: torch.Tensor,
+            positions: torch.Tensor,
+        ) -> torch.Tensor:
+            first, second = (functools.partial(_normed, one) for one in norms)
+            of_qkv, of_out = attention
+            x = x + _attended(sizes, first(x), of_qkv, of_out, cache, positions)
+            return x + _fed_forward(second(x), *mlp)
+
+        weights = norms, _attention_weights(sizes), _mlp_weights(sizes)
+        return compiled(forward, (x,), graphs, *weights, x, cache, positions)
+
+    return in_kernels(run(build, sizes), graphs)
+
+
+def _normed(of: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, of.shape, of, 1e-5)
 
 
 def mlp(sizes: Sizes) -> Run:
     """Return what FeedForward runs."""
 
     def build(sizes: Sizes) -> Ready:
-        x = _stream(sizes)
-        w1, w3 = (weight(sizes["ffn"], sizes["hidden"]) for _ in range(2))
-        w2 = weight(sizes["hidden"], sizes["ffn"])
-
-        def forward() -> tuple[torch.Tensor]:
-            return (functional.linear(functional.silu(functional.linear(x, w1)) * functional.linear(x, w3), w2),)
-
-        return Ready(forward, (x,))
+        x, weights = _stream(sizes), _mlp_weights(sizes)
+        return Ready(lambda: (_fed_forward(x, *weights),), (x,))
 
     return run(build, sizes)
+
+
+def _mlp_weights(sizes: Sizes) -> tuple[torch.nn.Parameter, ...]:
+    shape = sizes["ffn"], sizes["hidden"]
+    return weight(*shape), weight(*reversed(shape)), weight(*shape)
+
+
+def _fed_forward(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+    return functional.linear(functional.silu(functional.linear(x, w1)) * functional.linear(x, w3), w2)
 
 
 def embedding(sizes: Sizes) -> Run:

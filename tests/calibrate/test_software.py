@@ -30,7 +30,8 @@ needs_transformers = [
     ),
     pytest.mark.filterwarnings("default"),  # of transformers' own imports
 ]
-EVERY = [pytest.param(name, marks=needs_transformers if name in OF_TRANSFORMERS else []) for name in SOFTWARE]
+MARKS = {**dict.fromkeys(OF_TRANSFORMERS, needs_transformers), "torchtitan-compiled": [pytest.mark.slow]}
+EVERY = [pytest.param(name, marks=MARKS.get(name, [])) for name in SOFTWARE]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -142,6 +143,31 @@ def test_a_product_parts_what_is_compiled() -> None:
     assert said([call for call in found.forward if call.flops is None]) == [
         ("fused", {"tokens*hidden": 2}, {"tokens*hidden": 2}),
         ("fused", {"tokens*hidden": 4}, {"tokens*hidden": 2}),
+    ]
+
+
+@pytest.mark.sweep
+def test_complex_numbers_part_what_is_compiled() -> None:
+    """The cast to fp32 is one kernel, the product of complex numbers ATen's, and the cast back a third.
+    Of pairs of 4 bytes, angles are one a position of all sequences.
+    """
+    graphs: list[torch.fx.Graph] = []
+
+    def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * angles).flatten(2).bfloat16()
+
+    def build(sizes: Sizes) -> Ready:
+        x = received(torch.bfloat16, sizes["batch"], sizes["sequence"], sizes["head_dim"])
+        angles = torch.empty(sizes["sequence"], sizes["head_dim"] // 2, dtype=torch.complex64)
+        return compiled(rotated, (x,), graphs, x, angles)
+
+    found = in_kernels(run(build, TO_DERIVE), graphs)
+    elements, positions = "tokens*head_dim", "sequence*head_dim"
+    assert said(found.forward) == [
+        ("mul", {elements: 4, positions: 4}, {elements: 4}),
+        ("fused", {elements: 2}, {elements: 4}),
+        ("fused", {elements: 4}, {elements: 2}),
     ]
 
 
@@ -271,9 +297,20 @@ def test_elements_that_are_pointed_to_are_not_the_whole() -> None:
     assert put == ("index_put_", {"tokens": 2 * 8 + 4}, {"tokens": 4})
 
 
+def test_a_tile_of_an_mlp_runs_forward_twice() -> None:
+    """Of an element of the MLP, forward: silu 4, product 6. Backward does so once more before its 18; gradients of
+    three weights are added to those of the tiles before, 6 each, and that of x to zeros, after both of its own: 6 + 6.
+    """
+    tile = load_counted("alst").part("mlp-tile")
+    assert tile.forward.traffic == {"ffn*chunk": 4 + 6}
+    assert tile.backward.traffic == {"ffn*chunk": 4 + 6 + 18, "hidden*ffn": 3 * 6, "hidden*chunk": 6 + 6}
+    assert [sum(one.launches for one in of.products) for of in (tile.forward, tile.backward)] == [3, 3 + 6]
+    assert tile.kept == {"hidden*chunk": 2}
+
+
 def test_bytes_around_a_step() -> None:
     """Of a parameter: nanotron adds bf16 to fp32, takes the norm and scales, casts masters, and sets to zero. DeepSpeed
-    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts as it copies.
+    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts before it copies.
     """
     of_nanotron, of_deepspeed, of_fsdp2 = (
         {name: part.step.traffic.get("parameters") for name, part in load_counted(table).parts.items()}
@@ -285,7 +322,10 @@ def test_bytes_around_a_step() -> None:
     assert [of_deepspeed[name] for name in ("bucket", "norm", "gradients", "adamw", "copy-back")] == [
         3 * (2 + 2), (2 + 8) + 8, (2 + 2) + (2 + 4) + (4 + 4), 4 * (4 + 3), 4 + 2,
     ]  # fmt: skip
-    assert of_fsdp2 == {"gather-in": 4 + 2, "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2}
+    assert of_fsdp2 == {
+        "gather-in": (4 + 2) + (2 + 2), "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2,
+        "scatter-out-bf16": 2 + 4, "accumulate": 8 + 4,
+    }  # fmt: skip
 
 
 def test_what_is_proportional_to_nothing_known_is_no_formula() -> None:
