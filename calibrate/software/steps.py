@@ -194,8 +194,8 @@ def fsdp2_gather_in(sizes: Sizes) -> Run:
         def step() -> tuple[()]:
             flat = torch.empty(sizes["parameters"], dtype=torch.bfloat16)
             cast = list(torch.split(flat, sizes["parameters"] // 2))
-            torch._foreach_copy_(cast, shards)  # noqa: SLF001 - as FSDP2 does
-            torch._foreach_copy_(parts, cast)  # noqa: SLF001
+            torch._foreach_copy_(cast, shards)
+            torch._foreach_copy_(parts, cast)
             return ()
 
         return Ready(step)
