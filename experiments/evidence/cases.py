@@ -32,7 +32,8 @@ from sim.units import size
 
 FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "cp", "dp_degree")
-"""What cases may differ in to be compared with each other, beside overrides of the schedule."""
+_OF_METHOD = ("schedule.", "software.")
+"""What cases may differ in to be compared with each other; the latter are overrides."""
 _KEYS = {"pass": "passes"} | {
     field.name: field.name for field in dataclasses.fields(Setup) if field.name not in {"passes", "profile", "yes"}
 }
@@ -216,7 +217,7 @@ class Case(NamedTuple):
     def rivals(self) -> tuple[object, ...]:
         """Return what is the same in cases of different schedules that can be compared."""
         fields = vars(self.setup)
-        overrides = tuple(key for key in names.texts(self.setup.set) if not key.startswith("schedule."))
+        overrides = tuple(key for key in names.texts(self.setup.set) if not key.startswith(_OF_METHOD))
         same = (fields[key] for key in fields if key not in {*_SCHEDULE, "set", "profile"})
         profile = self.setup.profile
         made = (profile.name, profile.created) if isinstance(profile, Profile) else profile

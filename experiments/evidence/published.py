@@ -23,6 +23,7 @@ from sim.presets import preset_names
 from sim.profile import load_profile, profile_bytes
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
+from sim.software.software import load_software
 from sim.units import percent
 
 _APART = 0.02
@@ -196,6 +197,12 @@ def fitted_from(evidence: Evidence) -> list[str]:
     )
     figures = f"{1e6 * host.call_s:.3g} us a call, {1e6 * host.kernel_s:.3g} us a kernel"
     return [f"host fitted: {figures}, from cases that are in no row: {'; '.join(named)}"]
+
+
+def software_of(file: CaseFile) -> list[str]:
+    """Return which software was timed, where the file says it."""
+    named = file.select.get("software")
+    return [f"software: {load_software(str(named)).said} ({named})"] if named else []
 
 
 def measured_on(file: CaseFile) -> list[str]:

@@ -15,7 +15,15 @@ from experiments.evidence.kept import Kept
 from experiments.evidence.lab import LabRecord
 from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.evidence.memory_cases import memory_tables
-from experiments.evidence.published import HEADS, Evidence, fitted_from, judged_groups, measured_on, rests_on
+from experiments.evidence.published import (
+    HEADS,
+    Evidence,
+    fitted_from,
+    judged_groups,
+    measured_on,
+    rests_on,
+    software_of,
+)
 from experiments.evidence.record import Judged, Record, judged, provenance, summary
 from sim.errors import InputError
 from sim.files import Kind, marked
@@ -177,6 +185,7 @@ def _published_section(evidence: Evidence) -> list[str]:
     lines = [
         f"source: {file.source}",
         f"quality: {file.quality}",
+        *software_of(file),
         *rests_on(file),
         *measured_on(file),
         *fitted_from(evidence),

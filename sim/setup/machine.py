@@ -95,9 +95,12 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
 
 def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> Kernels:
     """Return the kernels of some software on a cluster: attention of the profile where there are no figures of another
-    on its GPUs, as of FlashAttention-2 on those that have come since.
+    on its GPUs, as of FlashAttention-2 on those that have come since; none at the rates of datasheets, at which all are
+    alike.
     """
-    if profile is None or kernels.attention in {None, *kernels_of(spec.gpu.chip, profile)}:
+    if profile is None:
+        return Kernels()
+    if kernels.attention in {None, *kernels_of(spec.gpu.chip, profile)}:
         return kernels
     return msgspec.structs.replace(kernels, attention=None)
 

@@ -172,9 +172,11 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 def test_software_is_of_gpus_and_needs_measured_rates() -> None:
     with pytest.raises(InputError, match="at datasheet rates all kernels are alike"):
-        longstep.predict("zigzag", **STEP, software="huggingface", profile="datasheet")
+        longstep.predict("zigzag", **STEP, profile="datasheet", set={"software.norm": "transformers-llama:norm"})
+    plain = longstep.predict("zigzag", **STEP, software="huggingface", profile="datasheet")
+    assert plain.checked.schedule.header.options["loss"] == "torch"
     with pytest.raises(InputError, match="ranks are threads of a host"):
-        longstep.predict("ring", **STEP | {"cluster": "host"}, software="huggingface", profile="datasheet")
+        longstep.predict("ring", **STEP | {"cluster": "host"}, profile="datasheet", set={"software.norm": "liger:norm"})
 
 
 def test_where_nobody_names_it_the_interval_reaches_to_the_slowest() -> None:
