@@ -65,6 +65,20 @@ PARTS = (
 )
 
 
+FRAGMENTED = 10 / 58.8
+"""What torch's caching allocator may hold more than is allocated, as a share of that, without expandable segments: see
+``allocator``."""
+
+
+def held_by_allocator(allocated: int, *, expandable: bool) -> tuple[int, int]:
+    """Return between which sizes logs have memory that is reserved, not allocated, in bytes: ``max_memory_reserved`` of
+    torch beside ``max_memory_allocated``, with expandable segments or without.
+    """
+    (part,) = (one for one in PARTS if one.name == "allocator")
+    most = part.nbytes + part.within_bytes
+    return allocated, allocated + (most if expandable else max(most, round(FRAGMENTED * allocated)))
+
+
 class Reserved(NamedTuple):
     """Bytes of a device's memory that buffers cannot have, and how many more or fewer it may be."""
 

@@ -30,7 +30,7 @@ from sim.engine.room import Limit, Room, by_basis
 from sim.errors import InputError
 from sim.setup.answer import Grounds, grounds, interval, named, step_time
 from sim.units import FEW, number, percent, seconds, size
-from topology.reserved import PARTS, Basis
+from topology.reserved import PARTS, Basis, held_by_allocator
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
@@ -117,6 +117,12 @@ def tell(found: Sequence[Grounds], console: Console, *, everything: bool = False
         console.print(table)
 
 
+def _reserved(allocated: int) -> str:
+    """Return what logs have of memory that the allocator holds."""
+    most = [size(held_by_allocator(allocated, expandable=segments)[1], FEW) for segments in (True, False)]
+    return f"{size(allocated, FEW)} to {most[0]} with expandable segments, to {most[1]} without"
+
+
 def report_table(predicted: Prediction) -> Table:
     """Return the figures of one simulated step."""
     report = predicted.report
@@ -139,6 +145,7 @@ def report_table(predicted: Prediction) -> Table:
         table.add_row("a billion tokens", hours)
     table.add_row(PEAK, size(report.peak_hbm_bytes))
     if report.room:
+        table.add_row("peak reserved", _reserved(report.peak_hbm_bytes))
         for name, shown in _room_rows(report.room):
             table.add_row(name, shown)
     else:
