@@ -145,7 +145,8 @@ def report_table(predicted: Prediction) -> Table:
         table.add_row("a billion tokens", hours)
     table.add_row(PEAK, size(report.peak_hbm_bytes))
     if report.room:
-        table.add_row("peak reserved", _reserved(report.peak_hbm_bytes))
+        if report.room.limits[0].memory == "GPU":
+            table.add_row("peak reserved", _reserved(report.peak_hbm_bytes))
         for name, shown in _room_rows(report.room):
             table.add_row(name, shown)
     else:

@@ -9,7 +9,7 @@ import msgspec
 
 from sim.setup.setup import Setup
 from topology.cluster import load_cluster
-from topology.reserved import OF_CPU, OF_CUDA, PARTS, Reserved
+from topology.reserved import OF_CPU, OF_CUDA, PARTS, Reserved, held_by_allocator
 
 MIB = 2**20
 
@@ -37,3 +37,11 @@ def test_it_can_be_set() -> None:
     assert spec.figures() == load_cluster("hgx-h100").figures(), "no time depends on it"
     only = msgspec.structs.replace(spec, hbm=msgspec.structs.replace(spec.hbm, reserved_within_bytes=None))
     assert only.reserved == Reserved(1000, OF_CUDA.within_bytes)
+
+
+def test_what_the_allocator_holds_is_no_less_than_what_is_allocated() -> None:
+    """Without expandable segments up to 10 GB at 58.8 GB."""
+    assert held_by_allocator(58_800_000_000, expandable=False) == (58_800_000_000, 68_800_000_000)
+    least, most = held_by_allocator(2**30, expandable=True)
+    assert (least, most) == (2**30, 2**30 + 800 * 2**20)
+    assert held_by_allocator(2**30, expandable=False) == (least, most)
