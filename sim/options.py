@@ -70,7 +70,8 @@ class LayerOptions:
     add up in fp32."""
     sync: Literal["every", "last"] = "every"
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
-    and are summed with the last one (no_sync). Below stage 2 they are summed once in any case."""
+    and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
+    summed once in any case: with every, behind the last backward pass where there are several or the stage is 1."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is

@@ -94,6 +94,18 @@ def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:
     assert backward[-2] < sums[0] < backward[-1] < sums[1]
 
 
+@pytest.mark.parametrize(("stage", "count"), [(0, 2), (1, 1), (1, 2)])
+def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, count: int) -> None:
+    """Or behind it; never beside an earlier one."""
+    for sync in ("last", "every"):
+        checked = is_exact("ring", 2, step(batch=count), micro_batches=count, zero_stage=stage, sync=sync)
+        ops = labels(checked)
+        backward = [at for at, label in enumerate(ops) if label == "pack gradients of weights"]
+        sums = [at for at, label in enumerate(ops) if label == "reduce weights"]
+        assert len(sums) == 2 and len(backward) == 2 * count
+        assert backward[-2] < sums[0] and (sums[0] < backward[-1]) == (sync == "last")
+
+
 def test_kernels_do_not_wait_for_sums() -> None:
     """A gradient is added to those before it behind the backward pass of the next unit, not behind its own."""
     checked = make_step("ring", 2, step(batch=2, layers=3), micro_batches=2)

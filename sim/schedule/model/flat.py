@@ -120,9 +120,10 @@ class Flat:
     gathered when they have been updated. Gradients are summed by a reduce-scatter as soon as a unit has all of its own,
     at stage 1 when all units have theirs, and at stage 0 by an all-reduce. Those of several micro-batches add up in
     fp32: summed in the shards, as in torch's FSDP2; below stage 2 whole, and are summed once. With sync=last they are
-    whole from stage 2 on, too, and in the last backward pass a unit's are summed as soon as they are complete, as
-    behind FSDP2's set_requires_gradient_sync(False) (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
-    post_backward).
+    whole from stage 2 on, too, and at every stage a unit's are summed in the last backward pass as soon as they are
+    complete, as behind FSDP2's set_requires_gradient_sync(False) (torch/distributed/fsdp/_fully_shard/
+    _fsdp_param_group.py, post_backward) and DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves
+    for the last one alone (0.4 parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
@@ -159,9 +160,10 @@ class Flat:
         """Gradients of this micro-batch with which nothing was done yet."""
         self._summed: dict[Unit, View] = {}
         self._passes_left = options.micro_batches
-        self._sums_late = self._stage == 1 or (self._stage == 0 and options.micro_batches > 1)
+        at_once = options.sync == "last"
+        self._sums_late = not at_once and (self._stage == 1 or (self._stage == 0 and options.micro_batches > 1))
         """Whether gradients are summed over ranks when all units have theirs."""
-        self._adds_whole = self._stage >= 2 and options.micro_batches > 1 and options.sync == "last"
+        self._adds_whole = at_once and options.micro_batches > 1
         """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
 
     @property
