@@ -72,6 +72,11 @@ class LayerOptions:
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
     and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
     summed once in any case: with every, behind the last backward pass where there are several or the stage is 1."""
+    accumulate: Literal["copies", "in-place"] = "copies"
+    """How whole gradients add up in fp32: an fp32 copy of each micro-batch's is added to those before (copies), or each
+    as it is to one fp32 buffer of all weights, which is there from step to step and begins each as zeros (in-place), as
+    Megatron-LM's main_grad (megatron-core 0.16.1 distributed/distributed_data_parallel.py) and nanotron's
+    FP32GradientAccumulator (0.4 optim/gradient_accumulator.py)."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
@@ -102,16 +107,24 @@ class LayerOptions:
                 f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
                 f"schedule.zero_stage=2 and schedule.sync=every"
             )
+        if self.accumulate == "in-place" and (
+            (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
+        ):
+            raise InputError(
+                f"`set` schedule.accumulate=in-place adds whole gradients up in fp32: set schedule.zero_stage to 0 or "
+                f"1, or schedule.sync=last, and leave out `set` schedule.reduce; zero_stage={self.zero_stage}, "
+                f"sync={self.sync}, reduce={self.reduce} are set"
+            )
         return found
 
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices"}  # fmt: skip
+          "halves": "slices", "accumulate": "copies"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync", "rotary_table"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate"),
 )
 
 

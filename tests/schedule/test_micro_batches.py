@@ -15,8 +15,9 @@ import pytest
 from sim.errors import InputError
 from sim.memory import lifetimes, walk
 from sim.options import ZeroStage
+from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, Embed, Op, ReduceScatter
+from sim.schedule.ir.ops import Accumulate, Embed, Hold, Op, Pack, ReduceScatter, Zero
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
@@ -102,8 +103,40 @@ def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, 
         ops = labels(checked)
         backward = [at for at, label in enumerate(ops) if label == "pack gradients of weights"]
         sums = [at for at, label in enumerate(ops) if label == "reduce weights"]
-        assert len(sums) == 2 and len(backward) == 2 * count
-        assert backward[-2] < sums[0] and (sums[0] < backward[-1]) == (sync == "last")
+        assert (len(sums), len(backward)) == (2, 2 * count)
+        assert backward[-2] < sums[0]
+        assert (sums[0] < backward[-1]) == (sync == "last")
+
+
+IN_PLACE = [(0, 2, "last"), (0, 1, "every"), (1, 2, "every"), (1, 1, "last"), (2, 2, "last"), (3, 2, "last")]
+
+
+@pytest.mark.parametrize("case", sweep_but({(0, 2, "last"), (1, 2, "every")}, IN_PLACE))
+def test_gradients_add_up_in_place(case: tuple[int, int, str]) -> None:
+    """Each is read once in the model's data type, and added to one fp32 buffer: no fp32 copy is ever there."""
+    stage, count, sync = case
+    options = {"zero_stage": stage, "micro_batches": count, "sync": sync, "accumulate": "in-place"}
+    is_exact("ring", 2, step(batch=count), **options)
+    checked = make_step("ulysses", 2, step(batch=count, dtype="bf16"), 2, **options)
+    program = checked.schedule.program(0)
+    packs = [op for op in program.ops if isinstance(op, Pack)]
+    assert len(packs) == count * len(units(checked.schedule.header.workload))
+    assert {(program.dtype(op.gradients[0]), program.dtype(op.flat), op.adds) for op in packs} == {
+        ("bf16", "fp32", True)
+    }
+    for op in packs:
+        parts = sum(map(program.nbytes, op.gradients))
+        assert kernel_use(op, program).hbm_bytes == 5 * parts  # 2 bytes of an element, 4 read and 4 written
+    zeroed = [op.into.buffer for op in program.ops if isinstance(op, Zero)]
+    assert sorted(zeroed) == sorted({op.flat.buffer for op in packs})
+    (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
+    assert sorted(view.buffer for view in held) == sorted(zeroed)
+
+
+def test_what_cannot_add_up_in_place_is_refused() -> None:
+    for options in ({}, {"zero_stage": 1, "reduce": "model"}):
+        with pytest.raises(InputError, match="accumulate=in-place adds whole gradients up in fp32"):
+            make_step("ring", 2, step(), accumulate="in-place", **options)
 
 
 def test_kernels_do_not_wait_for_sums() -> None:

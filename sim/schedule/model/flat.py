@@ -18,6 +18,7 @@ from sim.schedule.ir.ops import (
     AdamW,
     AllGather,
     AllReduce,
+    Hold,
     HostAdamW,
     HostSync,
     Pack,
@@ -125,6 +126,9 @@ class Flat:
     _fsdp_param_group.py, post_backward) and DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves
     for the last one alone (0.4 parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
+    With accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
+    holds to its end.
+
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
     DeepSpeed's runtime/zero/stage3.py does it. Updates follow each other on the CPU, all behind the norm of all
@@ -163,8 +167,13 @@ class Flat:
         at_once = options.sync == "last"
         self._sums_late = not at_once and (self._stage == 1 or (self._stage == 0 and options.micro_batches > 1))
         """Whether gradients are summed over ranks when all units have theirs."""
-        self._adds_whole = at_once and options.micro_batches > 1
+        self._adds_whole = at_once and (options.micro_batches > 1 or options.accumulate == "in-place")
         """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
+        self._in_place: dict[Unit, View] = {}
+        """The buffer to which all gradients of a unit are added, where there is one from step to step."""
+        if options.accumulate == "in-place":
+            zeros = {unit: partial(self._zeros, unit) for unit in self._units}
+            self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
 
     @property
     def _num_parts(self) -> int:
@@ -292,6 +301,8 @@ class Flat:
         """See Params: gradients of alike units are packed in one buffer, so each waits for the sum of the one before
         where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
         """
+        if self._in_place:
+            return (self._in_place[unit],)
         if self._stage < 2 or not self._shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
@@ -302,14 +313,27 @@ class Flat:
             self._packed[unit.name] = self._b.buffer(f"gradients of {unit.name}", "i", (extent,), dtype, "gradient")
         return (self._packed[unit.name],)
 
+    def _whole_gradient(self, unit: Unit) -> View:
+        """Return a new buffer for all of a unit's gradient, padding included."""
+        return self._b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts)
+
+    def _zeros(self, unit: Unit) -> View:
+        flat = self._whole_gradient(unit)
+        self._b.add(Zero(label=f"zero gradients of {unit.name}", into=flat))
+        return flat
+
     def reduced(self, unit: Unit, room: Room) -> Reduced:
         """See Params."""
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
-        (flat,) = room or (b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts),)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
-        b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
+        if self._in_place:
+            (flat,) = room
+            b.add(Pack(label=f"add gradients of {unit.name}", gradients=gradients, flat=flat[:size], adds=True))
+        else:
+            (flat,) = room or (self._whole_gradient(unit),)
+            b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
         return (flat if self._sums_late or self._adds_whole else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
@@ -329,7 +353,7 @@ class Flat:
         """See Params."""
         (gradient,) = reduced
         if self._adds_whole:
-            self._add(unit, gradient)
+            self._take(unit, gradient)
             if self._passes_left > 1:
                 return
             whole = self._summed[unit]
@@ -346,14 +370,16 @@ class Flat:
             if self._adds_whole:
                 self._summed[unit] = gradient
             else:
-                self._add(unit, gradient)
+                self._take(unit, gradient)
             if self._passes_left == 1 and not self._sums_late:
                 self._finish(unit)
 
-    def _add(self, unit: Unit, gradient: View) -> None:
-        """Append what adds a gradient to those of earlier micro-batches."""
+    def _take(self, unit: Unit, gradient: View) -> None:
+        """Append what adds a gradient to those of earlier micro-batches, where that is still to do."""
         b, several = self._b, self._options.micro_batches > 1
-        if unit in self._summed:
+        if self._in_place:
+            self._summed[unit] = gradient
+        elif unit in self._summed:
             b.call(f"add {unit.name}", unit.layer, partial(self._added, unit), gradient, self._summed[unit])
         else:
             self._summed[unit] = self._cast(gradient, b.sum_dtype) if several else gradient
@@ -427,6 +453,8 @@ class Flat:
         for unit, gradient in self._summed.items():
             update, weights = partial(self._update, unit), self._weights.get(unit, {})
             b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
+        if self._in_place:
+            b.add(Hold(label="hold gradients", held=tuple(self._in_place.values())))
 
     def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> None:
         """Append what updates a unit's weights and moments where they lie, and below stage 3 brings them to all."""
