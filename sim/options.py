@@ -60,6 +60,10 @@ class LayerOptions:
     """Layers whose weights are gathered ahead at stage 3."""
     reduce: Literal["fp32", "model"] = "fp32"
     """Data type in which gradients of weights are summed over ranks in a training step."""
+    reduce_to: Literal["owner", "all"] = "owner"
+    """Which ranks get the sum of a gradient at stage 1: the one that updates with it, by a reduce-scatter, or all, by
+    an all-reduce, of which each takes what it owns and finds the norm by itself, as nanotron does it (0.4 trainer.py,
+    training_step: reduce_scatter=False)."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
@@ -107,6 +111,11 @@ class LayerOptions:
                 f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
                 f"schedule.zero_stage=2 and schedule.sync=every"
             )
+        if self.reduce_to == "all" and self.zero_stage != 1:
+            raise InputError(
+                f"`set` schedule.reduce_to=all is of stage 1, and schedule.zero_stage={self.zero_stage} is set: at "
+                f"stage 0 all ranks get all sums, from 2 on owners alone"
+            )
         if self.accumulate == "in-place" and (
             (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
         ):
@@ -119,12 +128,12 @@ class LayerOptions:
 
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices", "accumulate": "copies"}  # fmt: skip
+          "halves": "slices", "accumulate": "copies", "reduce_to": "owner"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to"),
 )
 
 

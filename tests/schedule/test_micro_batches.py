@@ -17,7 +17,7 @@ from sim.memory import lifetimes, walk
 from sim.options import ZeroStage
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, Embed, Hold, Op, Pack, ReduceScatter, Zero
+from sim.schedule.ir.ops import Accumulate, Embed, Hold, Op, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
@@ -131,6 +131,22 @@ def test_gradients_add_up_in_place(case: tuple[int, int, str]) -> None:
     assert sorted(zeroed) == sorted({op.flat.buffer for op in packs})
     (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
     assert sorted(view.buffer for view in held) == sorted(zeroed)
+
+
+@pytest.mark.parametrize("shards", sweep_but({"all"}, ["all", "replica"]))
+def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
+    """Each rank finds the norm of all gradients by itself, and updates what it owns."""
+    workload, options = step(), {"zero_stage": 1, "shards": shards}
+    owner, to_all = (is_exact("ring", 4, workload, dp=2, reduce_to=to, **options) for to in ("owner", "all"))
+    kinds = [Counter(type(op).__name__ for op in checked.schedule.program(3).ops) for checked in (owner, to_all)]
+    sums = len(units(workload))
+    assert kinds[0]["ReduceScatter"] - kinds[1]["ReduceScatter"] == sums
+    assert kinds[1]["AllReduce"] - kinds[0]["AllReduce"] == sums - 1
+    sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
+    squared = [op.gradient.shape for op in to_all.schedule.program(3).ops if isinstance(op, SquareSum)]
+    assert sorted(squared) == sorted((size,) for size in sizes)
+    with pytest.raises(InputError, match="reduce_to=all is of stage 1"):
+        make_step("ring", 2, workload, reduce_to="all")
 
 
 def test_what_cannot_add_up_in_place_is_refused() -> None:

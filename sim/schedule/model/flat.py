@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import LayerOptions, Place
-from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import (
     Accumulate,
@@ -85,9 +84,10 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
         size = _part(size, ranks) * ranks if stage else size
         total += size
         gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER else 1 if stage else 0)
-    summed = sums * total * on_wire * (1 if stage else 2)
-    squares = 2 * len(units(workload)) * wide if stage else 0
-    across = 2 * (groups - 1) * sums * total * on_wire * (1 if stage else ranks)
+    to_owners = stage > 0 and options.reduce_to == "owner"
+    summed = sums * total * on_wire * (1 if to_owners else 2)
+    squares = 2 * len(units(workload)) * wide if to_owners else 0
+    across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     return groups * (ranks - 1) * (gathered * own + summed + squares) + across
 
 
@@ -126,7 +126,8 @@ class Flat:
     _fsdp_param_group.py, post_backward) and DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves
     for the last one alone (0.4 parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
-    With accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
+    With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
+    accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
     holds to its end.
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
@@ -163,6 +164,10 @@ class Flat:
         self._arrived: list[tuple[Unit, View]] = []
         """Gradients of this micro-batch with which nothing was done yet."""
         self._summed: dict[Unit, View] = {}
+        self._squared: dict[Unit, View] = {}
+        """Of what squares are summed up."""
+        self._to_all = options.reduce_to == "all"
+        """Whether a rank gets more of a sum than it owns."""
         self._passes_left = options.micro_batches
         at_once = options.sync == "last"
         self._sums_late = not at_once and (self._stage == 1 or (self._stage == 0 and options.micro_batches > 1))
@@ -340,14 +345,19 @@ class Flat:
         """Append what sums a gradient over all ranks; return what this rank owns of it."""
         b, (_, gradients, across) = self._b, self._shards
         own = flat
-        if gradients and self._stage:
+        if gradients and self._stage and not self._to_all:
             own, sends = b.new(self._gradient(unit), self._each(unit.flat)), Split(flat, 0, self._num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
             b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=flat))
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
-        return own[: num_tokens(self._rows(unit.flat))]
+        return self._owned(unit, own)
+
+    def _owned(self, unit: Unit, summed: View) -> View:
+        """Return what this rank owns of a summed gradient, without padding."""
+        (rows,) = self._rows(unit.flat)
+        return summed[rows.start : rows.stop] if self._to_all else summed[: rows.size]
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
@@ -399,9 +409,11 @@ class Flat:
     def _finish(self, unit: Unit) -> None:
         """Append what makes of a unit's summed gradient what the optimiser takes, and brings it to where that is."""
         b, weights = self._b, self._states(unit)[0]
-        gradient = self._cast(self._summed[unit], dtype_of(weights, b.workload.dtype))
+        (size,), summed = unit.flat.shape(b.workload.model), self._summed[unit]
+        gradient = self._cast(summed, dtype_of(weights, b.workload.dtype))
+        self._squared[unit] = View(summed.buffer, ((0, size),)) if self._to_all else gradient
         if self._on_host:
-            self._square(unit, gradient)
+            self._square(unit)
             there = b.buffer("gradient", "i", gradient.shape, b.dtype(gradient), "gradient", "host")
             b.host_copy(gradient, there, "gradients to the host", unit.layer)
             gradient = there
@@ -425,11 +437,11 @@ class Flat:
     def _squares(self) -> View:
         return self._b.buffer("squares of gradients", "i", (len(self._units),), self._b.sum_dtype, "optimiser")
 
-    def _square(self, unit: Unit, gradient: View) -> None:
-        """Append the sum of squares of what this rank owns of a gradient."""
+    def _square(self, unit: Unit) -> None:
+        """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that."""
         number = list(self._summed).index(unit)
         square = self._squares[number : number + 1]
-        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
+        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=self._squared[unit], square=square))
 
     def update(self) -> None:
         """See Params."""
@@ -442,10 +454,10 @@ class Flat:
             for unit in self._summed:
                 self._finish(unit)
         if not self._on_host:
-            for unit, gradient in self._summed.items():
-                self._square(unit, gradient)
+            for unit in self._summed:
+                self._square(unit)
         squares = self._squares
-        if within:
+        if within and not self._to_all:
             b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))
         if self._on_host:
             squares = b.elsewhere(squares, "host")
