@@ -64,6 +64,10 @@ class LayerOptions:
     """Which ranks get the sum of a gradient at stage 1: the one that updates with it, by a reduce-scatter, or all, by
     an all-reduce, of which each takes what it owns and finds the norm by itself, as nanotron does it (0.4 trainer.py,
     training_step: reduce_scatter=False)."""
+    bucket_mb: int = 0
+    """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
+    so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
+    smaller. 0: one all-reduce for each unit."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
@@ -116,6 +120,11 @@ class LayerOptions:
                 f"`set` schedule.reduce_to=all is of stage 1, and schedule.zero_stage={self.zero_stage} is set: at "
                 f"stage 0 all ranks get all sums, from 2 on owners alone"
             )
+        if self.bucket_mb < 0 or (self.bucket_mb and self.zero_stage and self.reduce_to == "owner"):
+            raise InputError(
+                f"`set` schedule.bucket_mb={self.bucket_mb}: expected 0 or more, and above 0 only with "
+                f"schedule.zero_stage=0, or zero_stage=1 and reduce_to=all, where all-reduces sum gradients"
+            )
         if self.accumulate == "in-place" and (
             (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
         ):
@@ -128,12 +137,12 @@ class LayerOptions:
 
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices", "accumulate": "copies", "reduce_to": "owner"}  # fmt: skip
+          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to", "bucket_mb"),
 )
 
 

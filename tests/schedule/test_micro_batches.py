@@ -17,7 +17,7 @@ from sim.memory import lifetimes, walk
 from sim.options import ZeroStage
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, Embed, Hold, Op, Pack, ReduceScatter, SquareSum, Zero
+from sim.schedule.ir.ops import Accumulate, AllReduce, Embed, Hold, Op, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
@@ -147,6 +147,23 @@ def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
     assert sorted(squared) == sorted((size,) for size in sizes)
     with pytest.raises(InputError, match="reduce_to=all is of stage 1"):
         make_step("ring", 2, workload, reduce_to="all")
+
+
+def test_buckets_end_with_the_weight_that_fills_them() -> None:
+    """1 MiB is 512K elements of bf16: a bucket of w_down alone, then two of w_up and w_gate, then what is left."""
+    model = msgspec.structs.replace(step().model, embed_dim=256, ffn_dim=2048, head_dim=64)
+    workload = msgspec.structs.replace(step(dtype="bf16"), model=model)
+    whole = make_step("ring", 2, workload, zero_stage=0)
+    cut = is_exact("ring", 2, workload, zero_stage=0, bucket_mb=1)
+    sums = [op for op in cut.schedule.program(0).ops if isinstance(op, AllReduce) and op.label == "reduce weights"]
+    of_first = [op.view for op in sums if op.view.buffer == sums[0].view.buffer]
+    elements = math.prod(units(workload)[1].flat.shape(model))
+    assert [view.shape[0] for view in of_first] == [2048 * 256] * 3 + [elements - 3 * 2048 * 256]
+    assert [view.slices[0][1] for view in of_first] == [elements - at * 2048 * 256 for at in range(4)]
+    assert whole.schedule.header.claims.wire_bytes == cut.schedule.header.claims.wire_bytes
+    for options in ({"zero_stage": 0, "bucket_mb": -1}, {"zero_stage": 1, "bucket_mb": 25}):
+        with pytest.raises(InputError, match="expected 0 or more, and above 0 only with schedule.zero_stage=0"):
+            make_step("ring", 2, step(), **options)
 
 
 def test_what_cannot_add_up_in_place_is_refused() -> None:

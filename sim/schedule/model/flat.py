@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -349,10 +350,24 @@ class Flat:
             own, sends = b.new(self._gradient(unit), self._each(unit.flat)), Split(flat, 0, self._num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
-            b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=flat))
+            for bucket in self._buckets(unit, flat):
+                b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=bucket))
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
         return self._owned(unit, own)
+
+    def _buckets(self, unit: Unit, flat: View) -> list[View]:
+        """Return the parts of a gradient that an all-reduce each sums, in this order, padding with the first."""
+        model, dtype = self._b.workload.model, self._b.workload.dtype
+        cap, found, stop, start = self._options.bucket_mb << 20, [], flat.shape[0], sum(unit.flat.shape(model))
+        if not cap:
+            return [flat]
+        for weight in reversed(unit.weights):
+            start -= math.prod(weight.shape(model))
+            if (stop - start) * DTYPE_BYTES[dtype] >= cap or not start:
+                found.append(flat[start:stop])
+                stop = start
+        return found
 
     def _owned(self, unit: Unit, summed: View) -> View:
         """Return what this rank owns of a summed gradient, without padding."""
