@@ -67,7 +67,8 @@ class LayerOptions:
     bucket_mb: int = 0
     """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
-    smaller. 0: one all-reduce for each unit."""
+    smaller. 0: one all-reduce for each unit. With accumulate=in-place the last gradients go through buckets of their
+    own, which stay to the step's end."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""

@@ -166,6 +166,23 @@ def test_buckets_end_with_the_weight_that_fills_them() -> None:
             make_step("ring", 2, step(), **options)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_gradients_are_added_out_of_buckets(count: int) -> None:
+    """2 bytes of an element into a bucket and 2 out of it, beside the sum in fp32; buckets stay to the end."""
+    options = {"zero_stage": 0, "micro_batches": count, "sync": "last", "accumulate": "in-place", "bucket_mb": 1}
+    is_exact("ring", 2, step(batch=count), **options)
+    workload = step(batch=count, dtype="bf16")
+    program = make_step("ring", 2, workload, **options).schedule.program(0)
+    filled = [op for op in program.ops if isinstance(op, Pack) and not op.adds]
+    added = [op for op in program.ops if isinstance(op, Accumulate) and op.label.startswith("add gradients")]
+    assert [op.flat for op in filled] == [op.source for op in added]
+    assert len(filled) == len(units(workload))
+    assert len([op for op in program.ops if isinstance(op, Pack) and op.adds]) == (count - 1) * len(filled)
+    (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
+    elements = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+    assert sum(map(program.nbytes, held)) == (4 + 2) * elements
+
+
 def test_what_cannot_add_up_in_place_is_refused() -> None:
     for options in ({}, {"zero_stage": 1, "reduce": "model"}):
         with pytest.raises(InputError, match="accumulate=in-place adds whole gradients up in fp32"):

@@ -129,7 +129,9 @@ class Flat:
 
     With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
     accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
-    holds to its end.
+    holds to its end. With bucket_mb those of the last backward pass go through buckets in the model's data type, which
+    stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron 0.4
+    optim/gradient_accumulator.py, fp32_accum_hook).
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
@@ -177,6 +179,8 @@ class Flat:
         """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
         self._in_place: dict[Unit, View] = {}
         """The buffer to which all gradients of a unit are added, where there is one from step to step."""
+        self._filled: list[View] = []
+        """Buckets in the model's data type, out of which the last gradients are added to these."""
         if options.accumulate == "in-place":
             zeros = {unit: partial(self._zeros, unit) for unit in self._units}
             self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
@@ -308,7 +312,12 @@ class Flat:
         where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
         """
         if self._in_place:
-            return (self._in_place[unit],)
+            flat = self._in_place[unit]
+            if not self._options.bucket_mb or self._passes_left > 1:
+                return (flat,)
+            made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
+            self._filled.append(made)
+            return flat, made
         if self._stage < 2 or not self._shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
@@ -335,8 +344,14 @@ class Flat:
         (size,) = unit.flat.shape(b.workload.model)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
         if self._in_place:
-            (flat,) = room
-            b.add(Pack(label=f"add gradients of {unit.name}", gradients=gradients, flat=flat[:size], adds=True))
+            flat, *buckets = room
+            label, into = f"add gradients of {unit.name}", flat[:size]
+            for bucket in buckets:
+                packed = bucket[:size]
+                b.add(Pack(label=f"fill buckets of {unit.name}", gradients=gradients, flat=packed))
+                b.add(Accumulate(label=label, source=packed, into=into))
+            if not buckets:
+                b.add(Pack(label=label, gradients=gradients, flat=into, adds=True))
         else:
             (flat,) = room or (self._whole_gradient(unit),)
             b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
@@ -481,7 +496,7 @@ class Flat:
             update, weights = partial(self._update, unit), self._weights.get(unit, {})
             b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
         if self._in_place:
-            b.add(Hold(label="hold gradients", held=tuple(self._in_place.values())))
+            b.add(Hold(label="hold gradients", held=(*self._in_place.values(), *self._filled)))
 
     def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> None:
         """Append what updates a unit's weights and moments where they lie, and below stage 3 brings them to all."""
