@@ -69,6 +69,10 @@ class LayerOptions:
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
     smaller. 0: one all-reduce for each unit. With accumulate=in-place the last gradients go through buckets of their
     own, which stay to the step's end."""
+    gather: Literal["units", "all"] = "units"
+    """When new weights are gathered at stages 1 and 2: a unit's as soon as it is updated, to where they belong;
+    or those of all units behind the last update, through a tensor for each rank, as nanotron's all_gather_coalesced
+    (0.4 optim/zero.py, distributed.py) has them, which holds all weights twice more meanwhile."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
@@ -126,6 +130,11 @@ class LayerOptions:
                 f"`set` schedule.bucket_mb={self.bucket_mb}: expected 0 or more, and above 0 only with "
                 f"schedule.zero_stage=0, or zero_stage=1 and reduce_to=all, where all-reduces sum gradients"
             )
+        if self.gather == "all" and self.zero_stage not in {1, 2}:
+            raise InputError(
+                f"`set` schedule.gather=all is of stages 1 and 2, and zero_stage={self.zero_stage} is set: "
+                f"at stage 0 no weights are gathered, at 3 each unit's for each pass"
+            )
         if self.accumulate == "in-place" and (
             (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
         ):
@@ -138,12 +147,13 @@ class LayerOptions:
 
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0}  # fmt: skip
+          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
+          "gather": "units"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to", "bucket_mb"),
+    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to", "bucket_mb", "gather"),
 )
 
 

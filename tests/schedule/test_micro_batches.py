@@ -17,7 +17,19 @@ from sim.memory import lifetimes, walk
 from sim.options import ZeroStage
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, AllReduce, Embed, Hold, Op, Pack, ReduceScatter, SquareSum, Zero
+from sim.schedule.ir.ops import (
+    Accumulate,
+    AllGather,
+    AllReduce,
+    Embed,
+    Hold,
+    Op,
+    Pack,
+    ReduceScatter,
+    SquareSum,
+    Unpack,
+    Zero,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
@@ -181,6 +193,24 @@ def test_the_last_gradients_are_added_out_of_buckets(count: int) -> None:
     (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
     elements = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
     assert sum(map(program.nbytes, held)) == (4 + 2) * elements
+
+
+@pytest.mark.parametrize("optimiser", sweep_but({"gpu"}, ["gpu", "host"]))
+@pytest.mark.parametrize("stage", sweep_but({1}, [1, 2]))
+def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str) -> None:
+    """And are held twice beside where they belong, until all of them are there."""
+    options = {"zero_stage": stage, "optimiser": optimiser}
+    checked = is_exact("ring", 2, step(), gather="all", **options)
+    program, ops = checked.schedule.program(0), checked.schedule.program(0).ops
+    updates = [at for at, op in enumerate(ops) if op.label.startswith("update ")]
+    gathers = [at for at, op in enumerate(ops) if isinstance(op, AllGather)]
+    assert len(updates) == len(gathers) == len(units(checked.schedule.header.workload))
+    assert updates[-1] < gathers[0]
+    (held,) = [op.held for op in ops if isinstance(op, Hold)]
+    unpacked = sum(program.nbytes(op.flat) for op in ops if isinstance(op, Unpack))
+    assert sum(map(program.nbytes, held)) >= 2 * unpacked > 0
+    with pytest.raises(InputError, match="gather=all is of stages 1 and 2"):
+        make_step("ring", 2, step(), gather="all")
 
 
 def test_what_cannot_add_up_in_place_is_refused() -> None:

@@ -492,30 +492,61 @@ class Flat:
         if self._on_host:
             squares = b.elsewhere(squares, "host")
             b.host_copy(self._squares, squares, "norm to the host")
+        at_once = self._options.gather == "units"
+        new = {}
         for unit, gradient in self._summed.items():
-            update, weights = partial(self._update, unit), self._weights.get(unit, {})
-            b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
+            update, weights = partial(self._update, unit), self._weights.get(unit, {}) if at_once else {}
+            new[unit] = b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
+        if not at_once:
+            self._gather_all(new)
         if self._in_place:
             b.add(Hold(label="hold gradients", held=(*self._in_place.values(), *self._filled)))
 
-    def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> None:
-        """Append what updates a unit's weights and moments where they lie, and below stage 3 brings them to all."""
+    def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> View:
+        """Append what updates a unit's weights and moments where they lie, and brings them to all who hold them whole;
+        return what is sent for that.
+        """
         b, (own, first, second), gathered = self._b, kept.states, kept.gathered
         given: dict[str, Any] = {"weights": own, "gradient": gradient, "first": first, "second": second}
         given |= {"label": f"update {unit.name}", "squares": squares}
         if self._on_host:
             cast = b.buffer(f"new {unit.name}", "i", own.shape, b.workload.dtype, "parameter", "host")
             b.add(HostAdamW(cast=cast, **given))
-            gathered = b.elsewhere(cast, "hbm") if weights else gathered
+            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
             b.host_copy(cast, gathered, "weights from the host", unit.layer)
-            if not weights:
+            if self._stage == 3:
                 b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
         else:
             b.add(AdamW(**given))
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
-            self._unpack(unit, self._send(unit, gathered, self._flat(unit)), weights)
-            for weight, view in weights.items():
-                whole = updated(weight).later(unit.layer)
-                b.output_of(whole, whole.rows(b.workload.model), view)
+            self._renew(unit, self._send(unit, gathered, self._flat(unit)), weights)
+        return gathered
+
+    def _renew(self, unit: Unit, flat: View, weights: Values) -> None:
+        """Append what makes whole weights of a flat tensor of new ones."""
+        self._unpack(unit, flat, weights)
+        for weight, view in weights.items():
+            whole = updated(weight).later(unit.layer)
+            self._b.output_of(whole, whole.rows(self._b.workload.model), view)
+
+    def _gather_all(self, new: dict[Unit, View]) -> None:
+        """Append what gathers the new weights of all units, copies them to one tensor for each rank and from there to
+        where they belong; all of that is held until the last one is there.
+        """
+        b, held = self._b, []
+        flats = {
+            unit: b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, self._flat(unit))
+            for unit, own in new.items()
+        }
+        for unit, flat in flats.items():
+            listed = b.call(f"list {unit.name}", unit.layer, partial(self._listed, unit), flat)
+            b.call(f"renew {unit.name}", unit.layer, partial(self._renew, unit), listed, self._weights[unit])
+            held += [flat, listed]
+        b.add(Hold(label="hold gathered weights", held=tuple(held)))
+
+    def _listed(self, unit: Unit, flat: View) -> View:
+        listed = self._flat(unit)
+        self._b.copy(flat, listed, f"list {unit.name}")
+        return listed
