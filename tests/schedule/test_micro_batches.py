@@ -213,6 +213,25 @@ def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str)
         make_step("ring", 2, step(), gather="all")
 
 
+@pytest.mark.parametrize(
+    ("options", "each", "of_shard"),
+    [
+        ({"zero_stage": 0, "sync": "last", "bucket_mb": 25}, 20, 0),  # bf16 2, gradients 4, states 12, buckets 2
+        ({"zero_stage": 1, "reduce_to": "all", "gather": "all"}, 10, 12),  # bf16 2, gradients 4, gathered 2 and 2
+    ],
+)
+def test_bytes_a_weight_behind_the_passes(options: dict[str, Any], each: int, of_shard: int) -> None:
+    """As nanotron's logs have them: no activations, but at most a kernel's workspace and cast of one unit."""
+    workload = step(batch=2, dtype="bf16", seq=512)
+    checked = make_step("ring", 2, workload, micro_batches=2, accumulate="in-place", **options)
+    sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
+    found = walk(checked.schedule.program(0), checked.dependencies[0])
+    wanted = sum(sizes) * (each + of_shard / 2)
+    of_tokens = 2 * 512 * (8 + 8 + 4)  # ids, labels and losses stay
+    assert wanted <= found.update_peak_bytes <= wanted + 10 * max(sizes) + of_tokens
+    assert found.update_peak_bytes < found.peak_bytes
+
+
 def test_what_cannot_add_up_in_place_is_refused() -> None:
     for options in ({}, {"zero_stage": 1, "reduce": "model"}):
         with pytest.raises(InputError, match="accumulate=in-place adds whole gradients up in fp32"):
