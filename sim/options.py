@@ -72,7 +72,8 @@ class LayerOptions:
     gather: Literal["units", "all"] = "units"
     """When new weights are gathered at stages 1 and 2: a unit's as soon as it is updated, to where they belong;
     or those of all units behind the last update, through a tensor for each rank, as nanotron's all_gather_coalesced
-    (0.4 optim/zero.py, distributed.py) has them, which holds all weights twice more meanwhile."""
+    (0.4 optim/zero.py, distributed.py) has them, which holds all weights twice more meanwhile, and
+    takes each rank's part of each tensor apart by a call of the host."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""

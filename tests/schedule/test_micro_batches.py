@@ -23,6 +23,7 @@ from sim.schedule.ir.ops import (
     AllReduce,
     Embed,
     Hold,
+    HostSync,
     Op,
     Pack,
     ReduceScatter,
@@ -207,6 +208,8 @@ def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str)
     assert len(updates) == len(gathers) == len(units(checked.schedule.header.workload))
     assert updates[-1] < gathers[0]
     (held,) = [op.held for op in ops if isinstance(op, Hold)]
+    (apart,) = [op.calls for op in ops if isinstance(op, HostSync) and op.calls]
+    assert apart == 2 * (2 * 6 + 1 + 2)  # ranks; norms, qkv, out, gate_up and down of two layers; embedding; norm, head
     unpacked = sum(program.nbytes(op.flat) for op in ops if isinstance(op, Unpack))
     assert sum(map(program.nbytes, held)) >= 2 * unpacked > 0
     with pytest.raises(InputError, match="gather=all is of stages 1 and 2"):

@@ -31,7 +31,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.params import Reduced, Room
-from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, units, updated, with_options
+from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, num_merged, units, updated, with_options
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
@@ -533,13 +533,17 @@ class Flat:
 
     def _gather_all(self, new: dict[Unit, View]) -> None:
         """Append what gathers the new weights of all units, copies them to one tensor for each rank and from there to
-        where they belong; all of that is held until the last one is there.
+        where they belong; all of that is held until the last one is there. The host takes each rank's part of each
+        tensor by itself.
         """
         b, held = self._b, []
         flats = {
             unit: b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, self._flat(unit))
             for unit, own in new.items()
         }
+        if within := self._shards.within:
+            calls = self._num_parts * sum(num_merged(unit, b.workload.model) for unit in flats)
+            b.add(HostSync(label="take new weights apart", streams=(within.name,), calls=calls))
         for unit, flat in flats.items():
             listed = b.call(f"list {unit.name}", unit.layer, partial(self._listed, unit), flat)
             b.call(f"renew {unit.name}", unit.layer, partial(self._renew, unit), listed, self._weights[unit])
