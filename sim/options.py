@@ -82,6 +82,10 @@ class LayerOptions:
     micro_batches: int = 1
     """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
     add up in fp32."""
+    host_waits: Literal["never", "micro-batch"] = "never"
+    """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
+    a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
+    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step."""
     sync: Literal["every", "last"] = "every"
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
     and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
@@ -149,12 +153,22 @@ class LayerOptions:
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units"}  # fmt: skip
+          "gather": "units", "host_waits": "never"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    *("optimiser", "optimiser_states", "sync", "rotary_table", "accumulate", "reduce_to", "bucket_mb", "gather"),
+    *(
+        "optimiser",
+        "optimiser_states",
+        "sync",
+        "rotary_table",
+        "accumulate",
+        "reduce_to",
+        "bucket_mb",
+        "gather",
+        "host_waits",
+    ),
 )
 
 

@@ -235,6 +235,17 @@ def test_bytes_a_weight_behind_the_passes(options: dict[str, Any], each: int, of
     assert found.update_peak_bytes < found.peak_bytes
 
 
+def test_the_host_waits_before_each_further_micro_batch() -> None:
+    """No kernel of the next one is issued before: an embedding follows each wait."""
+    checked = is_exact("ring", 2, step(batch=3), micro_batches=3, zero_stage=0, host_waits="micro-batch")
+    ops = [op for op in checked.schedule.program(0).ops if not isinstance(op, Hold)]
+    waits = [at for at, op in enumerate(ops) if isinstance(op, HostSync) and op.label == "wait for the micro-batch"]
+    assert len(waits) == 2
+    for at in waits:
+        assert isinstance(ops[at + 1], Embed)
+    assert "wait for the micro-batch" not in labels(make_step("ring", 2, step(batch=3), micro_batches=3))
+
+
 def test_what_cannot_add_up_in_place_is_refused() -> None:
     for options in ({}, {"zero_stage": 1, "reduce": "model"}):
         with pytest.raises(InputError, match="accumulate=in-place adds whole gradients up in fp32"):
