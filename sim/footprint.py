@@ -40,7 +40,8 @@ def footprint(header: Header) -> Footprint:
     sent = own if options["reduce"] == "model" else wide
     working = weights if stage < 3 else weights // parts if options["optimiser"] == "host" else 0
     total = 3 * states * weights // parts + own * working
-    adds_whole = stage >= 2 and options["micro_batches"] > 1 and options["sync"] == "last"
+    several = options["micro_batches"] > 1 or options["accumulate"] == "in-place"
+    adds_whole = stage >= 2 and several and options["sync"] == "last"
     total += sent * weights if stage == 1 or adds_whole else states * weights // parts
     ranks = header.mesh.size // header.mesh.dp
     sequences = workload.batch // options["micro_batches"]

@@ -18,7 +18,20 @@ from sim.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import adopted, repeated_bytes, repeats, workspace_bytes
 from sim.schedule.ir.forms import Form
-from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, STREAMS, Attend, AttendBackward, Hold, Kernel
+from sim.schedule.ir.ops import (
+    COMPUTE,
+    FETCH,
+    OFFLOAD,
+    STREAMS,
+    Attend,
+    AttendBackward,
+    AttentionKernel,
+    Hold,
+    Kernel,
+    LinearKernel,
+    TiledKernel,
+    TokenKernel,
+)
 from sim.schedule.ir.program import Fragment, Program, alone
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
@@ -69,6 +82,10 @@ class MemoryWalk(NamedTuple):
     """Most that buffers take of the host's memory."""
     by_term: dict[Term, int]
     """At the peak, too."""
+    update_peak_bytes: int
+    """Most that is in use behind the last kernel of tokens, while a step sums, clips, updates and gathers: what a log
+    has of software that resets the peak behind the passes, as nanotron does in its first steps (0.4 logging.py,
+    log_memory, called in trainer.py, training_step)."""
 
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
@@ -97,6 +114,8 @@ class _Columns(NamedTuple):
     """Which ops copy to the host's memory or back."""
     holds: list[bool]
     """Which ops do nothing with what they touch."""
+    of_tokens: list[bool]
+    """Which ops are kernels of tokens."""
     counts: Integers
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
@@ -121,6 +140,7 @@ class _OfForm(NamedTuple):
     forward: bool
     moves: bool
     holds: bool
+    of_tokens: bool
     adopted: list[int]
     """The places, among its views, of buffers that its results become."""
 
@@ -136,6 +156,7 @@ def _of_form(form: Form) -> _OfForm:
         op.part == "forward",
         op.stream in {OFFLOAD, FETCH},
         isinstance(op, Hold),
+        isinstance(op, AttentionKernel | LinearKernel | TokenKernel | TiledKernel),
         [form.places[number] for number in adopted(op, program)],
     )
 
@@ -159,6 +180,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         [op.forward for op in ops],
         [op.moves for op in ops],
         [op.holds for op in ops],
+        [op.of_tokens for op in ops],
         *_touched(fragment),
         np.array([buffers[start + place] for start, places in adopts for place in places], np.int64),
         np.array([len(op.adopted) for op in ops], np.int64),
@@ -326,7 +348,9 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
             by_category[category] = by_category.get(category, 0) + nbytes
             by_term[term] += nbytes
     peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held.bytes_of(held.alive & ~held.on_gpu))]
-    return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2], by_term)
+    behind = np.flatnonzero(columns.of_tokens).max(initial=-1) + 1
+    update = int(in_use[behind:].max(initial=0))
+    return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2], by_term, update)
 
 
 def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, list[int]]:

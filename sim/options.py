@@ -68,6 +68,20 @@ class LayerOptions:
     --create-all-gather-group (Megatron-LM PR 2663) and DeepSpeed likewise; FSDP1 has two (pytorch PR 70235)."""
     reduce: Literal["fp32", "model"] = "fp32"
     """Data type in which gradients of weights are summed over ranks in a training step."""
+    reduce_to: Literal["owner", "all"] = "owner"
+    """Which ranks get the sum of a gradient at stage 1: the one that updates with it, by a reduce-scatter, or all, by
+    an all-reduce, of which each takes what it owns and finds the norm by itself, as nanotron does it (0.4 trainer.py,
+    training_step: reduce_scatter=False)."""
+    bucket_mb: int = 0
+    """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
+    so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
+    smaller. 0: one all-reduce for each unit. With accumulate=in-place the last gradients go through buckets of their
+    own, which stay to the step's end."""
+    gather: Literal["units", "all"] = "units"
+    """When new weights are gathered at stages 1 and 2: a unit's as soon as it is updated, to where they belong;
+    or those of all units behind the last update, through a tensor for each rank, as nanotron's all_gather_coalesced
+    (0.4 optim/zero.py, distributed.py) has them, which holds all weights twice more meanwhile, and
+    takes each rank's part of each tensor apart by a call of the host."""
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
@@ -76,9 +90,19 @@ class LayerOptions:
     micro_batches: int = 1
     """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
     add up in fp32."""
+    host_waits: Literal["never", "micro-batch"] = "never"
+    """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
+    a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
+    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step."""
     sync: Literal["every", "last"] = "every"
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
-    and are summed with the last one (no_sync). Below stage 2 they are summed once in any case."""
+    and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
+    summed once in any case: with every, behind the last backward pass where there are several or the stage is 1."""
+    accumulate: Literal["copies", "in-place"] = "copies"
+    """How whole gradients add up in fp32: an fp32 copy of each micro-batch's is added to those before (copies), or each
+    as it is to one fp32 buffer of all weights, which is there from step to step and begins each as zeros (in-place), as
+    Megatron-LM's main_grad (megatron-core 0.16.1 distributed/distributed_data_parallel.py) and nanotron's
+    FP32GradientAccumulator (0.4 optim/gradient_accumulator.py)."""
 
     def of_scope(self, scope: str) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
@@ -109,17 +133,41 @@ class LayerOptions:
                 f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
                 f"schedule.zero_stage=2 and schedule.sync=every"
             )
+        if self.reduce_to == "all" and self.zero_stage != 1:
+            raise InputError(
+                f"`set` schedule.reduce_to=all is of stage 1, and schedule.zero_stage={self.zero_stage} is set: at "
+                f"stage 0 all ranks get all sums, from 2 on owners alone"
+            )
+        if self.bucket_mb < 0 or (self.bucket_mb and self.zero_stage and self.reduce_to == "owner"):
+            raise InputError(
+                f"`set` schedule.bucket_mb={self.bucket_mb}: expected 0 or more, and above 0 only with "
+                f"schedule.zero_stage=0, or zero_stage=1 and reduce_to=all, where all-reduces sum gradients"
+            )
+        if self.gather == "all" and self.zero_stage not in {1, 2}:
+            raise InputError(
+                f"`set` schedule.gather=all is of stages 1 and 2, and zero_stage={self.zero_stage} is set: "
+                f"at stage 0 no weights are gathered, at 3 each unit's for each pass"
+            )
+        if self.accumulate == "in-place" and (
+            (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
+        ):
+            raise InputError(
+                f"`set` schedule.accumulate=in-place adds whole gradients up in fp32: set schedule.zero_stage to 0 or "
+                f"1, or schedule.sync=last, and leave out `set` schedule.reduce; zero_stage={self.zero_stage}, "
+                f"sync={self.sync}, reduce={self.reduce} are set"
+            )
         return found
 
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices"}  # fmt: skip
+          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
+          "gather": "units", "host_waits": "never"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
-    "weight_communicators",
-    *("optimiser", "optimiser_states", "sync", "rotary_table"),
+    *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
+    *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits"),
 )
 
 

@@ -26,8 +26,8 @@ def run_state_kernel(op: StateKernel | HostAdamW, storage: Storage) -> str:
         sources = [storage.read(view).view(-1) for view in op.gradients]
         flat = storage.write(op.flat)
         for source, part in zip(sources, flat.split([source.numel() for source in sources]), strict=True):
-            part.copy_(source)
-        return "aten split, copy_"
+            part.add_(source) if op.adds else part.copy_(source)
+        return f"aten split, {'add_' if op.adds else 'copy_'}"
     if isinstance(op, SquareSum):
         square = storage.write(op.square)
         square.copy_(square_sum(storage.read(op.gradient), square.dtype))

@@ -15,8 +15,22 @@ import pytest
 from sim.errors import InputError
 from sim.memory import lifetimes, walk
 from sim.options import ZeroStage
+from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, Embed, Op, ReduceScatter
+from sim.schedule.ir.ops import (
+    Accumulate,
+    AllGather,
+    AllReduce,
+    Embed,
+    Hold,
+    HostSync,
+    Op,
+    Pack,
+    ReduceScatter,
+    SquareSum,
+    Unpack,
+    Zero,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
@@ -92,6 +106,150 @@ def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:
     backward = [at for at, label in enumerate(ops) if label == "pack gradients of weights"]
     sums = [at for at, label in enumerate(ops) if label == "reduce weights"]
     assert backward[-2] < sums[0] < backward[-1] < sums[1]
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 2), (1, 1), (1, 2)])
+def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, count: int) -> None:
+    """Or behind it; never beside an earlier one."""
+    for sync in ("last", "every"):
+        checked = is_exact("ring", 2, step(batch=count), micro_batches=count, zero_stage=stage, sync=sync)
+        ops = labels(checked)
+        backward = [at for at, label in enumerate(ops) if label == "pack gradients of weights"]
+        sums = [at for at, label in enumerate(ops) if label == "reduce weights"]
+        assert (len(sums), len(backward)) == (2, 2 * count)
+        assert backward[-2] < sums[0]
+        assert (sums[0] < backward[-1]) == (sync == "last")
+
+
+IN_PLACE = [(0, 2, "last"), (0, 1, "every"), (1, 2, "every"), (1, 1, "last"), (2, 2, "last"), (3, 2, "last")]
+
+
+@pytest.mark.parametrize("case", sweep_but({(0, 2, "last"), (1, 2, "every")}, IN_PLACE))
+def test_gradients_add_up_in_place(case: tuple[int, int, str]) -> None:
+    """Each is read once in the model's data type, and added to one fp32 buffer: no fp32 copy is ever there."""
+    stage, count, sync = case
+    options = {"zero_stage": stage, "micro_batches": count, "sync": sync, "accumulate": "in-place"}
+    is_exact("ring", 2, step(batch=count), **options)
+    checked = make_step("ulysses", 2, step(batch=count, dtype="bf16"), 2, **options)
+    program = checked.schedule.program(0)
+    packs = [op for op in program.ops if isinstance(op, Pack)]
+    assert len(packs) == count * len(units(checked.schedule.header.workload))
+    assert {(program.dtype(op.gradients[0]), program.dtype(op.flat), op.adds) for op in packs} == {
+        ("bf16", "fp32", True)
+    }
+    for op in packs:
+        parts = sum(map(program.nbytes, op.gradients))
+        assert kernel_use(op, program).hbm_bytes == 5 * parts  # 2 bytes of an element, 4 read and 4 written
+    zeroed = [op.into.buffer for op in program.ops if isinstance(op, Zero)]
+    assert sorted(zeroed) == sorted({op.flat.buffer for op in packs})
+    (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
+    assert sorted(view.buffer for view in held) == sorted(zeroed)
+
+
+@pytest.mark.parametrize("shards", sweep_but({"all"}, ["all", "replica"]))
+def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
+    """Each rank finds the norm of all gradients by itself, and updates what it owns."""
+    workload, options = step(), {"zero_stage": 1, "shards": shards}
+    owner, to_all = (is_exact("ring", 4, workload, dp=2, reduce_to=to, **options) for to in ("owner", "all"))
+    kinds = [Counter(type(op).__name__ for op in checked.schedule.program(3).ops) for checked in (owner, to_all)]
+    sums = len(units(workload))
+    assert kinds[0]["ReduceScatter"] - kinds[1]["ReduceScatter"] == sums
+    assert kinds[1]["AllReduce"] - kinds[0]["AllReduce"] == sums - 1
+    sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
+    squared = [op.gradient.shape for op in to_all.schedule.program(3).ops if isinstance(op, SquareSum)]
+    assert sorted(squared) == sorted((size,) for size in sizes)
+    with pytest.raises(InputError, match="reduce_to=all is of stage 1"):
+        make_step("ring", 2, workload, reduce_to="all")
+
+
+def test_buckets_end_with_the_weight_that_fills_them() -> None:
+    """1 MiB is 512K elements of bf16: a bucket of w_down alone, then two of w_up and w_gate, then what is left."""
+    model = msgspec.structs.replace(step().model, embed_dim=256, ffn_dim=2048, head_dim=64)
+    workload = msgspec.structs.replace(step(dtype="bf16"), model=model)
+    whole = make_step("ring", 2, workload, zero_stage=0)
+    cut = is_exact("ring", 2, workload, zero_stage=0, bucket_mb=1)
+    sums = [op for op in cut.schedule.program(0).ops if isinstance(op, AllReduce) and op.label == "reduce weights"]
+    of_first = [op.view for op in sums if op.view.buffer == sums[0].view.buffer]
+    elements = math.prod(units(workload)[1].flat.shape(model))
+    assert [view.shape[0] for view in of_first] == [2048 * 256] * 3 + [elements - 3 * 2048 * 256]
+    assert [view.slices[0][1] for view in of_first] == [elements - at * 2048 * 256 for at in range(4)]
+    assert whole.schedule.header.claims.wire_bytes == cut.schedule.header.claims.wire_bytes
+    for options in ({"zero_stage": 0, "bucket_mb": -1}, {"zero_stage": 1, "bucket_mb": 25}):
+        with pytest.raises(InputError, match="expected 0 or more, and above 0 only with schedule.zero_stage=0"):
+            make_step("ring", 2, step(), **options)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_gradients_are_added_out_of_buckets(count: int) -> None:
+    """2 bytes of an element into a bucket and 2 out of it, beside the sum in fp32; buckets stay to the end."""
+    options = {"zero_stage": 0, "micro_batches": count, "sync": "last", "accumulate": "in-place", "bucket_mb": 1}
+    is_exact("ring", 2, step(batch=count), **options)
+    workload = step(batch=count, dtype="bf16")
+    program = make_step("ring", 2, workload, **options).schedule.program(0)
+    filled = [op for op in program.ops if isinstance(op, Pack) and not op.adds]
+    added = [op for op in program.ops if isinstance(op, Accumulate) and op.label.startswith("add gradients")]
+    assert [op.flat for op in filled] == [op.source for op in added]
+    assert len(filled) == len(units(workload))
+    assert len([op for op in program.ops if isinstance(op, Pack) and op.adds]) == (count - 1) * len(filled)
+    (held,) = [op.held for op in program.ops if isinstance(op, Hold) and op.label == "hold gradients"]
+    elements = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+    assert sum(map(program.nbytes, held)) == (4 + 2) * elements
+
+
+@pytest.mark.parametrize("optimiser", sweep_but({"gpu"}, ["gpu", "host"]))
+@pytest.mark.parametrize("stage", sweep_but({1}, [1, 2]))
+def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str) -> None:
+    """And are held twice beside where they belong, until all of them are there."""
+    options = {"zero_stage": stage, "optimiser": optimiser}
+    checked = is_exact("ring", 2, step(), gather="all", **options)
+    program, ops = checked.schedule.program(0), checked.schedule.program(0).ops
+    updates = [at for at, op in enumerate(ops) if op.label.startswith("update ")]
+    gathers = [at for at, op in enumerate(ops) if isinstance(op, AllGather)]
+    assert len(updates) == len(gathers) == len(units(checked.schedule.header.workload))
+    assert updates[-1] < gathers[0]
+    (held,) = [op.held for op in ops if isinstance(op, Hold)]
+    (apart,) = [op.calls for op in ops if isinstance(op, HostSync) and op.calls]
+    assert apart == 2 * (2 * 6 + 1 + 2)  # ranks; norms, qkv, out, gate_up and down of two layers; embedding; norm, head
+    unpacked = sum(program.nbytes(op.flat) for op in ops if isinstance(op, Unpack))
+    assert sum(map(program.nbytes, held)) >= 2 * unpacked > 0
+    with pytest.raises(InputError, match="gather=all is of stages 1 and 2"):
+        make_step("ring", 2, step(), gather="all")
+
+
+@pytest.mark.parametrize(
+    ("options", "each", "of_shard"),
+    [
+        ({"zero_stage": 0, "sync": "last", "bucket_mb": 25}, 20, 0),  # bf16 2, gradients 4, states 12, buckets 2
+        ({"zero_stage": 1, "reduce_to": "all", "gather": "all"}, 10, 12),  # bf16 2, gradients 4, gathered 2 and 2
+    ],
+)
+def test_bytes_a_weight_behind_the_passes(options: dict[str, Any], each: int, of_shard: int) -> None:
+    """As nanotron's logs have them: no activations, but at most a kernel's workspace and cast of one unit."""
+    workload = step(batch=2, dtype="bf16", seq=512)
+    checked = make_step("ring", 2, workload, micro_batches=2, accumulate="in-place", **options)
+    sizes = [math.prod(unit.flat.shape(workload.model)) for unit in units(workload)]
+    found = walk(checked.schedule.program(0), checked.dependencies[0])
+    wanted = sum(sizes) * (each + of_shard / 2)
+    of_tokens = 2 * 512 * (8 + 8 + 4)  # ids, labels and losses stay
+    assert wanted <= found.update_peak_bytes <= wanted + 10 * max(sizes) + of_tokens
+    assert found.update_peak_bytes < found.peak_bytes
+
+
+def test_the_host_waits_before_each_further_micro_batch() -> None:
+    """No kernel of the next one is issued before: an embedding follows each wait."""
+    checked = is_exact("ring", 2, step(batch=3), micro_batches=3, zero_stage=0, host_waits="micro-batch")
+    ops = [op for op in checked.schedule.program(0).ops if not isinstance(op, Hold)]
+    waits = [at for at, op in enumerate(ops) if isinstance(op, HostSync) and op.label == "wait for the micro-batch"]
+    assert len(waits) == 2
+    for at in waits:
+        assert isinstance(ops[at + 1], Embed)
+    assert "wait for the micro-batch" not in labels(make_step("ring", 2, step(batch=3), micro_batches=3))
+
+
+def test_what_cannot_add_up_in_place_is_refused() -> None:
+    for options in ({}, {"zero_stage": 1, "reduce": "model"}):
+        with pytest.raises(InputError, match="accumulate=in-place adds whole gradients up in fp32"):
+            make_step("ring", 2, step(), accumulate="in-place", **options)
 
 
 def test_kernels_do_not_wait_for_sums() -> None:

@@ -84,8 +84,16 @@ STACKS: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batches": 2, "reduce": "model"},
     "micro-batches, one sum": {"micro_batches": 3, "sync": "last"},
     "micro-batches, one sum to the host": {"micro_batches": 2, "sync": "last", "optimiser": "host", "zero_stage": 2},
+    "as nanotron, nothing sharded": {
+        "zero_stage": 0, "checkpoint": "none", "loss": "unfused", "micro_batches": 2, "sync": "last",
+        "accumulate": "in-place", "bucket_mb": 25, "host_waits": "micro-batch",
+    },
+    "as nanotron, optimiser sharded": {
+        "zero_stage": 1, "checkpoint": "none", "loss": "unfused", "micro_batches": 2, "accumulate": "in-place",
+        "reduce_to": "all", "gather": "all", "host_waits": "micro-batch",
+    },
     "micro-batches, weights kept": {"micro_batches": 3, "zero_stage": 0, "activations": "host"},
-}
+}  # fmt: skip
 
 
 def enough(stack: str, **fields: Any) -> Workload:

@@ -517,11 +517,12 @@ class Unpack(_Kernel, frozen=True, kw_only=True):
 
 
 class Pack(_Kernel, frozen=True, kw_only=True):
-    """flat = the elements of all gradients, one behind the other, in its data type or wider."""
+    """flat = the elements of all gradients, one behind the other, in its data type or wider; or flat += them."""
 
     meta = Meta("P", "pack", "copy", "copy")
     gradients: Annotated[tuple[View, ...], In(contiguous=True)]
-    flat: Annotated[View, Out("i", "alike or wide")]
+    flat: Annotated[View, Out("i", "alike or wide", read_if="adds")]
+    adds: Literal[True] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SquareSum(_Kernel, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ from typing import Any, NamedTuple
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.options import LayerOptions, Place
-from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import (
     Accumulate,
     AdamW,
     AllGather,
     AllReduce,
+    Hold,
     HostAdamW,
     HostSync,
     Pack,
@@ -30,7 +31,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.params import Reduced, Room
-from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, units, updated, with_options
+from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, num_merged, units, updated, with_options
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
@@ -86,9 +87,10 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
         size = _part(size, ranks) * ranks if stage else size
         total += size
         gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER else 1 if stage else 0)
-    summed = sums * total * on_wire * (1 if stage else 2)
-    squares = 2 * len(units(workload)) * wide if stage else 0
-    across = 2 * (groups - 1) * sums * total * on_wire * (1 if stage else ranks)
+    to_owners = stage > 0 and options.reduce_to == "owner"
+    summed = sums * total * on_wire * (1 if to_owners else 2)
+    squares = 2 * len(units(workload)) * wide if to_owners else 0
+    across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     return groups * (ranks - 1) * (gathered * own + summed + squares) + across
 
 
@@ -122,9 +124,16 @@ class Flat:
     gathered when they have been updated. Gradients are summed by a reduce-scatter as soon as a unit has all of its own,
     at stage 1 when all units have theirs, and at stage 0 by an all-reduce. Those of several micro-batches add up in
     fp32: summed in the shards, as in torch's FSDP2; below stage 2 whole, and are summed once. With sync=last they are
-    whole from stage 2 on, too, and in the last backward pass a unit's are summed as soon as they are complete, as
-    behind FSDP2's set_requires_gradient_sync(False) (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
-    post_backward).
+    whole from stage 2 on, too, and at every stage a unit's are summed in the last backward pass as soon as they are
+    complete, as behind FSDP2's set_requires_gradient_sync(False) (torch/distributed/fsdp/_fully_shard/
+    _fsdp_param_group.py, post_backward) and DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves
+    for the last one alone (0.4 parallel/pipeline_parallel/engine.py, _get_bwd_context).
+
+    With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
+    accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
+    holds to its end. With bucket_mb those of the last backward pass go through buckets in the model's data type, which
+    stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron 0.4
+    optim/gradient_accumulator.py, fp32_accum_hook).
 
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
@@ -160,11 +169,23 @@ class Flat:
         self._arrived: list[tuple[Unit, View]] = []
         """Gradients of this micro-batch with which nothing was done yet."""
         self._summed: dict[Unit, View] = {}
+        self._squared: dict[Unit, View] = {}
+        """Of what squares are summed up."""
+        self._to_all = options.reduce_to == "all"
+        """Whether a rank gets more of a sum than it owns."""
         self._passes_left = options.micro_batches
-        self._sums_late = self._stage == 1 or (self._stage == 0 and options.micro_batches > 1)
+        at_once = options.sync == "last"
+        self._sums_late = not at_once and (self._stage == 1 or (self._stage == 0 and options.micro_batches > 1))
         """Whether gradients are summed over ranks when all units have theirs."""
-        self._adds_whole = self._stage >= 2 and options.micro_batches > 1 and options.sync == "last"
+        self._adds_whole = at_once and (options.micro_batches > 1 or options.accumulate == "in-place")
         """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
+        self._in_place: dict[Unit, View] = {}
+        """The buffer to which all gradients of a unit are added, where there is one from step to step."""
+        self._filled: list[View] = []
+        """Buckets in the model's data type, out of which the last gradients are added to these."""
+        if options.accumulate == "in-place":
+            zeros = {unit: partial(self._zeros, unit) for unit in self._units}
+            self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
 
     @property
     def _num_parts(self) -> int:
@@ -292,6 +313,13 @@ class Flat:
         """See Params: gradients of alike units are packed in one buffer, so each waits for the sum of the one before
         where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
         """
+        if self._in_place:
+            flat = self._in_place[unit]
+            if not self._options.bucket_mb or self._passes_left > 1:
+                return (flat,)
+            made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
+            self._filled.append(made)
+            return flat, made
         if self._stage < 2 or not self._shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
@@ -302,34 +330,72 @@ class Flat:
             self._packed[unit.name] = self._b.buffer(f"gradients of {unit.name}", "i", (extent,), dtype, "gradient")
         return (self._packed[unit.name],)
 
+    def _whole_gradient(self, unit: Unit) -> View:
+        """Return a new buffer for all of a unit's gradient, padding included."""
+        return self._b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts)
+
+    def _zeros(self, unit: Unit) -> View:
+        flat = self._whole_gradient(unit)
+        self._b.add(Zero(label=f"zero gradients of {unit.name}", into=flat))
+        return flat
+
     def reduced(self, unit: Unit, room: Room) -> Reduced:
         """See Params."""
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
-        (flat,) = room or (b.new(self._gradient(unit), self._each(unit.flat) * self._num_parts),)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
-        b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
+        if self._in_place:
+            flat, *buckets = room
+            label, into = f"add gradients of {unit.name}", flat[:size]
+            for bucket in buckets:
+                packed = bucket[:size]
+                b.add(Pack(label=f"fill buckets of {unit.name}", gradients=gradients, flat=packed))
+                b.add(Accumulate(label=label, source=packed, into=into))
+            if not buckets:
+                b.add(Pack(label=label, gradients=gradients, flat=into, adds=True))
+        else:
+            (flat,) = room or (self._whole_gradient(unit),)
+            b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._pad(flat, size)))
         return (flat if self._sums_late or self._adds_whole else self._sum(unit, flat),)
 
     def _sum(self, unit: Unit, flat: View) -> View:
         """Append what sums a gradient over all ranks; return what this rank owns of it."""
         b, (_, gradients, across) = self._b, self._shards
         own = flat
-        if gradients and self._stage:
+        if gradients and self._stage and not self._to_all:
             own, sends = b.new(self._gradient(unit), self._each(unit.flat)), Split(flat, 0, self._num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
-            b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=flat))
+            for bucket in self._buckets(unit, flat):
+                b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=bucket))
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
-        return own[: num_tokens(self._rows(unit.flat))]
+        return self._owned(unit, own)
+
+    def _buckets(self, unit: Unit, flat: View) -> list[View]:
+        """Return the parts of a gradient that an all-reduce each sums, in this order, padding with the first."""
+        model, dtype = self._b.workload.model, self._b.workload.dtype
+        cap, found, stop, start = self._options.bucket_mb << 20, [], flat.shape[0], sum(unit.flat.shape(model))
+        if not cap:
+            return [flat]
+        for weight in reversed(unit.weights):
+            start -= math.prod(weight.shape(model))
+            if (stop - start) * DTYPE_BYTES[dtype] >= cap or not start:
+                found.append(flat[start:stop])
+                stop = start
+        return found
+
+    def _owned(self, unit: Unit, summed: View) -> View:
+        """Return what this rank owns of a summed gradient, without padding."""
+        (rows,) = self._rows(unit.flat)
+        return summed[rows.start : rows.stop] if self._to_all else summed[: rows.size]
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
         (gradient,) = reduced
         if self._adds_whole:
-            self._add(unit, gradient)
+            self._take(unit, gradient)
             if self._passes_left > 1:
                 return
             whole = self._summed[unit]
@@ -346,14 +412,16 @@ class Flat:
             if self._adds_whole:
                 self._summed[unit] = gradient
             else:
-                self._add(unit, gradient)
+                self._take(unit, gradient)
             if self._passes_left == 1 and not self._sums_late:
                 self._finish(unit)
 
-    def _add(self, unit: Unit, gradient: View) -> None:
-        """Append what adds a gradient to those of earlier micro-batches."""
+    def _take(self, unit: Unit, gradient: View) -> None:
+        """Append what adds a gradient to those of earlier micro-batches, where that is still to do."""
         b, several = self._b, self._options.micro_batches > 1
-        if unit in self._summed:
+        if self._in_place:
+            self._summed[unit] = gradient
+        elif unit in self._summed:
             b.call(f"add {unit.name}", unit.layer, partial(self._added, unit), gradient, self._summed[unit])
         else:
             self._summed[unit] = self._cast(gradient, b.sum_dtype) if several else gradient
@@ -373,9 +441,11 @@ class Flat:
     def _finish(self, unit: Unit) -> None:
         """Append what makes of a unit's summed gradient what the optimiser takes, and brings it to where that is."""
         b, weights = self._b, self._states(unit)[0]
-        gradient = self._cast(self._summed[unit], dtype_of(weights, b.workload.dtype))
+        (size,), summed = unit.flat.shape(b.workload.model), self._summed[unit]
+        gradient = self._cast(summed, dtype_of(weights, b.workload.dtype))
+        self._squared[unit] = View(summed.buffer, ((0, size),)) if self._to_all else gradient
         if self._on_host:
-            self._square(unit, gradient)
+            self._square(unit)
             there = b.buffer("gradient", "i", gradient.shape, b.dtype(gradient), "gradient", "host")
             b.host_copy(gradient, there, "gradients to the host", unit.layer)
             gradient = there
@@ -399,11 +469,11 @@ class Flat:
     def _squares(self) -> View:
         return self._b.buffer("squares of gradients", "i", (len(self._units),), self._b.sum_dtype, "optimiser")
 
-    def _square(self, unit: Unit, gradient: View) -> None:
-        """Append the sum of squares of what this rank owns of a gradient."""
+    def _square(self, unit: Unit) -> None:
+        """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that."""
         number = list(self._summed).index(unit)
         square = self._squares[number : number + 1]
-        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=gradient, square=square))
+        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=self._squared[unit], square=square))
 
     def update(self) -> None:
         """See Params."""
@@ -416,36 +486,73 @@ class Flat:
             for unit in self._summed:
                 self._finish(unit)
         if not self._on_host:
-            for unit, gradient in self._summed.items():
-                self._square(unit, gradient)
+            for unit in self._summed:
+                self._square(unit)
         squares = self._squares
-        if within:
+        if within and not self._to_all:
             b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))
         if self._on_host:
             squares = b.elsewhere(squares, "host")
             b.host_copy(self._squares, squares, "norm to the host")
+        at_once = self._options.gather == "units"
+        new = {}
         for unit, gradient in self._summed.items():
-            update, weights = partial(self._update, unit), self._weights.get(unit, {})
-            b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
+            update, weights = partial(self._update, unit), self._weights.get(unit, {}) if at_once else {}
+            new[unit] = b.call(f"update {unit.name}", unit.layer, update, gradient, squares, self._kept[unit], weights)
+        if not at_once:
+            self._gather_all(new)
+        if self._in_place:
+            b.add(Hold(label="hold gradients", held=(*self._in_place.values(), *self._filled)))
 
-    def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> None:
-        """Append what updates a unit's weights and moments where they lie, and below stage 3 brings them to all."""
+    def _update(self, unit: Unit, gradient: View, squares: View, kept: _Kept, weights: Values) -> View:
+        """Append what updates a unit's weights and moments where they lie, and brings them to all who hold them whole;
+        return what is sent for that.
+        """
         b, (own, first, second), gathered = self._b, kept.states, kept.gathered
         given: dict[str, Any] = {"weights": own, "gradient": gradient, "first": first, "second": second}
         given |= {"label": f"update {unit.name}", "squares": squares}
         if self._on_host:
             cast = b.buffer(f"new {unit.name}", "i", own.shape, b.workload.dtype, "parameter", "host")
             b.add(HostAdamW(cast=cast, **given))
-            gathered = b.elsewhere(cast, "hbm") if weights else gathered
+            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
             b.host_copy(cast, gathered, "weights from the host", unit.layer)
-            if not weights:
+            if self._stage == 3:
                 b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
         else:
             b.add(AdamW(**given))
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
-            self._unpack(unit, self._send(unit, gathered, self._flat(unit)), weights)
-            for weight, view in weights.items():
-                whole = updated(weight).later(unit.layer)
-                b.output_of(whole, whole.rows(b.workload.model), view)
+            self._renew(unit, self._send(unit, gathered, self._flat(unit)), weights)
+        return gathered
+
+    def _renew(self, unit: Unit, flat: View, weights: Values) -> None:
+        """Append what makes whole weights of a flat tensor of new ones."""
+        self._unpack(unit, flat, weights)
+        for weight, view in weights.items():
+            whole = updated(weight).later(unit.layer)
+            self._b.output_of(whole, whole.rows(self._b.workload.model), view)
+
+    def _gather_all(self, new: dict[Unit, View]) -> None:
+        """Append what gathers the new weights of all units, copies them to one tensor for each rank and from there to
+        where they belong; all of that is held until the last one is there. The host takes each rank's part of each
+        tensor by itself.
+        """
+        b, held = self._b, []
+        flats = {
+            unit: b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, self._flat(unit))
+            for unit, own in new.items()
+        }
+        if within := self._shards.within:
+            calls = self._num_parts * sum(num_merged(unit, b.workload.model) for unit in flats)
+            b.add(HostSync(label="take new weights apart", streams=(within.name,), calls=calls))
+        for unit, flat in flats.items():
+            listed = b.call(f"list {unit.name}", unit.layer, partial(self._listed, unit), flat)
+            b.call(f"renew {unit.name}", unit.layer, partial(self._renew, unit), listed, self._weights[unit])
+            held += [flat, listed]
+        b.add(Hold(label="hold gathered weights", held=tuple(held)))
+
+    def _listed(self, unit: Unit, flat: View) -> View:
+        listed = self._flat(unit)
+        self._b.copy(flat, listed, f"list {unit.name}")
+        return listed

@@ -19,7 +19,7 @@ from sim.mesh import Mesh
 from sim.options import LayerOptions, LossName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import Hold
+from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
@@ -150,7 +150,8 @@ def build_around(
                 LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, *techniques, number)
             )
         b.workload = workload
-        first = kinds[0]._replace(rotary_table=options.rotary_table, kinds=tuple(kinds))
+        waits = options.host_waits == "micro-batch"
+        first = kinds[0]._replace(rotary_table=options.rotary_table, kinds=tuple(kinds), waits=waits)
         written = first.program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
@@ -174,6 +175,8 @@ class LayerWriter(NamedTuple):
     kind: int = 0
     """Which of the model's kinds of layers it writes."""
     rotary_table: bool = False
+    waits: bool = False
+    """Whether the host waits before each further micro-batch."""
     kinds: tuple[LayerWriter, ...] = ()
     """Those of all kinds, where there are several."""
 
@@ -188,6 +191,8 @@ class LayerWriter(NamedTuple):
             b.add(Hold(label="keep the rotary table", held=(table,)))
         for number in range(self.micro_batches):
             b.take(number, self.micro_batches)
+            if self.waits and number:
+                b.add(HostSync(label="wait for the micro-batch", streams=(COMPUTE,)))
             self._passes()
         if b.workload.backward:
             self.params.update()

@@ -99,6 +99,17 @@ def units(workload: Workload) -> tuple[Unit, ...]:
     )
 
 
+@lru_cache(maxsize=256)
+def num_merged(unit: Unit, model: ModelSpec) -> int:
+    """Return how many tensors hold a unit's weights where products of one input have theirs in one, as in Megatron-LM
+    and nanotron: of q, k and v one, and of an MLP's gate and up.
+    """
+    forward = block_of(model).forward
+    products = [one for part in forward for one in part if one.kind is Gemm]
+    inputs = {weight: given for given, weight, *_ in (one.operands for one in products)}
+    return len({inputs.get(weight, weight) for weight in unit.weights})
+
+
 def layers_of(workload: Workload) -> tuple[Unit, ...]:
     """Return the weights of layers alone."""
     return tuple([unit for unit in units(workload) if unit.name == LAYER])

@@ -107,7 +107,11 @@ class AbstractPlayer(Interpreter):
         memory.write_parts(op.target, folded)
 
     def _state(self, memory: AbstractMemory, op: ops.StateKernel | ops.HostAdamW) -> None:
-        made = self._state_rules.apply(op, [memory.read(view) for view in op.reads])
+        given = [memory.read(view) for view in op.reads]
+        into = given.pop() if isinstance(op, ops.Pack) and op.adds else []
+        made = self._state_rules.apply(op, given)
+        if into:
+            made = [self.sum_of(into, made[0])]
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, pieces)
 
