@@ -20,7 +20,7 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
-from sim.options import OF_STEPS
+from sim.options import OF_LAYERS, OF_STEPS
 from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
@@ -345,6 +345,7 @@ class Setup:
                 raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
             stacked = stack_of(self.stack).options
         taken = {*has} - {*stacked} - ({*OF_STEPS} if self.scope != "step" else set())
+        taken -= {*OF_LAYERS} if self.scope == "attention" else set()
         texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in usual.items()}
         return [
             *((name, value) for name, value in texts.items() if name in taken),

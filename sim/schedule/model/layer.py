@@ -16,7 +16,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayerOptions, LossName
+from sim.options import LayerOptions, LossName, ModulesName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Hold
@@ -88,6 +88,11 @@ def build_around(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
             "`scope` layer"
         )
+    if options.modules != "fused" and not layers:
+        raise InputError(
+            f"`set` schedule.modules={options.modules} is of norms and MLPs, and scope 'attention' has none: leave it "
+            f"out, or set `scope` layer or step"
+        )
     if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
         raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
     step = workload.scope == "step"
@@ -99,7 +104,7 @@ def build_around(
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block, *others = [
-        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens))
+        block_in_tiles(options.mlp if step else "whole", options.modules, one, num_tokens(plan.shard(0).tokens))
         for one, _ in part.kinds()
     ]
     block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]
@@ -150,7 +155,7 @@ def build_around(
                 LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, *techniques, number)
             )
         b.workload = workload
-        first = kinds[0]._replace(rotary_table=options.rotary_table, kinds=tuple(kinds))
+        first = kinds[0]._replace(rotary_table=options.rotary_table, modules=options.modules, kinds=tuple(kinds))
         written = first.program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
@@ -174,6 +179,7 @@ class LayerWriter(NamedTuple):
     kind: int = 0
     """Which of the model's kinds of layers it writes."""
     rotary_table: bool = False
+    modules: ModulesName = "fused"
     kinds: tuple[LayerWriter, ...] = ()
     """Those of all kinds, where there are several."""
 
@@ -200,7 +206,7 @@ class LayerWriter(NamedTuple):
         b, layers = self.b, layers_of(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss)
+            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss, self.modules)
         view = ends.enter()
         for unit in layers:
             view = self._of_kind(unit, LayerWriter._forward, view)
