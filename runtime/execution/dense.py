@@ -229,6 +229,7 @@ def eager_norm_backward(
     of_mean = of_rstd * (-0.5 * rstd.pow(3))
     del of_rstd
     of_power = of_mean.expand(wide.shape) / wide.shape[-1]
+    del of_mean
     power = wide.pow(1)
     twice = power * 2
     through = of_power * twice
