@@ -137,6 +137,12 @@ def test_attention_alone_has_no_modules() -> None:
         ).resolved().built()
 
 
+def test_software_with_eager_modules_goes_with_every_scope() -> None:
+    for scope, expected in (("attention", "fused"), ("layer", "eager")):
+        found = Setup("ring", model="tiny", cp=2, seq=64, cluster="hgx-h100", scope=scope, software="huggingface")
+        assert found.resolved().options.modules == expected
+
+
 def test_a_copy_of_another_norm_is_caught() -> None:
     schedule = make_step("single", 1, step(layers=1), modules="eager", checkpoint="none").schedule
     norms = [op for op in schedule.program(0).ops if isinstance(op, EagerNorm)]

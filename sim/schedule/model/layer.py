@@ -104,7 +104,7 @@ def build_around(
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block, *others = [
-        block_in_tiles(options.mlp if step else "whole", options.modules, one, num_tokens(plan.shard(0).tokens))
+        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
         for one, _ in part.kinds()
     ]
     block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]

@@ -30,7 +30,7 @@ def write_all(equations: tuple[Equation, ...], rows: TokenWriter, params: Params
             params.reduce(tensor.later(rows.layer), rows.values[tensor])
 
 
-def block_in_tiles(mlp: MlpName, modules: ModulesName, workload: Workload, tokens: int) -> Block:
+def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int, modules: ModulesName = "fused") -> Block:
     """Return the block of a rank that has so many tokens of each sequence, with its MLP whole or in tiles.
 
     Sizes as published. ALST: so many tiles that one has about as many tokens as x has features, and a function of
