@@ -16,6 +16,7 @@ Place = Literal["hbm", "host", "pageable"]
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
 LossName = Literal["whole", "chunked", "unfused", "torch"]
 MlpName = Literal["whole", "tiled", "mini"]
+ModulesName = Literal["fused", "eager"]
 OptimiserPlace = Literal["gpu", "host"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
@@ -53,6 +54,11 @@ class LayerOptions:
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
+    modules: ModulesName = "fused"
+    """Whether a norm and what is between the products of an MLP are one kernel each; or those that Hugging Face's
+    LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in the data type of
+    sums, what its weight multiplies, and the activated gate (transformers 4.57.6
+    src/transformers/models/llama/modeling_llama.py)."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -161,8 +167,11 @@ class LayerOptions:
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units", "host_waits": "never"}  # fmt: skip
+          "gather": "units", "host_waits": "never", "modules": "fused"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
+
+OF_LAYERS = ("modules",)
+"""What attention alone has nothing of."""
 
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),

@@ -20,6 +20,12 @@ from sim.schedule.ir.ops import (
     NO_LABEL,
     BiasedGemm,
     CrossEntropy,
+    EagerGeGlu,
+    EagerGeGluBackward,
+    EagerNorm,
+    EagerNormBackward,
+    EagerSwiGlu,
+    EagerSwiGluBackward,
     Embed,
     EmbedBackward,
     GeGlu,
@@ -53,6 +59,8 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         for view, result in zip(op.writes, (found.out, found.second), strict=True):
             storage.put(view, result.view(view.shape))
         return found.name
+    if isinstance(op, EagerNorm | EagerNormBackward):
+        return _run_eager_norm(op, given, storage)
     if isinstance(op, EmbedBackward):
         dout, ids = given
         storage.put(op.dtable, torch.ops.aten.embedding_dense_backward(dout, ids, op.dtable.shape[0], -1, False))
@@ -80,6 +88,21 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     assert_never(op)
 
 
+def _run_eager_norm(op: EagerNorm | EagerNormBackward, given: list[Tensor], storage: Storage) -> str:
+    """Run a norm as eager modules do."""
+    first, weight, *rest = given
+    if weight.shape[0] != first.shape[-1]:  # all heads as one
+        first, rest = first.flatten(2), [one.flatten(2) if one.dim() > 2 else one for one in rest]
+    made: tuple[Tensor, ...]
+    if isinstance(op, EagerNorm):
+        name, made = "eager rms norm (to, pow, mean, add, rsqrt, mul, to, mul)", eager_norm(first, weight, op.epsilon)
+    else:
+        name, made = "eager rms norm backward, as autograd runs it", eager_norm_backward(first, weight, *rest)
+    for view, result in zip(op.writes, made, strict=True):
+        storage.put(view, result.view(view.shape))
+    return name
+
+
 def _run_mlp_kernel(op: MlpKernel, given: list[Tensor], results: list[Tensor]) -> str:
     """Run what stands between the products of an MLP."""
     if isinstance(op, SwiGlu):
@@ -87,6 +110,17 @@ def _run_mlp_kernel(op: MlpKernel, given: list[Tensor], results: list[Tensor]) -
     if isinstance(op, SwiGluBackward):
         gate, up, dout = given
         return gated_backward(gate, up, dout, results[0], results[1], _GELU if isinstance(op, GeGluBackward) else _SILU)
+    if isinstance(op, EagerSwiGlu):
+        gate, up, out, active = *given, *results
+        by = _GELU if isinstance(op, EagerGeGlu) else _SILU
+        torch.mul(by.forward(gate, active), up, out=out)
+        return f"aten {by.name}, mul"
+    if isinstance(op, EagerSwiGluBackward):
+        (gate, up, active, dout), (dgate, dup) = given, results
+        by = _GELU if isinstance(op, EagerGeGluBackward) else _SILU
+        torch.mul(dout, active, out=dup)
+        by.backward(dout * up, gate, dgate)
+        return f"aten 2 mul, {by.name}_backward"
     if isinstance(op, Gelu):
         _GELU.forward(given[0], results[0])
         return "aten gelu"
@@ -169,6 +203,40 @@ def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> 
     inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
     dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)
     return Normed(dx.to(x.dtype), dweight.to(weight.dtype), "eager rms norm backward (4 mul, sum, vecdot, addcmul)")
+
+
+def eager_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the norm of x (B, S, E), or (B, S, H, D), by weight (E,), or (D,), as LlamaRMSNorm computes it; with the
+    copy of x in the accumulation data type, what that was multiplied by, and what the weight was.
+    """
+    wide = x.to(_wide(x), copy=True)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    normed = (wide * rstd).to(x.dtype)
+    return weight * normed, wide, rstd.squeeze(-1), normed
+
+
+def eager_norm_backward(
+    normed: Tensor, weight: Tensor, wide: Tensor, rstd: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weight as autograd computes them, op by op, holding what it holds."""
+    of_weight, led = dout * normed, dout * weight
+    dweight = of_weight.sum(dim=tuple(range(normed.dim() - 1)))
+    del of_weight
+    led, rstd = led.to(wide.dtype), rstd.unsqueeze(-1)
+    of_rstd, dwide = led * wide, led * rstd
+    del led
+    of_rstd = of_rstd.sum(-1, keepdim=True)
+    of_mean = of_rstd * (-0.5 * rstd.pow(3))
+    del of_rstd
+    of_power = of_mean.expand(wide.shape) / wide.shape[-1]
+    del of_mean
+    power = wide.pow(1)
+    twice = power * 2
+    through = of_power * twice
+    del power, twice, of_power  # which torch's one expression of all three holds until here
+    dwide = dwide + through
+    del through
+    return dwide.to(normed.dtype), dweight
 
 
 def _wide(x: Tensor) -> torch.dtype:

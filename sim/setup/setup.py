@@ -20,7 +20,7 @@ from sim.engine.simulate import Engine, simulate
 from sim.errors import InputError, LengthError, unknown
 from sim.garbage import garbage_collection_off
 from sim.mesh import AXES, Mesh
-from sim.options import OF_STEPS
+from sim.options import OF_LAYERS, OF_STEPS
 from sim.presets import override
 from sim.profile import Profile
 from sim.schedule.ir.program import Schedule
@@ -349,6 +349,7 @@ class Setup:
                 raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
             stacked = stack_of(self.stack).options
         taken = {*has} - {*stacked} - ({*OF_STEPS} if self.scope != "step" else set())
+        taken -= {*OF_LAYERS} if self.scope == "attention" else set()
         return [
             *((name, names.text_of(value)) for name, value in usual.items() if name in taken),
             *((name, value) for name, value in stacked.items() if name in has),

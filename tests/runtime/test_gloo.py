@@ -141,6 +141,12 @@ def test_steps_whose_mlp_has_several_tiles(ranks: Callable[[int], Session], chec
     step_equals_the_reference(ranks(2), make_step("ulysses", 2, narrow(batch=2), mlp="tiled", checkpoint=checkpoint))
 
 
+@pytest.mark.parametrize("checkpoint", ["full", "none"])
+def test_steps_of_eager_modules(ranks: Callable[[int], Session], checkpoint: str) -> None:
+    options = {"modules": "eager", "loss": "torch", "checkpoint": checkpoint}
+    step_equals_the_reference(ranks(2), make_step("zigzag", 2, step(), **options))
+
+
 @pytest.mark.parametrize("pipeline", ["ideal", "published"])
 def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None:
     """Four chunks that wait on the host, as do inputs of layers, copied by threads of their own."""

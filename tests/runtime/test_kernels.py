@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.execution import unfused
 from runtime.execution.attention import CpuFlash, delta_of, merge, with_delta
-from runtime.execution.dense import rms_norm
+from runtime.execution.dense import eager_norm, eager_norm_backward, rms_norm
 from runtime.execution.inputs import global_state
 from runtime.execution.reference import attention, relative_error
 from runtime.execution.state import square_sum
@@ -77,6 +77,27 @@ def test_merging_is_exact_for_any_gap_and_either_order(gap: float, swap: bool) -
     merge(outs[second].float(), lses[second].float(), into_out, into_lse)
     assert relative_error(into_out, exact) < 1e-5
     assert (into_lse - torch.logaddexp(*lses)).abs().max() < 1e-4
+
+
+def llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """LlamaRMSNorm of transformers 4.57.6, which sums in fp32 whatever is wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_eager_norms_have_the_bits_of_autograd(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, dout = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, 16), (16,), (2, 3, 16)))
+    out, wide, rstd, normed = eager_norm(x, weight, 1e-5)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    expected = llama_norm(*leaves)
+    assert torch.equal(out, expected)
+    assert wide.data_ptr() != x.data_ptr()
+    found = eager_norm_backward(normed.detach(), weight.detach(), wide.detach(), rstd.detach(), dout)
+    for mine, other in zip(found, torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

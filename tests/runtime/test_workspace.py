@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from runtime.execution.attention import AttentionKernel, Backward, Saved
 from runtime.execution.attention_choice import NAMES, described
 from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
+from runtime.execution.dense import eager_norm, eager_norm_backward
 from runtime.execution.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.memory import lifetimes, walk
@@ -26,14 +28,27 @@ from sim.schedule.derive.workspace import (
     repeated_bytes,
     workspace_bytes,
 )
-from sim.schedule.ir.ops import Attend, AttendBackward, Kernel, TiledKernel, TiledMlp, TiledMlpBackward
+from sim.schedule.ir.ops import (
+    Attend,
+    AttendBackward,
+    EagerNorm,
+    EagerNormBackward,
+    EagerSwiGlu,
+    EagerSwiGluBackward,
+    Kernel,
+    TiledKernel,
+    TiledMlp,
+    TiledMlpBackward,
+)
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.workload import DTYPE_BYTES, Dtype, Workload
+from sim.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
+from tests.runtime.test_kernels import llama_norm
 from tests.schedule.test_step import make_step
 
 META = torch.device("meta")
+EAGER = (EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward)
 
 
 class Allocations(TorchDispatchMode):
@@ -152,6 +167,33 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
         for op, seen, said, taken in held(folded, rotations):
             lse = folded.schedule.program(0).nbytes(op.lse) if isinstance(op, Attend | AttendBackward) else 0
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("qk_norm", ["head", "all"])
+def test_eager_modules_hold_what_is_said(qk_norm: QkNormName, dtype: Dtype) -> None:
+    """To the byte, and what autograd of Llama's norm holds: at most 5 tensors in fp32 beside its inputs."""
+    model = msgspec.structs.replace(make_model(8, 4, head_dim=64), qk_norm=qk_norm)
+    workload = Workload(model=model, seq=64, dtype=dtype, scope="layer", layers=1, batch=2)
+    checked = make_step("single", 1, workload, modules="eager")
+    found = [one for one in held(checked, {}) if isinstance(one.op, EAGER)]
+    assert {type(one.op) for one in found} >= {EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward}
+    assert [(one.op.label, one.seen) for one in found] == [(one.op.label, one.said) for one in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autograd_of_an_eager_norm_holds_as_much(dtype: torch.dtype) -> None:
+    """Of 64 tokens of 512: as Hugging Face's module has it, backward beside what forward has kept."""
+    x, dout = (torch.empty(2, 32, 512, dtype=dtype, device=META) for _ in range(2))
+    weight = torch.empty(512, dtype=dtype, device=META, requires_grad=True)
+    out = llama_norm(x.requires_grad_(), weight)
+    with Allocations() as by_autograd:
+        torch.autograd.grad(out, (x, weight), dout)
+    made = eager_norm(x.detach(), weight.detach(), 1e-5)
+    with Allocations() as by_hand:
+        eager_norm_backward(made[3], weight.detach(), made[1], made[2], dout)
+    rows = 3 * 64 * 4  # statistics, which autograd frees as late
+    assert abs(by_autograd.peak_bytes - by_hand.peak_bytes) <= rows
 
 
 @pytest.mark.sweep

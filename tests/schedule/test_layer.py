@@ -88,6 +88,7 @@ def test_what_is_saved_of_a_block_whose_mlp_is_in_tiles() -> None:
 BLOCKS: tuple[dict[str, Any], ...] = (
     {"biases": ("qkv",), "qk_norm": "head", "mlp": "geglu", "embedding_scale": 2.0},
     {"mlp": "gelu"},
+    {},
 )
 """Lines that together have all kernels that Llama's block has not."""
 
@@ -107,7 +108,8 @@ def test_every_kernel_has_a_cost() -> None:
                 programs += linear.build(workload, Mesh(ring=2)).programs
                 for lines in BLOCKS:
                     other = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, **lines))
-                    programs += make_step("single", 1, other).schedule.programs
+                    for modules in ("fused", "eager"):
+                        programs += make_step("single", 1, other, modules=modules).schedule.programs
             for program in programs:
                 for op in program.ops:
                     if isinstance(op, Kernel):

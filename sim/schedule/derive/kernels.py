@@ -25,6 +25,12 @@ from sim.schedule.ir.ops import (
     AttendBackward,
     Copy,
     CrossEntropy,
+    EagerGeGlu,
+    EagerGeGluBackward,
+    EagerMlpKernel,
+    EagerNormBackward,
+    EagerNormKernel,
+    EagerSwiGlu,
     Embed,
     EmbedBackward,
     Gemm,
@@ -222,6 +228,10 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     flops = op.meta.flops_per_element * elements
     if isinstance(op, CrossEntropy) and op.eager:
         return _eager_loss(op, program)
+    if isinstance(op, EagerNormKernel):
+        return _eager_norm(op, program)
+    if isinstance(op, EagerMlpKernel):
+        return _eager_mlp(op, program)
     in_part = isinstance(op, Merge) and op.into_out.shape != program.buffers[op.into_out.buffer].shape
     return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part)
 
@@ -241,6 +251,81 @@ def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:
         KernelUse(op.meta.kernel, "eager", own, (elements,), op.meta.flops_per_element * elements, 0),
         [(name, dtype, each, 1) for name, dtype, each in bytes_each],
     )
+
+
+class _Launched(NamedTuple):
+    """A kernel that eager modules launch, by the elements that it reads and writes in the model's data type (own) and
+    in that of sums (wide): of all features of all rows, of a row one each, or of one row.
+    """
+
+    name: str
+    wide: bool
+    """Whether it writes the data type of sums."""
+    own: int = 0
+    wides: int = 0
+    of_rows: int = 0
+    """In the data type of sums."""
+    of_weight: int = 0
+    """In the model's."""
+    launches: int = 1
+
+
+_EAGER_NORM = (
+    _Launched("_to_copy", wide=True, own=1, wides=1),
+    _Launched("pow", wide=True, wides=2),
+    _Launched("mean", wide=True, wides=1, of_rows=1),
+    _Launched("add", wide=True, of_rows=2),
+    _Launched("rsqrt", wide=True, of_rows=2),
+    _Launched("mul", wide=True, wides=2, of_rows=1),
+    _Launched("_to_copy", wide=False, own=1, wides=1),
+    _Launched("mul", wide=False, own=2, of_weight=1),
+)
+_EAGER_NORM_BACKWARD = (
+    _Launched("mul", wide=False, own=2, of_weight=1),
+    _Launched("mul", wide=False, own=3),
+    _Launched("sum", wide=False, own=1, of_weight=1),
+    _Launched("_to_copy", wide=True, own=1, wides=1),
+    _Launched("mul", wide=True, wides=3, launches=2),
+    _Launched("mul", wide=True, wides=2, of_rows=1),
+    _Launched("sum", wide=True, wides=1, of_rows=1),
+    _Launched("pow", wide=True, of_rows=2),
+    _Launched("mul", wide=True, of_rows=2),
+    _Launched("mul", wide=True, of_rows=3),
+    _Launched("div", wide=True, wides=1, of_rows=1),
+    _Launched("pow", wide=True, wides=2),
+    _Launched("mul", wide=True, wides=2),
+    _Launched("add", wide=True, wides=3),
+    _Launched("_to_copy", wide=False, own=1, wides=1),
+)
+"""What LlamaRMSNorm and autograd launch (``sim/software/counted/transformers-llama.toml``)."""
+
+
+def _eager_norm(op: EagerNormKernel, program: Program) -> KernelUse:
+    """Return what an eager norm runs, forward or backward."""
+    own, wide = program.dtype(op.normed), program.dtype(op.wide)
+    launched = _EAGER_NORM_BACKWARD if isinstance(op, EagerNormBackward) else _EAGER_NORM
+    elements, (features,) = math.prod(op.wide.shape), op.weight.shape
+    loop = []
+    for one in launched:
+        moved = (one.own * elements + one.of_weight * features) * DTYPE_BYTES[own]
+        moved += (one.wides * elements + one.of_rows * (elements // features)) * DTYPE_BYTES[wide]
+        shape = (elements if one.own or one.wides else elements // features,)
+        loop.append((KernelUse(ELEMENTWISE, one.name, wide if one.wide else own, shape, 0, moved), one.launches))
+    flops, moved = op.meta.flops_per_element * elements, sum(use.hbm_bytes * count for use, count in loop)
+    return KernelUse(op.meta.kernel, "eager", own, (elements,), flops, moved, loop=tuple(loop))
+
+
+def _eager_mlp(op: EagerMlpKernel, program: Program) -> KernelUse:
+    """Return what an eager MLP runs between its products, forward or backward."""
+    own, elements = program.dtype(op.gate), math.prod(op.gate.shape)
+    size, name = DTYPE_BYTES[own], "gelu" if isinstance(op, EagerGeGlu | EagerGeGluBackward) else "silu"
+    run: list[tuple[str, Dtype, float, float]] = (
+        [(name, own, 2 * size, 1), ("mul", own, 3 * size, 1)]
+        if isinstance(op, EagerSwiGlu)
+        else [("mul", own, 3 * size, 2), (f"{name}_backward", own, 3 * size, 1)]
+    )
+    flops = op.meta.flops_per_element * elements
+    return in_place_of(KernelUse(op.meta.kernel, "eager", own, (elements,), flops, 0), run)
 
 
 def in_place_of(use: KernelUse, run: Iterable[tuple[str, Dtype, float, float]]) -> KernelUse:

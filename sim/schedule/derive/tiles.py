@@ -12,7 +12,18 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.schedule.ir.ops import Accumulate, Gemm, GemmForm, Op, SwiGlu, SwiGluBackward, TiledKernel, TiledMlpBackward
+from sim.schedule.ir.ops import (
+    Accumulate,
+    EagerSwiGlu,
+    EagerSwiGluBackward,
+    Gemm,
+    GemmForm,
+    Op,
+    SwiGlu,
+    SwiGluBackward,
+    TiledKernel,
+    TiledMlpBackward,
+)
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, View
 from sim.workload import Dtype
@@ -43,7 +54,8 @@ def tiles(op: TiledKernel, program: Program) -> list[Tile]:
 
 def tile_of(op: TiledKernel, program: Program, tokens: tuple[int, int], *, first: bool) -> Program:
     """Return what an op does for a tile of tokens (B, S)."""
-    return _tile(isinstance(op, TiledMlpBackward), tokens, op.w_gate.shape, program.dtype(op.x), first)
+    backward, eager = isinstance(op, TiledMlpBackward), op.eager is True
+    return _tile(backward, tokens, op.w_gate.shape, program.dtype(op.x), first, eager)
 
 
 def held_bytes(program: Program, given: int) -> int:
@@ -73,7 +85,8 @@ def _new(program: Program, given: int, index: int) -> list[View]:
 
 
 @lru_cache(maxsize=1024)
-def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtype: Dtype, first: bool) -> Program:
+def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtype: Dtype, first: bool,
+          eager: bool) -> Program:  # fmt: skip
     """Return the program of a tile of tokens (B, S), with weights (E, F)."""
     embed, ffn = weight
     w = _Writer(tokens, dtype)
@@ -87,13 +100,22 @@ def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtyp
     gate = w.gemm("nn", x, w_gate, w.rows("gate", ffn))
     up = w.gemm("nn", x, w_up, w.rows("up", ffn))
     act = w.rows("act", ffn)
-    w.ops.append(SwiGlu(label="swiglu", gate=gate, up=up, out=act))
+    active = w.rows("active", ffn) if eager else None
+    if active:
+        w.ops.append(EagerSwiGlu(label="swiglu", gate=gate, up=up, out=act, active=active))
+    else:
+        w.ops.append(SwiGlu(label="swiglu", gate=gate, up=up, out=act))
     w.gemm("nn", act, w_down, out)
     if backward:
         dact = w.gemm("nt", dout, w_down, w.rows("dact", ffn))
         w.gradient(act, dout, dw_down, first=first)
         dgate, dup = w.rows("dgate", ffn), w.rows("dup", ffn)
-        w.ops.append(SwiGluBackward(label="back through swiglu", gate=gate, up=up, dout=dact, dgate=dgate, dup=dup))
+        label = "back through swiglu"
+        if active:
+            led = EagerSwiGluBackward(label=label, gate=gate, up=up, active=active, dout=dact, dgate=dgate, dup=dup)
+            w.ops.append(led)
+        else:
+            w.ops.append(SwiGluBackward(label=label, gate=gate, up=up, dout=dact, dgate=dgate, dup=dup))
         w.gemm("nt", dgate, w_gate, dx)
         w.gradient(x, dgate, dw_gate, first=first)
         w.gemm("nt", dup, w_up, dx, accumulate=True)

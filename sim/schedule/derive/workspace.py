@@ -31,7 +31,10 @@ _InPlace: TypeAlias = (
     ops.Gemm
     | ops.TokenSum
     | ops.Accumulate
-    | ops.MlpKernel
+    | ops.SwiGlu
+    | ops.SwiGluBackward
+    | ops.Gelu
+    | ops.GeluBackward
     | ops.Scale
     | ops.Embed
     | ops.Unpack
@@ -57,10 +60,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         return program.nbytes(op.target.view) if op.order else 0
     if isinstance(op, ops.Fold):
         return program.nbytes(op.source.view) // (op.source.parts // op.target.parts)
-    if isinstance(op, ops.RmsNorm):
-        return _copied(op, program)
-    if isinstance(op, ops.RmsNormBackward):
-        return _copied(op, program)
+    if isinstance(op, ops.NormKernel | ops.EagerMlpKernel):
+        return _of_module(op, program)
     if isinstance(op, ops.EmbedBackward):
         return embed_backward_bytes(program.dtype(op.dout), op.dout.shape, op.dtable.shape[0]) + _copied(op, program)
     if isinstance(op, ops.CrossEntropy):
@@ -128,6 +129,20 @@ def _of_attention(op: ops.AttentionKernel, program: Program) -> int:
     if isinstance(op, ops.Delta):
         return _wide_bytes(op.out, program) + program.nbytes(op.delta)
     assert_never(op)
+
+
+def _of_module(op: ops.NormKernel | ops.EagerMlpKernel, program: Program) -> int:
+    """Return the workspace of a norm, or of what is between the products of an MLP that keeps what it makes."""
+    if isinstance(op, ops.EagerSwiGluBackward):
+        return program.nbytes(op.dgate)  # the gradient of the activated gate
+    if isinstance(op, ops.EagerSwiGlu):
+        return 0
+    beside = 0
+    if isinstance(op, ops.EagerNorm):  # wide * rstd, while there is no out
+        beside = program.nbytes(op.wide) - program.nbytes(op.out)
+    if isinstance(op, ops.EagerNormBackward):  # five tensors of pow's derivative, while there is no dx
+        beside = 5 * program.nbytes(op.wide) - program.nbytes(op.dx)
+    return beside + _copied(op, program)
 
 
 def _of_linear(op: ops.LinearKernel, program: Program) -> int:
@@ -199,7 +214,10 @@ def _results(op: ops.Op, program: Program) -> list[tuple[View, Dtype]]:
     if isinstance(op, ops.Attend | ops.RmsNorm):
         own = program.dtype(op.q if isinstance(op, ops.Attend) else op.x)
         return list(zip(op.writes, (own, accumulation_dtype(own)), strict=True))
-    if isinstance(op, ops.AttendBackward | ops.RmsNormBackward | ops.EmbedBackward):
+    if isinstance(op, ops.EagerNorm):
+        own = program.dtype(op.x)
+        return list(zip(op.writes, (own, *[accumulation_dtype(own)] * 2, own), strict=True))
+    if isinstance(op, ops.AttendBackward | ops.RmsNormBackward | ops.EagerNormBackward | ops.EmbedBackward):
         own = program.dtype(op.reads[0])
         return [(view, own) for view in op.writes]
     return []

@@ -362,6 +362,61 @@ class HeadNormBackward(RmsNormBackward, frozen=True, kw_only=True):
     dweight: Annotated[View, Out("d")]
 
 
+class EagerNorm(_Kernel, frozen=True, kw_only=True):
+    """RmsNorm as Hugging Face's module computes it: wide is x in the accumulation data type, normed = wide * rstd in
+    that of x, out = weight * normed (transformers 4.57.6 src/transformers/models/llama/modeling_llama.py).
+
+    Where x has the accumulation data type wide is a copy all the same.
+    """
+
+    meta = Meta("I", "eager norm", "norm, rope, SwiGLU", "rms_norm", 4)
+    x: Annotated[View, In("bs*e")]
+    weight: Annotated[View, In("e")]
+    out: Annotated[View, Out("bs*e")]
+    wide: Annotated[View, Out("bs*e", "wide")]
+    rstd: Annotated[View, Out("bs", "wide")]
+    normed: Annotated[View, Out("bs*e")]
+    epsilon: float
+
+
+class EagerNormBackward(_Kernel, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch and tokens of this rank) of EagerNorm, as autograd runs them."""
+
+    meta = Meta("K", "eager norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
+    normed: Annotated[View, In("bs*e")]
+    weight: Annotated[View, In("e")]
+    wide: Annotated[View, In("bs*e", "wide")]
+    rstd: Annotated[View, In("bs", "wide")]
+    dout: Annotated[View, In("bs*e")]
+    dx: Annotated[View, Out("bs*e")]
+    dweight: Annotated[View, Out("e")]
+
+
+class EagerHeadNorm(EagerNorm, frozen=True, kw_only=True):
+    """EagerNorm of each head (B, S, H, D) by itself, by one weight (D) for all; rstd is (B, S, H)."""
+
+    meta = Meta("d", "eager norm of heads", "norm, rope, SwiGLU", "rms_norm", 4)
+    x: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    out: Annotated[View, Out("bshd")]
+    wide: Annotated[View, Out("bshd", "wide")]
+    rstd: Annotated[View, Out("bsh", "wide")]
+    normed: Annotated[View, Out("bshd")]
+
+
+class EagerHeadNormBackward(EagerNormBackward, frozen=True, kw_only=True):
+    """dx and dweight (summed over batch, tokens and heads of this rank) of EagerHeadNorm."""
+
+    meta = Meta("f", "eager norm of heads backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
+    normed: Annotated[View, In("bshd")]
+    weight: Annotated[View, In("d")]
+    wide: Annotated[View, In("bshd", "wide")]
+    rstd: Annotated[View, In("bsh", "wide")]
+    dout: Annotated[View, In("bshd")]
+    dx: Annotated[View, Out("bshd")]
+    dweight: Annotated[View, Out("d")]
+
+
 class Rope(_Kernel, frozen=True, kw_only=True):
     """Rotate x (bshd) in place by the positions of its tokens, halves paired as in Llama (arXiv:2104.09864).
 
@@ -409,6 +464,40 @@ class GeGluBackward(SwiGluBackward, frozen=True, kw_only=True):
     meta = Meta("Z", "geglu backward", "norm, rope, SwiGLU", "swiglu_backward", 20)
 
 
+class EagerSwiGlu(_Kernel, frozen=True, kw_only=True):
+    """active = silu(gate), out = active * up: SwiGlu in two kernels."""
+
+    meta = Meta("i", "eager swiglu", "norm, rope, SwiGLU", "swiglu", 5)
+    gate: Annotated[View, In("bse")]
+    up: Annotated[View, In("bse")]
+    out: Annotated[View, Out("bse")]
+    active: Annotated[View, Out("bse")]
+
+
+class EagerSwiGluBackward(_Kernel, frozen=True, kw_only=True):
+    """dgate and dup of EagerSwiGlu, as autograd runs them."""
+
+    meta = Meta("q", "eager swiglu backward", "norm, rope, SwiGLU", "swiglu_backward", 12)
+    gate: Annotated[View, In("bse")]
+    up: Annotated[View, In("bse")]
+    active: Annotated[View, In("bse")]
+    dout: Annotated[View, In("bse")]
+    dgate: Annotated[View, Out("bse")]
+    dup: Annotated[View, Out("bse")]
+
+
+class EagerGeGlu(EagerSwiGlu, frozen=True, kw_only=True):
+    """active = gelu(gate), by tanh, out = active * up: GeGlu in two kernels."""
+
+    meta = Meta("r", "eager geglu", "norm, rope, SwiGLU", "swiglu", 10)
+
+
+class EagerGeGluBackward(EagerSwiGluBackward, frozen=True, kw_only=True):
+    """dgate and dup of EagerGeGlu."""
+
+    meta = Meta("s", "eager geglu backward", "norm, rope, SwiGLU", "swiglu_backward", 20)
+
+
 class Gelu(_Kernel, frozen=True, kw_only=True):
     """out = gelu(x), by tanh (arXiv:1606.08415 §2)."""
 
@@ -449,6 +538,8 @@ class TiledMlp(_Kernel, frozen=True, kw_only=True):
     w_down: Annotated[View, In("fe")]
     out: Annotated[View, Out("bse", contiguous=True)]
     tile: int
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether a tile's activation is EagerSwiGlu."""
 
 
 class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
@@ -467,6 +558,8 @@ class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     dw_up: Annotated[View, Out("ef")]
     dw_down: Annotated[View, Out("fe")]
     tile: int
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """As in TiledMlp."""
 
 
 class Embed(_Kernel, frozen=True, kw_only=True):
@@ -676,8 +769,10 @@ AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
 EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
 """What stands at both ends of the layers."""
-NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward
-MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | GeluBackward
+EagerNormKernel: TypeAlias = EagerNorm | EagerNormBackward | EagerHeadNorm | EagerHeadNormBackward
+NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward | EagerNormKernel
+EagerMlpKernel: TypeAlias = EagerSwiGlu | EagerSwiGluBackward | EagerGeGlu | EagerGeGluBackward
+MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | GeluBackward | EagerMlpKernel
 """What stands between the products of an MLP."""
 TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel
 """What a model does to each token by itself."""

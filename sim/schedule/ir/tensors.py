@@ -26,8 +26,8 @@ class Tensor(NamedTuple):
     name: str
     kind: Kind
     axes: tuple[Axis, ...] = ()
-    numbers: Literal["model", "accumulation", "int64"] = "model"
-    """Its data type: the model's, that of sums, or integers."""
+    numbers: Literal["model", "accumulation", "wide", "int64"] = "model"
+    """Its data type: the model's, that of sums (a statistic of a token or head, or a copy as wide), or integers."""
     layer: int = 0
     parts: tuple[Tensor, ...] = ()
     """Of a flat one: the tensors whose elements it consists of, one behind the other."""
@@ -95,5 +95,6 @@ def d(tensor: Tensor) -> Tensor:
 
 def dtype_of(tensor: Tensor, own: Dtype) -> Dtype:
     """Return the data type of a tensor where that of the workload is ``own``."""
-    dtypes: dict[str, Dtype] = {"model": own, "accumulation": accumulation_dtype(own), "int64": "int64"}
+    wide = accumulation_dtype(own)
+    dtypes: dict[str, Dtype] = {"model": own, "accumulation": wide, "wide": wide, "int64": "int64"}
     return dtypes[tensor.numbers]

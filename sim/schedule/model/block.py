@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import InputError
+from sim.options import ModulesName
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.equations import (
     Around,
@@ -18,6 +19,7 @@ from sim.schedule.model.equations import (
     Equation,
     add,
     back,
+    eagerly,
     geglu,
     gelu,
     linear,
@@ -74,8 +76,18 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
-    """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled."""
+def block_of(model: ModelSpec, tile: Tile | None = None, modules: ModulesName = "fused") -> Block:
+    """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled. Eager
+    modules make and keep more than fused ones, of the same gradients.
+    """
+    passes = _passes(model, tile)
+    if modules == "eager":
+        passes = [Around(*(tuple(map(eagerly, part)) for part in around)) for around in passes]
+    return _block(*passes)
+
+
+def _passes(model: ModelSpec, tile: Tile | None) -> list[Around]:
+    """Return the forward equations of a layer, and the same in the order in which gradients are led through."""
     biases, before, after = model.biases or (), model.norms != "after", bool(model.norms)
     # norm, projections, rotary embedding
     normed = (norm(x, norm1, h1, rstd1),) if before else ()
@@ -95,10 +107,10 @@ def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     if model.parallel_residual:
         from_heads, mlp = linear(out, wo, middle, of_out, led=following), _mlp(model, h1, following, tile)
         joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
-        return _block(
-            forward=Around((*normed, *projected, *evened, *turned), (from_heads, *mlp[0], joined, residual)),
-            backward=Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
-        )
+        return [
+            Around((*normed, *projected, *evened, *turned), (from_heads, *mlp[0], joined, residual)),
+            Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
+        ]
     # output projection, residual; norm, MLP, residual
     factor = model.residual_scale
     from_heads = linear(out, wo, attended if after or factor else middle, of_out)
@@ -110,16 +122,16 @@ def block_of(model: ModelSpec, tile: Tile | None = None) -> Block:
     last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
     last = (scaled(mixed, following, factor, "scale mlp"),) if factor else last
     second_residual = add(middle, following, "residual of mlp")
-    return _block(
-        forward=Around(
+    return [
+        Around(
             (*normed, *projected, *evened, *turned),
             (from_heads, *behind, residual, *normed_again, *mlp[0], *last, second_residual),
         ),
-        backward=Around(
+        Around(
             (*last, *mlp[1], *normed_again, second_residual, *behind, from_heads),
             (*turned, *evened, *projected, *normed, residual),
         ),
-    )
+    ]
 
 
 def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor) -> tuple[Equation, ...]:

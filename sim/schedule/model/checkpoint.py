@@ -42,7 +42,14 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
     """
     inputs, needed = _needed(block)
     kept = _listed(
-        block, "checkpoint", {"none": None, "full": block.x.name, "attention": f"{block.x.name}+{block.out.name}"}, name
+        block,
+        "checkpoint",
+        {
+            "none": "+".join(_names(block, needed)),
+            "full": block.x.name,
+            "attention": f"{block.x.name}+{block.out.name}",
+        },
+        name,
     )
     missing = set(needed) - kept
     after = _makers(block.forward.after, missing, kept)
@@ -56,7 +63,8 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
         )
     lays_out = not attends and not inputs <= kept
     apart = kept if attends or lays_out else kept - inputs
-    return Checkpoint(tuple([tensor for tensor in needed if tensor in apart]), Around(before, after), attends, lays_out)
+    held = tuple([tensor for tensor in _with_input(block, needed) if tensor in apart])
+    return Checkpoint(held, Around(before, after), attends, lays_out)
 
 
 def offloaded(block: Block, name: str, point: Checkpoint) -> frozenset[Tensor] | None:
@@ -71,7 +79,7 @@ def offloaded(block: Block, name: str, point: Checkpoint) -> frozenset[Tensor] |
     stays = {block.q, block.k, block.v} if point.lays_out else set()
     stays |= {block.out} if point.attends else set()
     held = set(point.held) | ({block.q, block.k, block.v, block.out} - stays)
-    for tensor in needed:
+    for tensor in _with_input(block, needed):
         if tensor in found and tensor not in held and tensor.name in name.split("+"):
             raise InputError(
                 f"`set` schedule.offloaded={name}: {tensor.name} is not kept, but computed again; leave it out, or add "
@@ -94,8 +102,18 @@ def _needed(block: Block) -> tuple[set[Tensor], tuple[Tensor, ...]]:
 def nameable(block: Block) -> dict[str, Tensor]:
     """Return the tensors that lists may have, by name."""
     _, needed = _needed(block)
+    return _names(block, _with_input(block, needed))
+
+
+def _names(block: Block, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return by name those of some tensors that lists may have."""
     made = _made(block)
-    return {tensor.name: tensor for tensor in needed if tensor in made or tensor in {block.x, block.out}}
+    return {tensor.name: tensor for tensor in tensors if tensor in made or tensor in {block.x, block.out}}
+
+
+def _with_input(block: Block, needed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what a layer may keep: its input, too, where backward needs none of it but by computing again."""
+    return needed if block.x in needed else (block.x, *needed)
 
 
 def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from sim.options import ModulesName
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import x
-from sim.schedule.model.equations import Equation, back, cross_entropy, embed, linear, norm, scaled
+from sim.schedule.model.equations import Equation, back, cross_entropy, eagerly, embed, linear, norm, scaled
 from sim.workload import ModelSpec
 
 ids, labels = (Tensor(name, "activation", numbers="int64") for name in ("ids", "labels"))
@@ -40,21 +41,29 @@ class Head(NamedTuple):
 
     weight: Tensor
     to_logits: Equation
+    normed: Equation = normed
 
     @property
     def forward(self) -> tuple[Equation, ...]:
         """Norm, logits, loss."""
-        return normed, self.to_logits, scored
+        return self.normed, self.to_logits, scored
 
     @property
     def backward(self) -> tuple[Equation, ...]:
         """What follows on the gradient of the logits."""
-        return back(self.to_logits, normed)
+        return back(self.to_logits, self.normed)
+
+    @property
+    def of_norm(self) -> tuple[Tensor, ...]:
+        """What the norm's way back needs of its way there."""
+        (led,) = self.normed.backward
+        return tuple([tensor for tensor in led.operands if tensor.kind == "activation"])
 
 
 HEAD, TIED_HEAD = Head(w_head, to_logits), Head(w_embed, to_tied_logits)
 
 
-def head_of(model: ModelSpec) -> Head:
+def head_of(model: ModelSpec, modules: ModulesName = "fused") -> Head:
     """Return the head of a model."""
-    return TIED_HEAD if model.tied_embeddings else HEAD
+    found = TIED_HEAD if model.tied_embeddings else HEAD
+    return found._replace(normed=eagerly(normed)) if modules == "eager" else found

@@ -9,6 +9,14 @@ from sim.schedule.ir.ops import (
     Accumulate,
     BiasedGemm,
     CrossEntropy,
+    EagerGeGlu,
+    EagerGeGluBackward,
+    EagerHeadNorm,
+    EagerHeadNormBackward,
+    EagerNorm,
+    EagerNormBackward,
+    EagerSwiGlu,
+    EagerSwiGluBackward,
     Embed,
     EmbedBackward,
     GeGlu,
@@ -206,3 +214,37 @@ def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor) -> Equation:
 def by_torch(scored: Equation) -> Equation:
     """Return a cross-entropy as torch's own ops make it."""
     return scored._replace(variant=(("eager", True),))
+
+
+_EAGER_NORMS = {RmsNorm: (EagerNorm, EagerNormBackward), HeadNorm: (EagerHeadNorm, EagerHeadNormBackward)}
+_EAGER_MLPS = {SwiGlu: (EagerSwiGlu, EagerSwiGluBackward), GeGlu: (EagerGeGlu, EagerGeGluBackward)}
+
+
+def beside(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what eager modules keep of an activation: a copy in the data type of sums and what a norm's weight
+    multiplies, or what an activation function makes of it.
+    """
+    copied = x._replace(name=f"{x.name}_wide", numbers="wide")
+    return copied, x._replace(name=f"{x.name}_normed"), x._replace(name=f"{x.name}_active")
+
+
+def eagerly(one: Equation) -> Equation:
+    """Return a norm or an MLP's activation as eager modules compute it, in kernels whose results they keep; all others
+    as they are.
+    """
+    if one.kind is TiledMlp:
+        by, (led,) = (*one.variant, ("eager", True)), one.backward
+        return one._replace(variant=by, backward=(led._replace(variant=by),))
+    if one.kind in _EAGER_NORMS:
+        (x, weight), (out, rstd), (led,) = one.operands, one.results, one.backward
+        copied, normed, _ = beside(x)
+        kind, back_kind = _EAGER_NORMS[one.kind]
+        led = led._replace(kind=back_kind, operands=(normed, weight, copied, rstd, d(out)))
+        return one._replace(kind=kind, results=(out, copied, rstd, normed), backward=(led,))
+    if one.kind in _EAGER_MLPS:
+        (gate, up), (out,), (led,) = one.operands, one.results, one.backward
+        *_, active = beside(gate)
+        activated, back_activated = _EAGER_MLPS[one.kind]
+        led = led._replace(kind=back_activated, operands=(gate, up, active, d(out)))
+        return one._replace(kind=activated, results=(out, active), backward=(led,))
+    return one

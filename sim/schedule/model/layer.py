@@ -16,7 +16,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayerOptions, LossName
+from sim.options import LayerOptions, LossName, ModulesName
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
@@ -88,6 +88,11 @@ def build_around(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
             "`scope` layer"
         )
+    if options.modules != "fused" and not layers:
+        raise InputError(
+            f"`set` schedule.modules={options.modules} is of norms and MLPs, and scope 'attention' has none: leave it "
+            f"out, or set `scope` layer or step"
+        )
     if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
         raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
     step = workload.scope == "step"
@@ -99,7 +104,7 @@ def build_around(
         )
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block, *others = [
-        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens))
+        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
         for one, _ in part.kinds()
     ]
     block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]
@@ -151,7 +156,9 @@ def build_around(
             )
         b.workload = workload
         waits = options.host_waits == "micro-batch"
-        first = kinds[0]._replace(rotary_table=options.rotary_table, kinds=tuple(kinds), waits=waits)
+        first = kinds[0]._replace(
+            rotary_table=options.rotary_table, modules=options.modules, kinds=tuple(kinds), waits=waits
+        )
         written = first.program()
         return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
 
@@ -177,6 +184,7 @@ class LayerWriter(NamedTuple):
     rotary_table: bool = False
     waits: bool = False
     """Whether the host waits before each further micro-batch."""
+    modules: ModulesName = "fused"
     kinds: tuple[LayerWriter, ...] = ()
     """Those of all kinds, where there are several."""
 
@@ -205,7 +213,7 @@ class LayerWriter(NamedTuple):
         b, layers = self.b, layers_of(self.b.workload)
         ends: Outside = Ports(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss)
+            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss, self.modules)
         view = ends.enter()
         for unit in layers:
             view = self._of_kind(unit, LayerWriter._forward, view)

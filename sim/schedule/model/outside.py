@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from sim.options import LossName
+from sim.options import LossName, ModulesName
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Accumulate
@@ -21,8 +21,6 @@ from sim.schedule.model.ends import (
     logits,
     loss,
     norm_last,
-    normed,
-    rstd,
     scored,
     w_embed,
 )
@@ -101,9 +99,10 @@ class Loss:
         params: Params,
         tiling: Tiling,
         form: LossName,
+        modules: ModulesName = "fused",
     ) -> None:
         self._b, self._tokens, (self._first, self._last) = b, tokens, ends_of(b.workload)
-        self._head, self._layers = head_of(b.workload.model), b.workload.layers
+        self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
         self._embedding = embedding_of(b.workload.model)
         self._params, self._tiling, self._chunked = params, tiling, form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
@@ -141,15 +140,15 @@ class Loss:
         if self._unfused:
             made[logits] = self._cast(made[logits], "logits", self._b.sum_dtype)
         made = self._written(to_loss, self._layers, made)
-        return {tensor: made[tensor] for tensor in (x, rstd, h, d(logits), loss)}
+        return {tensor: made[tensor] for tensor in (*self._head.of_norm, h, d(logits), loss)}
 
     def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
         """Append the loss of some tokens at a time, with the gradients of the head, so that no more of the logits is
         held (arXiv:2410.10989 §3.2).
         """
         b, layer, count = self._b, self._layers, num_tokens(self._tokens)
-        w_head, to_logits = self._head
-        whole = self._written((normed,), layer, {x: last, **weights})
+        w_head, to_logits = self._head.weight, self._head.to_logits
+        whole = self._written((self._head.normed,), layer, {x: last, **weights})
         whole |= {labels: given, loss: b.new(loss, count), d(h): b.new(d(h), count)}
         size, stop = chunk_of_loss(count, b.workload.model), 0
         while stop < count:
@@ -160,7 +159,7 @@ class Loss:
             for equation in (to_logits, scored, *back(to_logits)):
                 chunk.write(equation, adds=bool(gradient) and d(w_head) in equation.results)
             whole[d(w_head)] = chunk.values[d(w_head)]
-        return {tensor: whole[tensor] for tensor in (x, rstd, d(h), d(w_head), loss)}
+        return {tensor: whole[tensor] for tensor in (*self._head.of_norm, d(h), d(w_head), loss)}
 
     def enter_backward(self) -> View:
         """See Outside."""
@@ -184,7 +183,9 @@ class Loss:
             self._params.reduce(gradients[1].later(layer), kept[gradients[1]])
         if self._unfused:
             kept = {**kept, d(logits): self._cast(kept[d(logits)], "dlogits", self._b.workload.dtype)}
-        made = self._written(back(normed) if self._chunked else self._head.backward, layer, {**kept, **weights})
+        made = self._written(
+            back(self._head.normed) if self._chunked else self._head.backward, layer, {**kept, **weights}
+        )
         return made[d(x)], {gradient: made[gradient] for gradient in gradients}
 
     def leave_backward(self, first: View) -> None:

@@ -20,10 +20,11 @@ from sim.schedule.model.ends import (
     labels,
     loss,
     norm_last,
+    normed,
     w_embed,
     w_head,
 )  # fmt: skip
-from sim.schedule.model.equations import Equation, back
+from sim.schedule.model.equations import Equation, back, beside, eagerly
 from sim.workload import ModelSpec, Workload
 
 
@@ -121,22 +122,27 @@ def ends_of(workload: Workload) -> tuple[Unit, Unit]:
     return found[0], found[0] if workload.model.tied_embeddings else found[-1]
 
 
-_HEADS = tuple(equation for head in (HEAD, TIED_HEAD) for equation in (*head.forward, *head.backward))
+_HEADS = (
+    *(equation for head in (HEAD, TIED_HEAD) for equation in (*head.forward, *head.backward)),
+    eagerly(normed),
+    *back(eagerly(normed)),
+)
 _NAMED = {
     one.name: one._replace(layer=0)
     for module in (block_, ends)
     for tensor in vars(module).values()
     if isinstance(tensor, Tensor)
-    for one in (tensor, d(tensor), *((updated(tensor),) if tensor.of_weight else ()))
+    for one in (tensor, d(tensor), *((updated(tensor),) if tensor.of_weight else beside(tensor)))
 }
 """All tensors but those of units, of whichever model they are."""
 
 
 @lru_cache(maxsize=256)
 def equations(model: ModelSpec) -> tuple[Equation, ...]:
-    """Return all that a step of a model computes of tokens."""
-    embedding = embedding_of(model)
-    return (*block_of(model).equations, *embedding, *back(*reversed(embedding)), *_HEADS)
+    """Return all that a step of a model computes of tokens, at the end what eager modules have in place of others."""
+    embedding, of_layer = embedding_of(model), block_of(model).equations
+    instead = tuple([one for one in block_of(model, None, "eager").equations if one not in of_layer])
+    return (*of_layer, *embedding, *back(*reversed(embedding)), *_HEADS, *instead)
 
 
 def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
@@ -201,7 +207,10 @@ def terms_of(number: int, name: str, model: ModelSpec) -> Span:
     """
     of_layer = block_of(model).equations
     if number >= len(of_layer):
-        return Span(0, num_terms(name, model))
+        one, of_layer = equations(model)[number], block_of(model, None, "eager").equations
+        if one not in of_layer:
+            return Span(0, num_terms(name, model))
+        number = of_layer.index(one)  # eager modules make as many terms, in the same order
     earlier = [one for one in of_layer[:number] for tensor in one.results if tensor.name == name]
     before = sum(_num_heads(one, model) for one in earlier)
     return Span(before, before + _num_heads(of_layer[number], model))

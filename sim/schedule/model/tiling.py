@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sim.options import MlpName
+from sim.options import MlpName, ModulesName
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import Tile, block_of
 from sim.schedule.model.equations import Block, Equation
@@ -30,7 +30,7 @@ def write_all(equations: tuple[Equation, ...], rows: TokenWriter, params: Params
             params.reduce(tensor.later(rows.layer), rows.values[tensor])
 
 
-def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int) -> Block:
+def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int, modules: ModulesName = "fused") -> Block:
     """Return the block of a rank that has so many tokens of each sequence, with its MLP whole or in tiles.
 
     Sizes as published. ALST: so many tiles that one has about as many tokens as x has features, and a function of
@@ -39,8 +39,8 @@ def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int) -> Block:
     """
     batch = workload.batch
     if mlp == "whole":
-        return block_of(workload.model)
+        return block_of(workload.model, None, modules)
     if mlp == "tiled":
         size = -(-batch * tokens // -(-tokens // workload.model.embed_dim))
-        return block_of(workload.model, Tile(size, saves=True))
-    return block_of(workload.model, Tile(batch * max(4096 // batch, 1024), saves=False))
+        return block_of(workload.model, Tile(size, saves=True), modules)
+    return block_of(workload.model, Tile(batch * max(4096 // batch, 1024), saves=False), modules)

@@ -303,7 +303,7 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         )
     if isinstance(op, ops.BiasedGemm):
         return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
-    if isinstance(op, ops.RmsNorm):
+    if isinstance(op, ops.RmsNorm | ops.EagerNorm):
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
     if isinstance(op, ops.TiledKernel):
         return "" if op.tile >= 1 else f"has tiles of {op.tile} tokens: allowed is 1 or more"

@@ -308,7 +308,8 @@ class ProgramBuilder:
             return self.buffer(name, tensor.dims, (extent, *shape[1:]), dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
-            return self.tensor(name, extent, heads, "saved" if is_saved else "attention")
+            dtype = dtype_of(tensor, self.workload.dtype)
+            return self.tensor(name, extent, heads, "saved" if is_saved else "attention", dtype)
         shape, dtype = (self.batch.size, extent, *shape), dtype_of(tensor, self.workload.dtype)
         return self.buffer(name, tensor.dims, shape, dtype, "saved" if is_saved else "other")
 
