@@ -101,8 +101,8 @@ def _predicted(setup: Setup, row: Mapping[str, str]) -> Prediction:
 
 def _figures(prediction: Prediction, portion: Portion) -> Row:
     """Return the columns of a prediction."""
-    found = report(prediction.simulation, with_interval=portion.intervals, with_bound=portion.bounds)
-    (low_s, high_s), room = found.interval_s or (None, None), found.room
+    found = report(prediction.simulation, with_bound=portion.bounds)
+    (low_s, high_s), room = (portion.intervals and prediction.interval) or (None, None), found.room
     return {
         "degrees": degrees(prediction),
         "padding": prediction.checked.schedule.header.workload.padding,

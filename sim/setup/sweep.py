@@ -21,6 +21,7 @@ from sim.setup.answer_what_if import what_if
 from sim.setup.names import at_least_one, changed_cluster, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
+from sim.setup.unnamed import within
 from sim.setup.workers import follow_parent
 from topology.host import num_cores
 from topology.specs import ClusterSpec
@@ -148,8 +149,8 @@ def _row(asked: _Sweep, number: int) -> dict[str, Any]:
     try:
         noise = one.noise if asked.seeds == 1 else one.jitter._replace(seeds=asked.seeds)
         played = Prepared(one.checked).play(one.cluster.like(spec), one.profile, noise, one.engine)
-        found = report(played, with_interval=asked.intervals, with_bound=asked.bounds)
-        low_s, high_s = found.interval_s or (None, None)
+        found = report(played, with_bound=asked.bounds)
+        low_s, high_s = (asked.intervals and within(played)) or (None, None)
         figures |= {"step_time_s": found.step_time_s, "low_s": low_s, "high_s": high_s}
         figures |= {"tokens_per_s_per_gpu": found.tokens_per_s_per_gpu, "mfu": found.mfu, "bound_by": found.bound_by}
         figures |= {str(part): taken_s for part, taken_s in found.breakdown.items()}

@@ -36,6 +36,11 @@ def slowest(simulation: Simulation) -> Slowest | None:
     return Slowest(software.said, play.trace.step_time_s)
 
 
+def within(simulation: Simulation) -> Interval | None:
+    """Return the 90 % interval of a step, as ``Prediction.interval`` has it."""
+    return widened(simulation, slowest(simulation))
+
+
 def widened(simulation: Simulation, other: Slowest | None) -> Interval | None:
     """Return the 90 % interval of a step, up to that of the slowest software where none was named."""
     within = interval(simulation)
