@@ -265,6 +265,14 @@ def with_section(text: str, name: str, anew: str) -> str:
     return "\n## ".join(sections)
 
 
+def with_claims(text: str, claims: str) -> str:
+    """Return a page of studies with another table of claims; raises InputError where it has none."""
+    before, head, _ = text.partition(_CLAIMS)
+    if not head:
+        raise InputError("`markdown`: the page has no claims; longstep study all --markdown writes all")
+    return f"{before}{head}\n{claims}"
+
+
 def said(key: str, value: Any) -> str:
     """Return a value of a row as people write it, by the unit that its key ends in."""
     if value is None or isinstance(value, str | bool):

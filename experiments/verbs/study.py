@@ -12,7 +12,7 @@ from rich.table import Table
 
 from experiments.pages.figures import figure
 from experiments.pages.render import FIGURE_FILE, PAGE_FILE
-from experiments.pages.study_page import CHAPTER_FILE, chapter, page, said, section, with_section
+from experiments.pages.study_page import CHAPTER_FILE, chapter, page, said, section, with_claims, with_section
 from experiments.studies import claims
 from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
@@ -72,13 +72,12 @@ def study(command: Study, console: Console) -> None:
         found = wanted.found(command.jobs, command.seeds)
     answer = wanted.answer(found.conclusion)
     if out and picture:
-        told = section(wanted.name, wanted.question, found.picture.wide.plot.about, found.conclusion)
-        picture.write(figure(wanted.question, [found.picture.narrow]).encode())
-        out.write(with_section(before, wanted.name, told).encode())
+        _draw(picture, wanted, found)
+        out.write(with_section(before, wanted.name, _told(wanted, found)).encode())
     if html:
         html.write(page(wanted.name, wanted.question, answer, found.conclusion, found.picture, found.rows).encode())
     if svg:
-        svg.write(figure(wanted.question, [found.picture.narrow]).encode())
+        _draw(svg, wanted, found)
     if command.json:
         said_first = {"answer": answer, "question": wanted.question, "conclusion": found.conclusion}
         print_json({**said_first, "rows": list(found.rows)}, console)
@@ -91,6 +90,15 @@ def study(command: Study, console: Console) -> None:
     console.print(found.conclusion, markup=False)
 
 
+def _told(wanted: studies.Study, found: studies.Finding) -> str:
+    """Return the section of a study."""
+    return section(wanted.name, wanted.question, found.picture.wide.plot.about, found.conclusion)
+
+
+def _draw(picture: Output, wanted: studies.Study, found: studies.Finding) -> None:
+    picture.write(figure(wanted.question, [found.picture.narrow]).encode())
+
+
 def _beside(command: Study, name: str) -> Output | None:
     """Return the file of a study's picture, beside the page of studies if one is written."""
     return command.output(command.markdown and str(Path(command.markdown).parent / f"{name}.svg"), FIGURE_FILE)
@@ -101,18 +109,38 @@ def _page_with(command: Study) -> str:
     assert command.markdown
     if command.name in claims.needed():
         raise InputError(
-            f"`markdown`: claims on the page rest on {command.name}; longstep study all --markdown writes both anew"
+            f"`markdown`: claims on the page rest on {command.name}; longstep study claims --markdown writes both anew"
         )
-    text = read_bytes("page", command.markdown, "`markdown`").decode()
+    text = _page(command)
     with_section(text, command.name, "")
     return text
 
 
+def _page(command: Study) -> str:
+    assert command.markdown
+    return read_bytes("page", command.markdown, "`markdown`").decode()
+
+
 def _hold_claims(command: Study, console: Console) -> None:
-    """Run the studies that claims of papers are held against, and print each claim with its verdict."""
-    if command.page or command.figure or command.markdown or command.seeds:
-        raise InputError("`page`, `figure`, `seeds` and `markdown` are of studies; claims take `json`")
-    held = claims.judged({name: studies.study(name).find(command.jobs).figures for name in claims.needed()})
+    """Run the studies that claims of papers are held against, and print each claim with its verdict; on a page of
+    studies, write their sections and the claims anew.
+    """
+    if command.page or command.figure or command.seeds:
+        raise InputError("`page`, `figure` and `seeds` are of studies; claims take `json` and `markdown`")
+    names, out = claims.needed(), command.output(command.markdown, CHAPTER_FILE)
+    pictures = {name: _beside(command, name) for name in names}
+    require_outputs([out, *pictures.values()])
+    text, figures = _page(command) if out else "", {}
+    for name in names:
+        wanted = studies.study(name)
+        found = wanted.find(command.jobs)
+        figures[name] = found.figures
+        if picture := pictures[name]:
+            _draw(picture, wanted, found)
+            text = with_section(text, name, _told(wanted, found))
+    held = claims.judged(figures)
+    if out:
+        out.write(with_claims(text, claims.markdown(held)).encode())
     if command.json:
         print_json([one.figures() for one in held], console)
         return
@@ -135,9 +163,9 @@ def _write_all(command: Study, console: Console) -> None:
         with Ticker.hushed(), Console(stderr=True).status(f"playing the sweep of {name}"):
             found = wanted.find(command.jobs)
         console.print(f"{wanted.question}\n  {found.conclusion}", markup=False, highlight=False)
-        told.append(section(name, wanted.question, found.picture.wide.plot.about, found.conclusion))
+        told.append(_told(wanted, found))
         figures[name] = found.figures
         if picture := pictures.get(name):
-            picture.write(figure(wanted.question, [found.picture.narrow]).encode())
+            _draw(picture, wanted, found)
     if out:
         out.write(chapter(told, claims.markdown(claims.judged(figures))).encode())

@@ -111,4 +111,6 @@ def test_claims_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().out.count("FuseLink") == 4
     with pytest.raises(SystemExit):
         main(["study", "claims", "--page", "page.html"])
-    assert "claims take `json`" in capsys.readouterr().err.replace("--json", "`json`")
+    assert "claims take `json` and `markdown`" in capsys.readouterr().err.replace("--json", "`json`").replace(
+        "--markdown", "`markdown`"
+    )

@@ -122,7 +122,7 @@ def test_a_study_writes_its_section_of_the_page_anew(capsys: pytest.CaptureFixtu
         (("hidng",), "(did you mean 'hiding'?)"),
         (("claim",), "(did you mean 'claims'?)"),
         (("hiding", "--markdown", "page.md"), "page file 'page.md' cannot be read"),
-        (("claims", "--markdown", "page.md"), "--markdown are of studies"),
+        (("claims", "--seeds", "3"), "--seeds are of studies"),
         (("all", "--page", "page.html"), "are of one study"),
         (("hiding", "--seeds", "2"), "hiding draws nothing"),
         (("balancing", "--seeds", "0"), "--seeds 0: expected a whole number of 1 or more"),
