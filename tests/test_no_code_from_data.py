@@ -326,7 +326,7 @@ PLACES: dict[str, str] = {
     "experiments/verbs/cli.py:_print_no_more": WRITES,
     "experiments/verbs/evidence.py:write_chapter": "front page",
     "experiments/verbs/machine.py:_read": "nvidia-smi topo",
-    "experiments/verbs/study.py:_page_with": "page of studies",
+    "experiments/verbs/study.py:_page": "page of studies",
     "experiments/verbs/sweep.py:_is_parquet": "table, over it",
     "experiments/verbs/validate.py:_outputs": "front page",
     "runtime/lab/keeper.py:main": BESIDE,

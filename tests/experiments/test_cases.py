@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from experiments.evidence.cases import FOLDER, case_fields, read_cases, setup_of
@@ -28,7 +27,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
         case.played.resolved().built()
         found = case.setup.resolved().profile
         known = None if file.profile == DATASHEET else load_profile(file.profile)
-        assert found == (known and msgspec.structs.replace(known, rates=found and found.rates))
+        assert (found and (found.name, found.machine)) == (known and (known.name, known.machine))
 
 
 def test_a_case_that_names_no_model_and_no_cluster_is_of_what_executes() -> None:

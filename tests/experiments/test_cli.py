@@ -632,7 +632,7 @@ def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str]
         (("show", "--format", "png"), "allowed are grid, json, dot, fabric"),
         (("show", "--ranks", "0,9"), "0 to 1"),
         (("show", "--ranks", "x", "--gpus", "2"), "'x'"),
-        (("list", "things"), "allowed are models, clusters, schedules, stacks, profiles"),
+        (("list", "things"), "allowed are models, clusters, schedules, software, stacks, profiles"),
         (("compare", "--gpus", "2"), "run longstep calibrate --quick"),
         (("compare", "--gpus", "2", "--html", "/nowhere/page.html"), "there is no folder"),
         (("validate", "--ranks", "2,x"), "--ranks x"),
