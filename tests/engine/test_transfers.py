@@ -101,7 +101,7 @@ def test_times_grow_with_bytes_and_not_faster(name: str) -> None:
 def test_no_size_is_a_cliff(name: str) -> None:
     """A twelfth more bytes take no tenth longer than by that twelfth. Steps of the sources are inside: 4.8 % for short
     all-reduces on 16 A100 nodes. They take no less, but where all-reduces between measured groups turn from trees to
-    rings, which put fewer bytes on the NICs: no tenth either.
+    rings, which put fewer bytes on the NICs: no tenth either; and where messages of UltraAttn's table do, by 13 %.
     """
     for nodes, per_node in GROUPS:
         machine = Machine(name, nodes, per_node)
@@ -109,7 +109,8 @@ def test_no_size_is_a_cliff(name: str) -> None:
             sizes = [16 * len(machine.ranks) * round(2 ** (n / 8)) for n in range(3 * 8, 23 * 8)]
             times = [machine.seconds(kind, nbytes) for nbytes in sizes]
             for (few, short_s), (many, long_s) in pairwise(zip(sizes, times, strict=True)):
-                least = 0.9 if kind == "all_reduce" and nodes > 1 else 1 - 1e-9
+                scatters = kind == "exchange" and name.endswith("ultraattn")
+                least = 0.85 if scatters else 0.9 if kind == "all_reduce" and nodes > 1 else 1 - 1e-9
                 assert least * short_s <= long_s <= 1.1 * many / few * short_s, (nodes, per_node, kind, many)
 
 
