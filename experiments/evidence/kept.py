@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from sim.errors import InputError
 from sim.presets import decoded, read_bytes
 
 Of = TypeVar("Of")
@@ -19,9 +20,14 @@ class Kept(NamedTuple, Generic[Of]):
 
     @property
     def notes(self) -> str:
-        """What ``notes.md`` in its folder says of it: what explains the errors and no command computes."""
+        """What ``notes.md`` in its folder says of it: what explains the errors and no command computes. Raises
+        InputError where that is no text.
+        """
         beside = self.path.with_name("notes.md")
-        return beside.read_text().strip() if beside.is_file() else ""
+        try:
+            return beside.read_text().strip() if beside.is_file() else ""
+        except UnicodeDecodeError as error:
+            raise InputError(f"notes {str(beside)!r} are no text: write them anew, or take the file away") from error
 
     @property
     def figure(self) -> Path | None:
