@@ -162,6 +162,19 @@ def _attention(setup: Setup, found: Configuration, kernel: FusedName) -> Setup |
     return setup.replace(set={"software.attention": kernel})
 
 
+_NEWER: dict[FusedName, str] = {"cudnn": "cuDNN's", "flash-attention-3": "FlashAttention-3"}
+
+
+def _newer(kernel: FusedName) -> Callable[[Setup, Configuration], Setup | None]:
+    """Return attention by a kernel that came after FlashAttention-2, where that is what runs."""
+
+    def changed(setup: Setup, found: Configuration) -> Setup | None:
+        runs = found.profile and found.profile.attention and found.profile.attention.kernel
+        return _attention(setup, found, kernel) if runs == "flash-attention-2" else None
+
+    return changed
+
+
 def _eager(setup: Setup, found: Configuration) -> Setup | None:
     """Return what is between products by torch's own ops, where nothing else is said to run."""
     if found.profile is None or found.profile.runs or found.spec.gpu.kind != "cuda":
@@ -277,6 +290,12 @@ PROGRAMS: tuple[Program, ...] = (
         "flash-attention-2", "attention is FlashAttention-2: what scaled_dot_product_attention picks, and flash_attn 2",
         "names of attention kernels in a profiler trace: flash_fwd_kernel is FlashAttention-2", ("slower",),
         lambda s, f: _attention(s, f, "flash-attention-2"),
+    ),
+    *(
+        Program(kernel, f"attention is {said}, which is faster on Hopper and Blackwell than FlashAttention-2",
+                "names of attention kernels in a profiler trace: flash_fwd_kernel is FlashAttention-2", ("faster",),
+                _newer(kernel))
+        for kernel, said in _NEWER.items()
     ),
     Program(
         "eager-modules", "norms, rotary embedding and MLP are eager: each op of torch is a kernel",
