@@ -95,25 +95,25 @@ class Played(NamedTuple):
         return self.step_s <= self.branch.family.within_s
 
 
-def step_of(setup: Setup) -> tuple[float, Simulation]:
-    """Return the seconds of a training step without noise, and its simulation: of more than ``PLAYED`` layers and
-    ``TURNS`` micro-batches only so many are played, and the others taken to add as much as the last of these. The
+def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simulation]:
+    """Return the seconds of a training step without noise, and its simulation: of more than so many ``layers`` and
+    ``TURNS`` micro-batches only these are played, and the others taken to add as much as the last of these. The
     schedule is not proved.
     """
-    step_s, last, _ = _steps_of(setup)
+    step_s, last, _ = _steps_of(setup, layers)
     return step_s, last
 
 
-def _steps_of(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
+def _steps_of(setup: Setup, few: tuple[int, int] = PLAYED) -> tuple[float, Simulation, Simulation | None]:
     """Return the same with the simulation of fewer layers; None where all are played."""
     setups, further = _turns(setup)
-    *before, (last_s, played, fewer) = [_steps_of_layers(one) for one in setups]
+    *before, (last_s, played, fewer) = [_steps_of_layers(one, few) for one in setups]
     return last_s + sum(further * (last_s - first_s) for first_s, *_ in before), played, fewer
 
 
-def _steps_of_layers(setup: Setup) -> tuple[float, Simulation, Simulation | None]:
+def _steps_of_layers(setup: Setup, some: tuple[int, int]) -> tuple[float, Simulation, Simulation | None]:
     layers = setup.resolved().workload.layers
-    few, more = PLAYED
+    few, more = some
     if layers <= more:
         played = _simulation(setup)
         return played.trace.step_time_s, played, None

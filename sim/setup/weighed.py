@@ -30,6 +30,10 @@ _LENGTHS = 5
 """Lengths whose memory is walked to find the longest: memory grows with the length nearly as a line, so fewer do."""
 _ONLY_MEMORY = ("activations", "offloaded", "mlp", "loss", "optimiser")
 """Options that take time to save memory: where one saves none it is not played."""
+_LAYERS = (2, 4)
+"""Layers that are played of a step that has more: what the others add is a mean of two, since ranks of a ring drift
+apart and back from one to the next. Within 0.2 % (``tests/sim/test_explain.py``); offloading takes one layer to begin.
+"""
 _TURNS = 2
 """Micro-batches that are played of a step that has more: every further one takes what the last of these adds."""
 
@@ -138,11 +142,11 @@ class Scale:
         """Return the seconds of a step. Of many micro-batches one is played, and two where the optimiser is another."""
         count = int(getattr(change.found.options, "micro_batches", 1))
         if count <= _TURNS:
-            return step_of(change.setup)[0]
-        one_s, own, its = step_of(shortened(change.setup, 1))[0], self.found.options, change.found.options
+            return step_of(change.setup, _LAYERS)[0]
+        one_s, own, its = step_of(shortened(change.setup, 1), _LAYERS)[0], self.found.options, change.found.options
         if self.turn_s and _at_the_end(own) == _at_the_end(its):
             return one_s + (count - 1) * (one_s - self.one_s + self.turn_s)
-        return of_all_turns(one_s, step_of(shortened(change.setup))[0], count)
+        return of_all_turns(one_s, step_of(shortened(change.setup), _LAYERS)[0], count)
 
     def _saves_memory(self, one: Weighed) -> bool:
         return one.peak_bytes < (1 - _SAME) * self.peak_bytes

@@ -12,9 +12,12 @@ import pytest
 
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel
+from sim.engine.figures import HOST, figures_of
 from sim.engine.fold import fold
 from sim.engine.report import report
+from sim.engine.sensitivity import played_s
 from sim.engine.simulate import STEADY, Engine, Jitter, Prepared, Simulation
+from sim.engine.worlds import Change, worlds
 from sim.errors import InputError
 from sim.mesh import Mesh
 from sim.profile import Profile, load_profile
@@ -106,10 +109,28 @@ def require_equal(cell: Cell, engine: Engine) -> int:
     found, expected = (msgspec.structs.asdict(report(one, with_interval=True)) for one in (folded, meant))
     notes = [set(one.pop("evidence").notes) for one in (found, expected)]
     saves = [one.pop("saves") for one in (found, expected)]
-    assert saves[0] == pytest.approx(saves[1], rel=1e-3), what  # of machines on which replicas may win other races
+    if saves[0] != pytest.approx(saves[1], rel=1e-12):
+        require_same_where_others_win(folded, meant, what)
     assert found == expected, what
     assert len(notes[0] - notes[1]) == (folded.trace.num_ranks < meant.trace.num_ranks)
     return meant.checked.schedule.header.mesh.dp - folded.fold.checked.schedule.header.mesh.dp
+
+
+def require_same_where_others_win(folded: Simulation, meant: Simulation, what: str) -> None:
+    """Assert that machines with a figure doubled, which worlds follow up to where SMs go to others, say that they stop
+    there, and are alike to the last bit when they are played.
+    """
+    figures = figures_of(folded.cluster.spec, folded.profile)
+    changes = [Change((figure,), 2.0) for figure in figures if figure not in HOST]
+    apart = [
+        change
+        for change, one, other in zip(changes, worlds(folded, changes), worlds(meant, changes), strict=True)
+        if one.step_time_s != pytest.approx(other.step_time_s, rel=1e-12)
+        if one.turned and other.turned
+    ]
+    assert apart, what
+    for change in apart:
+        assert played_s(folded, change) == played_s(meant, change), what
 
 
 @pytest.mark.sweep

@@ -105,7 +105,7 @@ def test_changes_take_what_predictions_of_them_do(plain: Explanation) -> None:
     for one in shown:
         predicted = one.change.setup.predicted()
         assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=2e-2), one.change.text
-        assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=5e-3), one.change.text
+        assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=2e-3), one.change.text
 
 
 @pytest.mark.sweep
@@ -209,9 +209,9 @@ def test_changes_of_a_large_model_take_what_predictions_of_them_do(files: tuple[
     assert found.step_time_s == pytest.approx(found.setup.predicted().step_time_s, rel=1e-3)
     for one in found.helps:
         predicted = one.change.setup.predicted()
-        assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=5e-3), one.change.text
+        assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=2e-3), one.change.text
         assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=2e-2), one.change.text  # of one rank
-        assert one.longest == pytest.approx(longest(one.change.setup, 2**24), rel=1 / 12), one.change.text
+        assert one.longest == pytest.approx(longest(one.change.setup, 2**24), rel=1 / 15), one.change.text
 
 
 def test_of_documents_no_longest_context_is_told() -> None:
