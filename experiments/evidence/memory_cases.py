@@ -16,7 +16,7 @@ from sim.errors import InputError, unknown
 from sim.memory import TERMS
 from sim.setup import names
 from sim.setup.fit import longest
-from sim.setup.room import room
+from sim.setup.room import held_behind_passes, room
 from sim.setup.setup import Setup
 from sim.units import length, percent, size
 
@@ -24,6 +24,8 @@ Judgement = Literal["right", "at the limit", "wrong"]
 _GIB = 2**30
 _WITHIN = 2.0
 """A longest context is right within one power of two."""
+BEHIND = "behind the passes"
+"""In place of terms: the peak while a step sums, clips, updates and gathers, which some software logs."""
 _MOST = 16
 """Up to how many times the longest context that was measured a longer one is looked for."""
 
@@ -38,7 +40,7 @@ class MemoryCase(NamedTuple):
     ran: bool | None
     """Whether it did, or was out of memory; None where it is not asked."""
     measured_bytes: dict[str, int]
-    """By terms: of one, of several joined by " + ", or of all, the peak."""
+    """By terms: of one, of several joined by " + ", or of all, the peak; or ``BEHIND``."""
     longest: int | None = None
     """Tokens of the longest context that ran, which the setup has then; None where it is not asked."""
 
@@ -50,6 +52,8 @@ class MemoryFound(NamedTuple):
     room: Room
     longest: int | None = None
     """Tokens of the longest context that fits, where it is asked."""
+    behind_bytes: int = 0
+    """The peak behind the passes, where it is asked."""
 
     @property
     def judgement(self) -> Judgement:
@@ -60,7 +64,7 @@ class MemoryFound(NamedTuple):
     @property
     def predicted_bytes(self) -> dict[str, int]:
         """What is predicted of all that was measured."""
-        terms = {str(term): nbytes for term, nbytes in self.room.terms.items()}
+        terms = {str(term): nbytes for term, nbytes in self.room.terms.items()} | {BEHIND: self.behind_bytes}
         return {what: sum([terms[term] for term in _terms(what)]) for what in self.case.measured_bytes}
 
     @property
@@ -94,8 +98,8 @@ def _case(file: CaseFile, group: MemoryGroup, case: dict[str, object]) -> Memory
     ):
         raise InputError(f"{where}: measured_gib is {measured}: expected sizes above 0 by term")
     for term in (term for what in measured or {} for term in _terms(what)):
-        if term not in TERMS:
-            raise unknown("term", term, TERMS, where)
+        if term not in {*TERMS, BEHIND}:
+            raise unknown("term", term, [*TERMS, "peak", BEHIND], where)
     setup = selected(file, fields if tokens is None else fields | {"seq": tokens}, group.set, where)
     if setup.scope != "step":
         raise InputError(f"{where}: scope is {setup.scope!r}: memory is that of a training step; set scope to step")
@@ -121,7 +125,9 @@ def predicted_memory(cases: Sequence[MemoryCase]) -> list[MemoryFound]:
 
 def _predicted(case: MemoryCase) -> MemoryFound:
     most = longest(case.setup, _MOST * case.longest) if case.longest else None
-    return MemoryFound(case, room(case.setup.resolved()), most)
+    found = case.setup.resolved()
+    behind = held_behind_passes(found) if BEHIND in case.measured_bytes else 0
+    return MemoryFound(case, room(found), most, behind)
 
 
 MARK_HEADS = ("memory", "case", "S", "measured", "predicted", "left", "verdict")

@@ -201,8 +201,10 @@ def fitted_from(evidence: Evidence) -> list[str]:
 
 def software_of(file: CaseFile) -> list[str]:
     """Return which software was timed, where the file says it."""
-    named = file.select.get("software")
-    return [f"software: {load_software(str(named)).said} ({named})"] if named else []
+    cases = (case for group in file.group for case in group.cases)
+    named = dict.fromkeys(str(one["software"]) for one in (file.select, *cases) if "software" in one)
+    said = ", ".join(f"{load_software(name).said} ({name})" for name in named)
+    return [f"software: {said}"] if said else []
 
 
 def measured_on(file: CaseFile) -> list[str]:

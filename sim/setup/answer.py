@@ -23,7 +23,7 @@ from sim.schedule.methods.catalog import NAMED
 from sim.setup.global_batch import told
 from sim.setup.names import scope_title
 from sim.setup.places import place_of
-from sim.setup.unnamed import Slowest
+from sim.setup.unnamed_software import Slowest
 from sim.units import FEW, digits_within, length, number, seconds, seconds_between, size
 from sim.workload import DTYPE_BYTES
 

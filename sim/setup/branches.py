@@ -23,7 +23,7 @@ from sim.setup.bounds import Least, least_of_any, least_room, least_seconds
 from sim.setup.room import room
 from sim.setup.setup import Setup
 from sim.setup.space import Branch
-from sim.setup.unnamed import slowest, widened
+from sim.setup.unnamed_software import slowest, widened
 
 PLAYED = (3, 4)
 """Layers that are played of a step that has more: every further one takes what the last of these adds. A step of 16

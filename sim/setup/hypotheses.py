@@ -15,7 +15,7 @@ from sim.engine.figures import FIGURES, LAUNCHES, scaled, with_attention, with_c
 from sim.options import FusedName, LayerOptions
 from sim.setup import names
 from sim.setup.setup import Configuration, Setup
-from sim.setup.unnamed import SLOWEST
+from sim.setup.unnamed_software import SLOWEST
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
 from topology.specs import ClusterSpec, PerGpu
@@ -179,8 +179,9 @@ def _eager(setup: Setup, found: Configuration) -> Setup | None:
     """Return what is between products by torch's own ops, where nothing else is said to run."""
     if found.profile is None or found.profile.runs or found.spec.gpu.kind != "cuda":
         return None
-    eager = load_software(SLOWEST).kernels
-    return setup.replace(set={f"software.{name}": getattr(eager, name) for name in ("norm", "rotary", "mlp")})
+    rotary = load_software(SLOWEST).kernels.rotary
+    changed = _option(setup, found, "modules", "eager")
+    return changed and changed.replace(set={"software.rotary": rotary})
 
 
 def _torch_on_host(setup: Setup, found: Configuration) -> Setup | None:
@@ -299,7 +300,8 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program(
         "eager-modules", "norms, rotary embedding and MLP are eager: each op of torch is a kernel",
-        "a profiler trace: a norm is 8 kernels; torch.compile, Liger or TransformerEngine make it one", ("slower",),
+        "a profiler trace: a norm is 8 kernels; torch.compile, Liger or TransformerEngine make it one",
+        ("slower", "more memory"),
         _eager,
     ),
     Program(

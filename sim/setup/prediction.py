@@ -35,7 +35,7 @@ from sim.setup.effort import Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
 from sim.setup.stacks import techniques_on
-from sim.setup.unnamed import Slowest, slowest, widened
+from sim.setup.unnamed_software import Slowest, slowest, widened
 from sim.trace import CHROME_TRACE, Trace, to_chrome
 from sim.workload import Workload
 from topology.cluster import Cluster

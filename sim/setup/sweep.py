@@ -21,7 +21,7 @@ from sim.setup.answer_what_if import what_if
 from sim.setup.names import at_least_one, changed_cluster, text_of
 from sim.setup.prediction import Prediction
 from sim.setup.table import Table
-from sim.setup.unnamed import within
+from sim.setup.unnamed_software import within
 from sim.setup.workers import follow_parent
 from topology.host import num_cores
 from topology.specs import ClusterSpec

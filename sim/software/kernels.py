@@ -12,7 +12,7 @@ from sim.kept import kept
 from sim.profile import Profile, Ran
 from sim.software.attention import attending
 from sim.software.counted import Kernel, load_counted
-from sim.software.software import Kernels
+from sim.software.software import Kernels, Software
 from sim.workload import Dtype
 
 
@@ -43,6 +43,17 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
     "optimiser": (_Place("adamw", ("step",), "parameters"),),
 }
 _CLIPPING = _Place("square_sum", ("step",), "parameters")
+
+
+_EAGER = {"norm": "transformers-llama:norm", "mlp": "transformers-llama:mlp"}
+
+
+def beside_fused(software: Software) -> Kernels:
+    """Return the kernels of software in the place of those of a schedule that was written with fused modules: its own,
+    and what its eager modules run (``schedule.modules``), whose ops are else in the schedule.
+    """
+    eager = software.schedule.get("modules") == "eager"
+    return msgspec.structs.replace(software.kernels, **_EAGER) if eager else software.kernels
 
 
 def running(profile: Profile | None, kernels: Kernels, said: str, chip: str) -> Profile | None:

@@ -124,6 +124,14 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
     assert found.step_time_s > 0
 
 
+def test_the_software_file_is_one(tmp_path: Path) -> None:
+    path = toml_of("sim/software/README.md", "[kernels]", tmp_path)
+    played = longstep.predict("single", model="tiny", cluster="hgx-h100", gpus=1, seq="4K", software=path)
+    assert played.profile is not None
+    assert played.profile.software == "our trainer"
+    assert played.checked.schedule.header.options["zero_stage"] == 2
+
+
 def test_the_case_file_is_one(tmp_path: Path) -> None:
     file, cases = read_cases(toml_of("experiments/README.md", "[[group]]", tmp_path))
     assert file.group[0].target == 0.1

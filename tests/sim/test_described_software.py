@@ -16,6 +16,7 @@ from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import CrossEntropy, RmsNorm
 from sim.setup.answer import rests_on
+from sim.setup.unnamed_software import SLOWEST, slowest
 from sim.software.counted import load_counted
 from sim.software.kernels import running, runs_of
 from sim.software.software import Kernels, Software, load_software, software_names
@@ -195,6 +196,20 @@ def test_where_nobody_names_it_the_interval_reaches_to_the_slowest() -> None:
     assert named.interval == interval(named.simulation)
     attention = longstep.predict("zigzag", **STEP, scope="attention")
     assert attention.slowest is None
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seq", ["1K", "64K"])
+def test_the_slowest_is_the_slowest_of_those_that_ship(seq: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers of the model that is asked by default."""
+    simulation = longstep.predict("ulysses", seq=seq, seeds=1).simulation
+    seconds = {}
+    for name in software_names():
+        monkeypatch.setattr("sim.setup.unnamed_software.SLOWEST", name)
+        found = slowest(simulation)
+        assert found is not None
+        seconds[name] = found.seconds
+    assert seconds[SLOWEST] == max(seconds.values())
 
 
 def test_a_description_of_python() -> None:

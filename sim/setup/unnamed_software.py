@@ -7,11 +7,11 @@ from typing import NamedTuple
 from sim.engine.interval import Interval, interval
 from sim.engine.simulate import Simulation, simulate
 from sim.setup.machine import kernels_on, measured_here
-from sim.software.kernels import running
+from sim.software.kernels import beside_fused, running
 from sim.software.software import load_software
 
-SLOWEST = "huggingface"
-"""The software that ships whose kernels take longest: each op of torch a kernel of its own."""
+SLOWEST = "deepspeed"
+"""The software that ships whose kernels take longest: each op of torch a kernel of its own, also around AdamW."""
 
 
 class Slowest(NamedTuple):
@@ -30,7 +30,7 @@ def slowest(simulation: Simulation) -> Slowest | None:
     if profile is None or profile.software or measured_here(profile) or workload.scope == "attention":
         return None
     software = load_software(SLOWEST)
-    kernels = kernels_on(simulation.cluster.spec, profile, software.kernels)
+    kernels = kernels_on(simulation.cluster.spec, profile, beside_fused(software))
     other = running(profile, kernels, software.said, simulation.cluster.spec.gpu.chip)
     play = simulate(simulation.checked, simulation.cluster, other, simulation.noise, engine=simulation.engine)
     return Slowest(software.said, play.trace.step_time_s)
