@@ -167,6 +167,10 @@ class CostModel:
         seconds, _ = self._seconds(peak, use)
         return min(1.0, use.flops / peak / seconds) if seconds > 0 else 0.0
 
+    def limited(self, use: KernelUse) -> float:
+        """Return how far a kernel reaches the power limit of its GPU, from 0 to 1."""
+        return self._kernels.load.limited(use, self.kernel_seconds(0, use)[0]) if self._kernels else 0.0
+
     def _find_seconds(self, peak: float, use: KernelUse) -> tuple[float, str]:
         if use.kernel == Hold.meta.kernel:
             return 0.0, ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.engine.cost import CostModel
+from sim.engine.fold import Fold
 from sim.engine.lowered import lowered
 from sim.errors import InputError
 from sim.kept import kept
@@ -29,6 +32,13 @@ HANDOFFS = 0.13
 to 17.7 us, 14.5 in the mean, read as a 90 % range (NVIDIA/dgxc-benchmarking@841f546, cpu_overhead). NCCL's single hops
 scatter as much: 3.1 to 4.4 us between 2 and 8 A100 (NVIDIA/nccl-tests issue 123)."""
 
+CHIPS = 0.015
+"""Standard deviation between GPUs of one kind, as a share of a kernel's time at their power limit: chips need different
+voltages for the same clock, so the limit gives each a clock of its own. Over five clusters the performance of equal
+GPUs varies by 8 % (Sinha et al., "Not All GPUs Are Created Equal", SC 2022): from whisker to whisker, so 5.4 standard
+deviations of a normal distribution. Between the 8 GPUs of a node it is 5 % (stas00/ml-engineering, its README on
+accelerators), and 8 draws have a range of 2.85 deviations."""
+
 MOST_SEEDS = 99
 _FEW = 2**17
 """Ops of a schedule for which what was drawn is kept: at most 1 MiB a seed."""
@@ -41,9 +51,10 @@ class Jitter(NamedTuple):
     """Noise of ``share`` of a kernel's time, drawn before anything is played.
 
     On a GPU the factor is exp(share z), z standard normal: clocks go both ways, and the median is what was measured;
-    but no kernel is faster than its FLOPs at the peak. On
-    a CPU it is 1 + share |z|, since others can only take time away. Ranks draw by their role, so that data-parallel
-    replicas, which have the same, stay equal.
+    but no kernel is faster than its FLOPs at the peak. Kernels at the power limit have a factor of their GPU as well,
+    exp(CHIPS z); without noise all GPUs are as slow as the slowest of the job in the median. On a CPU the factor is
+    1 + share |z|, since others can only take time away. Ranks draw by their role, so that data-parallel replicas stay
+    equal; the GPU of a role is the slowest of all replicas, since they wait for it.
     """
 
     share: float = 0.0
@@ -58,29 +69,50 @@ class Jitter(NamedTuple):
         seeds = range(self.seed, self.seed + self.seeds) if self.share else [self.seed]
         return [self._replace(seed=seed, seeds=1) for seed in seeds]
 
-    def stretch(self, checked: Checked, cost: CostModel) -> Stretch:
+    def stretch(self, folded: Fold, cost: CostModel) -> Stretch:
         """Return the factors of all ops; their z are the same for the same seed, rank (or role) and place in its
         program, whatever they cost.
         """
+        arrays = lowered(folded.checked)
+        own, counts = arrays.op_use >= 0, [end - begin for begin, end, _ in arrays.programs.tolist()]
+        limited = np.array([cost.limited(use) for use in arrays.uses.found] or [0.0])
+        chips = None
+        if limited.any():
+            chips = np.repeat(self._chips(folded), counts) ** np.where(own, limited[arrays.op_use], 0.0)
         if not self.share:
-            return None
-        mesh, arrays = checked.schedule.header.mesh, lowered(checked)
+            return chips
+        mesh = folded.checked.schedule.header.mesh
         roles = [rank if self.per_rank else mesh.role(rank) for rank in range(len(arrays.programs))]
-        known = _drawn(checked)
+        known = _drawn(folded.checked)
         z = known.get((self.seed, self.per_rank))
         if z is None:
-            z = _draw(self.seed, roles, [end - begin for begin, end, _ in arrays.programs.tolist()])
+            z = _draw(self.seed, roles, counts)
             if arrays.num_ops <= _FEW:
                 known[self.seed, self.per_rank] = z
-        own = arrays.op_use >= 0
         if not cost.cuda:
             return np.where(own, 1.0 + self.share * np.abs(z), 1.0)
         taken_s = np.array([cost.kernel_seconds(0, use)[0] for use in arrays.uses.found] or [0.0])
         share = self.share * np.sqrt(SHORT_S / np.maximum(taken_s, SHORT_S))
         scatter: NDArray[np.float64] = np.where(own, share[arrays.op_use], HANDOFFS)
-        factors: NDArray[np.float64] = np.exp(scatter * z)
+        factors: NDArray[np.float64] = np.exp(scatter * z) * (1.0 if chips is None else chips)
         peak = np.array([cost.peak_share(use) for use in arrays.uses.found] or [0.0])
         return np.maximum(factors, np.where(own, peak[arrays.op_use], 0.0))
+
+    def _chips(self, folded: Fold) -> NDArray[np.float64]:
+        """Return the factor at the power limit of the GPU of each rank that is played."""
+        mesh = folded.checked.schedule.header.mesh
+        num_ranks = folded.checked.schedule.num_ranks
+        if not self.share:
+            return np.full(num_ranks, _slowest(0.5, len(folded.of_all([0.0] * num_ranks))))
+        roles = [rank if self.per_rank else mesh.role(rank) for rank in range(num_ranks)]
+        among = 1 if self.per_rank else sum(folded.equals) or mesh.dp
+        drawn = {role: _slowest(np.random.default_rng([self.seed, role, 1]).random(), among) for role in set(roles)}
+        return np.array([drawn[role] for role in roles])
+
+
+def _slowest(quantile: float, among: int) -> float:
+    """Return a quantile of the factor of the slowest of so many GPUs at their power limit."""
+    return math.exp(CHIPS * NormalDist().inv_cdf(quantile ** (1 / among)))
 
 
 @kept

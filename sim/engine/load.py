@@ -39,6 +39,15 @@ class Load:
         factor = math.pow(longer, fresh) * clock if sustained else math.pow(clock, 1 - fresh)
         return math.pow(factor, reaches)
 
+    def limited(self, use: KernelUse, seconds: float) -> float:
+        """Return how far a kernel of so many seconds in a short run reaches the power limit, from 0 to 1; 0 where rates
+        are those of short runs.
+        """
+        known = self._profile.sustained.get(use.kernel)
+        if known is None or known.longer == 1 or self._profile.rates != "sustained" or self._profile.bound == "low":
+            return 0.0
+        return _share(seconds, *known.rises_s)
+
     def note(self, power_w: float | None) -> str:
         """Return what has to be said of another power limit than the measured one; empty where it is that."""
         law, measured_w = self._profile.power, self._measured_w

@@ -63,7 +63,7 @@ def worlds(simulation: Simulation, changes: Sequence[Change]) -> list[World]:
     for every 24 of them, of more than half a million ops every 8. Raises UnavailableError where there is no C compiler.
     """
     folded = simulation.fold
-    arrays, stretch = lowered(folded.checked), simulation.noise.stretch(folded.checked, simulation.cost)
+    arrays, stretch = lowered(folded.checked), simulation.noise.stretch(folded, simulation.cost)
     most = MOST if arrays.num_ops <= _MANY else FEW
     player, found = library(most), []
     for at in range(0, len(changes), most):

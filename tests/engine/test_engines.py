@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from sim.engine import native, reference, selfcheck
 from sim.engine.cost import CostModel
+from sim.engine.fold import Fold
 from sim.engine.lowered import Lowered, Times
 from sim.engine.simulate import STEADY, Jitter, simulate
 from sim.errors import InputError
@@ -118,7 +119,7 @@ def can_offload(spec: ClusterSpec) -> bool:
 def times(cell: Cell) -> tuple[Times, Times]:
     """Return the times by both engines."""
     checked, cluster, profile, jitter = cell
-    stretch = jitter.stretch(checked, CostModel(cluster, profile))
+    stretch = jitter.stretch(Fold(checked, cluster), CostModel(cluster, profile))
     found = native.plays(Lowered(checked), cluster, CostModel(cluster, profile), [stretch])[0]
     return found, reference.play(checked, cluster, CostModel(cluster, profile), stretch)
 

@@ -13,7 +13,7 @@ import pytest
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel
 from sim.engine.figures import HOST, figures_of
-from sim.engine.fold import fold
+from sim.engine.fold import Fold, fold
 from sim.engine.report import report
 from sim.engine.sensitivity import played_s
 from sim.engine.simulate import STEADY, Engine, Jitter, Prepared, Simulation
@@ -199,7 +199,7 @@ def test_jitter_is_drawn_by_role_or_by_rank() -> None:
     spec, jitter = machine("hgx-h100", 4, 2), Jitter(0.1, seed=3)
     many, one = layers(4), layers(1)
     shared, own, alone = (
-        np.array(given.stretch(one, CostModel(Cluster(spec), None)))
+        np.array(given.stretch(Fold(one, Cluster(spec)), CostModel(Cluster(spec), None)))
         for given, one in ((jitter, many), (jitter._replace(per_rank=True), many), (jitter, one))
     )
     np.testing.assert_array_equal(shared, np.tile(alone, 4))
