@@ -245,6 +245,9 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     where several at once show it, or its code does. 1 for others."""
     memory_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Share of the memory's bandwidth that kernels reach which have no points of their own."""
+    elementwise: dict[str, Factor] = {}
+    """How many times as long as its bytes take at that rate an elementwise kernel takes, by its name, or by the mark of
+    those that read one element at a time (``sim.schedule.derive.kernels.SCATTERED``)."""
     blocks_per_sm: dict[str, Count] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
     replayed_s: Seconds | None = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.published import between_nodes, blackwell, curves, ultraattn
+from calibrate.published import between_nodes, blackwell, curves, elementwise, ultraattn
 from calibrate.published.curves import Timed, apart, averaged, without_causal_forward
 from calibrate.published.host import (
     EAGER_LAYER_TRAFFIC,
@@ -131,6 +131,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         points=tuple(points),
         traffic=EAGER_TRAFFIC | (EAGER_LAYER_TRAFFIC if gpu.eager else {}),
         memory_efficiency=gpu.memory_efficiency,
+        elementwise=_elementwise(gpu),
         issue=eager_issue(spec),
         host=eager_host(spec),
         beside_communication=OVERLAP_SLOWDOWN,
@@ -153,11 +154,22 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             **({"norms' and swiglu's backward": BACKWARD_SOURCE} if gpu.losses and not gpu.liger else {}),
             "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
+            **elementwise.SOURCES,
+            **elementwise.SOURCES,
             "forms": FORMS_SOURCE,
             **(gpu.load.sources if gpu.load else {}),
             **EAGER_SOURCES,
         },
     )
+
+
+def _elementwise(gpu: Gpu) -> dict[str, float]:
+    """Return how much longer elementwise kernels take than others with as many bytes."""
+    of_a100, of_h100 = (
+        one.memory_efficiency * load_cluster(one.cluster).hbm.bytes_per_s for one in (_A100, GPUS["h100-sxm"])
+    )
+    measured = (of_a100, elementwise.A100) if gpu.liger else (of_h100, elementwise.H100)
+    return elementwise.scattered(*measured) | elementwise.log_softmax(of_a100)
 
 
 def _widest(*found: dict[str, float]) -> dict[str, float]:

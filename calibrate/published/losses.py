@@ -45,7 +45,7 @@ _Times = dict[str, float]
 
 def losses(gpu: str) -> Iterator[Point]:
     """Yield embeddings and losses of a GPU, as it is called in the tables."""
-    for (kernel, provider, x, config), times in sorted(_times(gpu).items()):
+    for (kernel, provider, x, config), times in sorted(times_of(gpu).items()):
         variant, sizes = _PROVIDERS.get((kernel, provider), ""), json.loads(config)
         if not variant:
             continue
@@ -68,7 +68,7 @@ def losses(gpu: str) -> Iterator[Point]:
 
 def backwards(gpu: str) -> Iterator[Point]:
     """Yield backward passes of norms and SwiGLU of a GPU, as it is called in the tables."""
-    for (kernel, provider, x, config), times in sorted(_times(gpu).items()):
+    for (kernel, provider, x, config), times in sorted(times_of(gpu).items()):
         sizes, seconds = json.loads(config), times["full"] - times["forward"]
         if seconds <= _LAUNCH_BOUND_S:
             continue
@@ -88,15 +88,15 @@ def _both(
             yield kernel_point(KernelUse(name, variant, "fp32", (elements,), 0, 4 * amount), taken_s)
 
 
-def _times(gpu: str) -> dict[tuple[str, str, int, str], _Times]:
-    """Return the times of a GPU by kernel, provider, size and the other sizes."""
+def times_of(gpu: str) -> dict[tuple[str, str, int, str], _Times]:
+    """Return the times of Liger's benchmarks on a GPU by kernel, provider, size and the other sizes."""
     found: dict[tuple[str, str, int, str], _Times] = defaultdict(dict)
     for row in rows("embedding_loss_kernels"):
         if row["gpu"] == gpu and row["metric"] == "speed":
             key = row["kernel"], row["provider"], int(row["x_value"]), row["config"]
             found[key][row["mode"]] = float(row["y_50"]) / 1e3
     for row in rows("norm_swiglu_ce_kernels"):
-        if row["gpu_name"] == gpu and row["kernel_name"] in {"cross_entropy", "fused_linear_cross_entropy"}:
+        if row["gpu_name"] == gpu:
             config = row["extra_benchmark_config_str"]
             key = row["kernel_name"], row["kernel_provider"], int(row["x_value"]), config
             found[key][row["kernel_operation_mode"]] = float(row["y_value_50"]) / 1e3

@@ -133,12 +133,18 @@ class FlashAttention(TorchFunctionMode):
 
 
 def _left(whole: list[Any], part: list[Any]) -> list[Any]:
-    """Return a list without the first of each element of another one."""
-    gone = Counter(part)
+    """Return a list without the first of each element of another one, wherever operands lie in memory: a part alone is
+    given others than in the whole.
+    """
+
+    def like(one: Any) -> Any:
+        return one._replace(scattered=False) if isinstance(one, Call) else one
+
+    gone = Counter(map(like, part))
     left = []
     for one in whole:
-        if gone[one]:
-            gone[one] -= 1
+        if gone[like(one)]:
+            gone[like(one)] -= 1
         else:
             left.append(one)
     if +gone:

@@ -34,6 +34,9 @@ class Call(NamedTuple):
     writes: tuple[Operand, ...]
     flops: int | None = None
     """Of a product of matrices or attention; None of any other kernel."""
+    scattered: bool = False
+    """Whether it is pointwise, and operands lie in memory in different orders, one is broadcast, or one is a part of a
+    larger tensor."""
 
 
 class Allocated(NamedTuple):
@@ -153,7 +156,24 @@ def _calls(func: Any, given: Given, args: Sequence[Any], kwargs: Mapping[str, An
         tuple(map(operand, read.values())),
         tuple(map(operand, written)),
         None if flops is None else flops(*args, **kwargs, out_val=result),
+        (name in _COPIES or torch.Tag.pointwise in func.tags) and _scattered([*read.values(), *written]),
     )
+
+
+def _scattered(operands: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors do not all have the same elements in the same order, without gaps."""
+    layouts = {tuple((n, step) for n, step in zip(one.shape, one.stride(), strict=True) if n > 1) for one in operands}
+    return len(layouts) > 1 or not all(_dense(layout) for layout in layouts)
+
+
+def _dense(layout: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether sizes and strides leave no gap, whatever the order of dimensions."""
+    elements = 1
+    for step, size in sorted((step, size) for size, step in layout):
+        if step != elements:
+            return False
+        elements *= size
+    return True
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -208,6 +228,8 @@ _OVERWRITE = {"fill_", "zero_", "copy_", "_foreach_zero_", "_foreach_copy_"}
 """What changes a tensor that it does not read."""
 _SHAPE_ALONE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 """What takes no more of a tensor than its shape."""
+_COPIES = {"_to_copy", "copy_", "clone"}
+"""Pointwise, too, but not tagged so."""
 _SEVERAL = {
     "slice_backward": _filled, "select_backward": _filled, "constant_pad_nd": _filled,
     "nll_loss_backward": _filled, "embedding_dense_backward": _filled,

@@ -105,7 +105,10 @@ def _pass(calls: Iterable[Call]) -> Pass:
 
 def _kernel(call: Call, launches: int) -> Kernel:
     reads, writes = formula(call.reads), formula(call.writes)
-    return Kernel(kernel=call.kernel, dtype=DTYPES[call.dtype], launches=launches, reads=reads, writes=writes)
+    return Kernel(
+        kernel=call.kernel, dtype=DTYPES[call.dtype], launches=launches, reads=reads, writes=writes,
+        scattered=call.scattered,
+    )  # fmt: skip
 
 
 def _product(call: Call, launches: int) -> Product:
@@ -247,6 +250,7 @@ def _entry(kernel: Kernel) -> str:
     fields = [f"kernel = {_text(kernel.kernel)}"]
     fields += [f"launches = {kernel.launches}"] if kernel.launches > 1 else []
     fields += [f"dtype = {_text(kernel.dtype)}"]
+    fields += ["scattered = true"] if kernel.scattered else []
     amounts = {"reads": kernel.reads, "writes": kernel.writes, "flops": getattr(kernel, "flops", {})}
     fields += [f"{key} = {_inline(of)}" for key, of in amounts.items() if of]
     return f"{{ {', '.join(fields)} }}"

@@ -22,7 +22,7 @@ from sim.kept import kept
 from sim.options import Place
 from sim.presets import converted
 from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
-from sim.schedule.derive.kernels import KernelUse, in_place_of
+from sim.schedule.derive.kernels import ELEMENTWISE, KernelUse, in_place_of
 from sim.schedule.ir.ops import (
     FETCH,
     OFFLOAD,
@@ -183,6 +183,8 @@ class CostModel:
         if found:
             return found
         efficiency = self._profile.memory_efficiency if self._profile else 1.0
+        if self._profile and use.kernel == ELEMENTWISE:
+            efficiency /= math.prod(self._profile.elementwise.get(word, 1.0) for word in use.variant.split())
         memory_s = self._moved(use) / (now.bytes_per_s * efficiency)
         seconds = max(use.flops / now.flops_per_s, memory_s)
         if not self._kernels:

@@ -98,6 +98,11 @@ class Jitter(NamedTuple):
         peak = np.array([cost.peak_share(use) for use in arrays.uses.found] or [0.0])
         return np.maximum(factors, np.where(own, peak[arrays.op_use], 0.0))
 
+    def slowest(self, folded: Fold, cost: CostModel) -> float:
+        """Return the factor of the slowest GPU at the power limit; 1 where no kernel reaches it."""
+        limited = max((cost.limited(use) for use in lowered(folded.checked).uses.found), default=0.0)
+        return math.pow(self._chips(folded).max(), limited)
+
     def _chips(self, folded: Fold) -> NDArray[np.float64]:
         """Return the factor at the power limit of the GPU of each rank that is played."""
         mesh = folded.checked.schedule.header.mesh

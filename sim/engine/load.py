@@ -44,9 +44,8 @@ class Load:
         are those of short runs.
         """
         known = self._profile.sustained.get(use.kernel)
-        if known is None or known.longer == 1 or self._profile.rates != "sustained" or self._profile.bound == "low":
-            return 0.0
-        return _share(seconds, *known.rises_s)
+        loaded = {"low": False, "high": True, None: self._profile.rates == "sustained"}[self._profile.bound]
+        return _share(seconds, *known.rises_s) if loaded and known is not None and known.longer > 1 else 0.0
 
     def note(self, power_w: float | None) -> str:
         """Return what has to be said of another power limit than the measured one; empty where it is that."""

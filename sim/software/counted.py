@@ -14,6 +14,7 @@ import msgspec
 from sim.errors import InputError, none_of
 from sim.files import Kind, marked
 from sim.presets import Name, load_toml, preset_names
+from sim.schedule.derive.kernels import SCATTERED
 
 FOLDER = "sim/software/counted"
 MARK = "# What software runs, as longstep calibrate --software counts it."
@@ -50,6 +51,25 @@ class Kernel(_Data, frozen=True, kw_only=True):
     reads: Formula = {}
     writes: Formula = {}
     """Bytes, of every operand once: whatever a kernel reads again, and caches hold, is not in it."""
+    scattered: bool = False
+    """Whether it is pointwise, and operands lie in memory in different orders, one is broadcast, or one is a part of a
+    larger tensor."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it reads elements of 16 bits one at a time, as ATen's pointwise kernels do that are scattered or cast
+        (ATen/native/cuda/CUDALoops.cuh, gpu_kernel_impl).
+        """
+        narrow = self.dtype in {"bf16", "fp16"}
+        if self.kernel in {"_to_copy", "copy_"}:
+            read, written = sum(self.reads.values()), sum(self.writes.values())
+            return read != written and (narrow or read == 2)
+        return self.scattered and narrow
+
+    @property
+    def variant(self) -> str:
+        """Its name, with the mark of those (``KernelUse.variant``)."""
+        return f"{self.kernel} {SCATTERED}" if self.one_by_one else self.kernel
 
     def __post_init__(self) -> None:
         for formula in (self.reads, self.writes):

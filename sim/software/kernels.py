@@ -126,4 +126,6 @@ def _bytes_per_element(kernel: Kernel, elements: str) -> float:
 
 def _as_ran(kernel: Kernel, bytes_per_element: float, turns: int) -> Ran:
     dtype: Dtype = "fp32" if kernel.dtype == "bool" or kernel.dtype == "int32" else kernel.dtype  # noqa: PLR1714 - mypy narrows these
-    return Ran(kernel=kernel.kernel, dtype=dtype, bytes_per_element=bytes_per_element, launches=kernel.launches / turns)
+    return Ran(
+        kernel=kernel.variant, dtype=dtype, bytes_per_element=bytes_per_element, launches=kernel.launches / turns
+    )

@@ -20,7 +20,7 @@ import pytest
 
 from calibrate.leave_one_out import leave_one_out
 from calibrate.points import Predictor
-from calibrate.published import ATTENTION, PUBLISHED, published
+from calibrate.published import ATTENTION, PUBLISHED, elementwise, published
 from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_host, eager_issue
@@ -30,7 +30,7 @@ from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.phases import Flow
 from sim.engine.tiles import use_of
 from sim.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
-from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
+from sim.schedule.derive.kernels import ATTENTION_KERNELS, SCATTERED, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
@@ -344,3 +344,19 @@ def test_what_torch_takes_longer_for_a_collective_than_nccl() -> None:
     found = eager_issue(load_cluster("hgx-h200"))
     assert {found[kind].host_s for kind in COLLECTIVES} == {found["all_reduce"].host_s}
     assert found["all_reduce"].host_s + 2 * 2.5e-6 == pytest.approx(19e-6, rel=0.05)
+
+
+def test_what_keeps_elementwise_kernels_from_the_rate_of_memory() -> None:
+    """A cross-entropy of rows that no SM holds reads them three times: 16 bytes a logit for 8. Passes of modules agree
+    to a factor of two; at twice the rate what is left for these kernels is more than twice as much.
+    """
+    a100 = 0.77 * load_cluster("dgx-a100").hbm.bytes_per_s
+    assert elementwise.log_softmax(a100)["_log_softmax"] == pytest.approx(16 / 8, rel=0.05)
+    each = [elementwise._longer(a100, [one])[SCATTERED] for one in elementwise._modules(elementwise.A100)]
+    assert len(each) == 4
+    assert elementwise.scattered(a100, elementwise.A100)[SCATTERED] == pytest.approx(
+        statistics.geometric_mean(each), rel=0.01
+    )
+    assert max(each) < 2 * min(each)
+    twice = elementwise.scattered(2 * a100, elementwise.A100)[SCATTERED]
+    assert twice > 2 * statistics.geometric_mean(each)

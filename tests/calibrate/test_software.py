@@ -14,7 +14,7 @@ from calibrate.software import losses, transformers_modules
 from calibrate.software.asked import Asked
 from calibrate.software.compiled import compiled, in_kernels
 from calibrate.software.count import Ready, Run, received, run
-from calibrate.software.log import Call
+from calibrate.software.log import Call, Log
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
 from calibrate.software.tables import SOFTWARE, counted, derived, encoded, version
 from calibrate.software.transformers_modules import FAMILIES, Modules
@@ -104,6 +104,20 @@ def test_kernels_of_a_norm() -> None:
         ("add", {elements: 4 + 4}, {elements: 4}),
         ("_to_copy", {elements: 4}, {elements: 2}),
     ]
+
+
+def test_kernels_whose_operands_lie_in_other_orders() -> None:
+    """A permuted tensor alone is dense; beside a contiguous one, broadcast, or a part of a larger one it is not."""
+    whole, other = torch.empty(3, 5, 8, device="meta"), torch.empty(3, 5, 8, device="meta")
+    permuted, row = torch.empty(5, 3, 8, device="meta").transpose(0, 1), torch.empty(8, device="meta")
+    with Log() as log:
+        for operands in ((whole, other), (permuted, permuted), (permuted, whole), (whole, row)):
+            torch.add(*operands)
+        torch.neg(whole[..., :4])
+        torch.neg(whole[:1])
+        permuted.contiguous()
+        whole.sum(0)
+    assert [call.scattered for call in log.calls] == [False, False, True, True, True, False, True, False]
 
 
 @pytest.mark.sweep

@@ -112,7 +112,7 @@ def test_what_is_launched_is_what_was_counted(kind: type[Kernel], part: str, bac
     for one in counted.kernels:
         if part == "norm" or "tokens*ffn" in one.reads:
             moved = amount(one.reads, sizes) + amount(one.writes, sizes)
-            expected[one.kernel, one.dtype, moved] += one.launches
+            expected[one.variant, one.dtype, moved] += one.launches
     assert {one.kernel for one, _ in use.loop} == {ELEMENTWISE}
     found = Counter[tuple[str, str, float]]()
     for one, times in use.loop:

@@ -107,6 +107,9 @@ class KernelUse(NamedTuple):
 
 
 ELEMENTWISE = "elementwise"
+SCATTERED = "scattered"
+"""Marks, in a variant, a pointwise kernel of ATen in 16 bits that reads one element at a time: it casts, its operands
+lie in memory in different orders, or one is broadcast (ATen/native/cuda/CUDALoops.cuh, gpu_kernel_impl)."""
 """A kernel that passes over elements once, as one of several that another stands for."""
 ATTENTION_KERNELS = ("attention_forward", "attention_backward")
 
@@ -240,12 +243,13 @@ def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:
     """Return what torch runs: of a model in a narrow data type with casts of logits and of their gradient."""
     own, wide, elements = program.dtype(op.logits), program.dtype(op.loss), math.prod(op.logits.shape)
     size, wide_size = DTYPE_BYTES[own], DTYPE_BYTES[wide]
-    casts = [("to", wide, size + wide_size), ("to", own, wide_size + size)] if own != wide else []
+    cast = f"_to_copy {SCATTERED}"
+    casts = [(cast, wide, size + wide_size), (cast, own, wide_size + size)] if own != wide else []
     bytes_each: list[tuple[str, Dtype, float]] = [
         *casts,
-        ("log_softmax", wide, 2 * wide_size),
+        ("_log_softmax", wide, 2 * wide_size),
         ("zeros", wide, wide_size),
-        ("log_softmax_backward", wide, 3 * wide_size),
+        ("_log_softmax_backward_data", wide, 3 * wide_size),
     ]
     return in_place_of(
         KernelUse(op.meta.kernel, "eager", own, (elements,), op.meta.flops_per_element * elements, 0),
@@ -271,20 +275,20 @@ class _Launched(NamedTuple):
 
 
 _EAGER_NORM = (
-    _Launched("_to_copy", wide=True, own=1, wides=1),
+    _Launched(f"_to_copy {SCATTERED}", wide=True, own=1, wides=1),
     _Launched("pow", wide=True, wides=2),
     _Launched("mean", wide=True, wides=1, of_rows=1),
     _Launched("add", wide=True, of_rows=2),
     _Launched("rsqrt", wide=True, of_rows=2),
     _Launched("mul", wide=True, wides=2, of_rows=1),
-    _Launched("_to_copy", wide=False, own=1, wides=1),
-    _Launched("mul", wide=False, own=2, of_weight=1),
+    _Launched(f"_to_copy {SCATTERED}", wide=False, own=1, wides=1),
+    _Launched(f"mul {SCATTERED}", wide=False, own=2, of_weight=1),
 )
 _EAGER_NORM_BACKWARD = (
-    _Launched("mul", wide=False, own=2, of_weight=1),
+    _Launched(f"mul {SCATTERED}", wide=False, own=2, of_weight=1),
     _Launched("mul", wide=False, own=3),
     _Launched("sum", wide=False, own=1, of_weight=1),
-    _Launched("_to_copy", wide=True, own=1, wides=1),
+    _Launched(f"_to_copy {SCATTERED}", wide=True, own=1, wides=1),
     _Launched("mul", wide=True, wides=3, launches=2),
     _Launched("mul", wide=True, wides=2, of_rows=1),
     _Launched("sum", wide=True, wides=1, of_rows=1),
@@ -295,7 +299,7 @@ _EAGER_NORM_BACKWARD = (
     _Launched("pow", wide=True, wides=2),
     _Launched("mul", wide=True, wides=2),
     _Launched("add", wide=True, wides=3),
-    _Launched("_to_copy", wide=False, own=1, wides=1),
+    _Launched(f"_to_copy {SCATTERED}", wide=False, own=1, wides=1),
 )
 """What LlamaRMSNorm and autograd launch (``sim/software/counted/transformers-llama.toml``)."""
 
