@@ -25,6 +25,8 @@ FusedName = Literal[
     "flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "cudnn", "cutlass"
 ]
 """Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
+ChosenAttention = FusedName | Literal["sdpa"]
+"""The same as software says it: by name, or what torch's scaled_dot_product_attention picks on the GPU."""
 HostOptimiserName = Literal["deepspeed", "torch", "torch-fused"]
 """Whose AdamW runs on the host of GPUs: torch makes a pass over memory for each operation, the others one for all."""
 

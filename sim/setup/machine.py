@@ -17,7 +17,7 @@ from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
 from sim.software import kernels
-from sim.software.attention import kernels_of
+from sim.software.attention import kernels_of, named
 from sim.software.host import updating
 from sim.software.software import Kernels, Software
 from sim.workload import Scope
@@ -100,7 +100,7 @@ def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> 
     """
     if profile is None:
         return Kernels()
-    if kernels.attention in {None, *kernels_of(spec.gpu.chip, profile)}:
+    if named(kernels.attention, spec.gpu.chip) in {None, *kernels_of(spec.gpu.chip, profile)}:
         return kernels
     return msgspec.structs.replace(kernels, attention=None)
 

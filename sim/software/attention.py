@@ -10,7 +10,7 @@ import msgspec
 
 from sim.errors import InputError
 from sim.kept import kept
-from sim.options import FusedName
+from sim.options import ChosenAttention, FusedName
 from sim.presets import load_toml
 from sim.profile import Profile, shipped_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
@@ -19,21 +19,27 @@ T = TypeVar("T")
 
 
 class Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which profile that ships has which kernel's attention, by chip."""
+    """Which profile that ships has which kernel's attention, and which kernel torch picks, by chip."""
 
+    sdpa: dict[str, FusedName]
     chips: dict[str, dict[FusedName, str]]
 
 
 @cache
-def _tables() -> dict[str, dict[FusedName, str]]:
-    return load_toml("table", "attention", Tables, "sim/software", "`software`").chips
+def _tables() -> Tables:
+    return load_toml("table", "attention", Tables, "sim/software", "`software`")
 
 
 def kernels_of(chip: str, profile: Profile | None = None) -> list[FusedName]:
     """Return the kernels of attention that there are figures of on a chip, that of a profile among them."""
-    found = [*_tables().get(chip, {})]
+    found = [*_tables().chips.get(chip, {})]
     own = profile.attention.kernel if profile and profile.attention else ""
     return found if not own or own in found else [own, *found]
+
+
+def named(kernel: ChosenAttention | None, chip: str) -> FusedName | None:
+    """Return a kernel by its name; None for none, and for torch's choice on a chip of which nobody has said it."""
+    return _tables().sdpa.get(chip) if kernel == "sdpa" else kernel
 
 
 def attending(profile: Profile | None, kernel: FusedName, chip: str) -> Profile:
@@ -47,7 +53,7 @@ def attending(profile: Profile | None, kernel: FusedName, chip: str) -> Profile:
         )
     if profile.attention and profile.attention.kernel == kernel:
         return profile
-    if kernel not in _tables().get(chip, {}):
+    if kernel not in _tables().chips.get(chip, {}):
         there = ", ".join(kernels_of(chip, profile)) or "none"
         raise InputError(
             f"`set` software.attention={kernel}: there are no figures of it on {chip}, but of {there}; set one of "
@@ -55,7 +61,7 @@ def attending(profile: Profile | None, kernel: FusedName, chip: str) -> Profile:
         )
     others = _of_kernels(profile)
     if kernel not in others:
-        others[kernel] = _with_attention(profile, shipped_profile(_tables()[chip][kernel]))
+        others[kernel] = _with_attention(profile, shipped_profile(_tables().chips[chip][kernel]))
     return others[kernel]
 
 

@@ -10,7 +10,7 @@ import msgspec
 from sim.errors import InputError
 from sim.kept import kept
 from sim.profile import Profile, Ran
-from sim.software.attention import attending
+from sim.software.attention import attending, named
 from sim.software.counted import Kernel, load_counted
 from sim.software.software import Kernels, Software
 from sim.workload import Dtype
@@ -68,7 +68,8 @@ def running(profile: Profile | None, kernels: Kernels, said: str, chip: str) -> 
                 "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
             )
         return None
-    found = attending(profile, kernels.attention, chip) if kernels.attention else profile
+    attention = named(kernels.attention, chip)
+    found = attending(profile, attention, chip) if attention else profile
     if not runs and not said:
         return found
     described, key = _described(found), (said, *runs.items())

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sim.errors import InputError
-from sim.options import FusedName, HostOptimiserName
+from sim.options import ChosenAttention, HostOptimiserName
 from sim.presets import Name, load_toml, preset_names
 
 FOLDER = "sim/software/presets"
@@ -25,7 +25,7 @@ class Kernels(_Data, frozen=True, kw_only=True):
     that follow each other as ``TABLE:PART+TABLE:PART``.
     """
 
-    attention: FusedName | None = None
+    attention: ChosenAttention | None = None
     """Which kernel computes attention that is fused (``flash``; ``schedule.kernel`` names the two that are not). None:
     the one that the profile's points are of."""
     norm: str = ""

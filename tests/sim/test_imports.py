@@ -50,7 +50,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
-            "set": {"schedule.loss": "chunked", "schedule.optimiser": "host", "schedule.micro_batches": "4"}},
+            "set": {"schedule.loss": "chunked", "schedule.optimiser": "host", "schedule.micro_batches": "4",
+                "software.attention": "flash-attention-2"}},
     ),
     ("trainer-fsdp.json",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 4, "dp_degree": 8, "set": {
@@ -67,7 +68,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("ms-swift-sft.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 131072, "batch": 2, "set": {
-            "schedule.loss": "chunked", "schedule.micro_batches": "2"}},
+            "schedule.loss": "chunked", "schedule.micro_batches": "2", "software.attention": "flash-attention-2"}},
     ),
     ("nanotron-llama3-8b.yaml",): (
         {}, {"schedule": "single", "gpus": 16, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {

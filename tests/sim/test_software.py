@@ -18,7 +18,8 @@ from sim.profile import Profile, load_profile, shipped_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.setup.answer import rests_on
-from sim.software.attention import Tables, attending, kernels_of
+from sim.software.attention import Tables, _tables, attending, kernels_of
+from sim.software.attention import named as named_on
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 
@@ -166,3 +167,16 @@ def test_tables_are_of_as_many_sms_at_the_same_peak() -> None:
         for name in tables[spec.gpu.chip].values():
             gpu = measured_cluster(shipped_profile(name)).gpu
             assert (gpu.sms, gpu.peak_flops_per_s["bf16"]) == (spec.gpu.sms, spec.gpu.peak_flops_per_s["bf16"]), name
+
+
+def test_what_torch_picks_is_a_kernel_of_the_gpu() -> None:
+    """FlashAttention-2 on H100, cuDNN on B200, and the profile's own where nobody has said it."""
+    for cluster, picked in (("hgx-h100", "flash-attention-2"), ("hgx-b200", "cudnn")):
+        setup = {"model": "llama3-8b", "cluster": cluster, "seq": "8K", "gpus": 2, "seeds": 1, "scope": "attention"}
+        named, sdpa = (
+            longstep.predict("ring", **setup, set={"software.attention": kernel})  # type: ignore[arg-type]
+            for kernel in (picked, "sdpa")
+        )
+        assert sdpa.report == named.report
+    assert named_on("sdpa", "L20") is None
+    assert set(_tables().sdpa) == set(_tables().chips)
