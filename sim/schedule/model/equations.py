@@ -58,6 +58,8 @@ class Equation(NamedTuple):
     saves: bool = False
     """Whether it is a function that saves its own operands, as torch does once it has run: then checkpointing runs it
     again."""
+    lacks: tuple[str, ...] = ()
+    """Fields of the op that are operands or results where a weight is trained, and are not where it is frozen."""
 
     def gemm_flops(self, model: ModelSpec) -> int:
         """Return the FLOPs of matrix products for one token: 2 for each weight, and two more products for its gradients
@@ -122,11 +124,13 @@ def is_product(equation: Equation) -> bool:
     return equation.kind in {Gemm, BiasedGemm}
 
 
-def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False) -> Equation:
+def norm(
+    x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False, frozen: bool = False
+) -> Equation:
     """Return out = x * rstd * weight, of all features of a token or of each head."""
     kind, back_kind = (HeadNorm, HeadNormBackward) if of_heads else (RmsNorm, RmsNormBackward)
-    gradients = (d(x), d(weight))
-    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
+    gradients, lacks = ((d(x),), ("dweight",)) if frozen else ((d(x), d(weight)), ())
+    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients, lacks=lacks)
     return Equation(kind, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
@@ -138,9 +142,10 @@ def linear(
     *,
     led: Tensor | None = None,
     transposed: bool = False,
+    frozen: bool = False,
 ) -> Equation:
     """Return out = x weight, or x weight^T; or x weight + bias. Its gradient is that of ``led`` where that is a sum to
-    which out is added alone.
+    which out is added alone. Through frozen weights it leads back to x alone.
     """
     gradient = d(led or out)
     on, back_on, sides = ("nt", "nn", (gradient, x)) if transposed else ("nn", "nt", (x, gradient))
@@ -148,11 +153,12 @@ def linear(
         Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),)),
         Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
     )
+    backward = backward[:1] if frozen else backward
     if bias is None:
         return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
     summed = Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),))
-    kept = (x, weight, bias)
-    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=(*backward, summed))
+    kept, backward = (x, weight, bias), backward if frozen else (*backward, summed)
+    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=backward)
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:
@@ -200,10 +206,10 @@ def add(x: Tensor, into: Tensor, label: str) -> Equation:
     return Equation(Accumulate, label, (x,), (into,), adds=True, backward=(backward,))
 
 
-def embed(ids: Tensor, table: Tensor, out: Tensor) -> Equation:
+def embed(ids: Tensor, table: Tensor, out: Tensor, *, frozen: bool = False) -> Equation:
     """Return out = the rows of a table that ids name."""
     backward = Equation(EmbedBackward, f"gradient {d(table).name}", (d(out), ids), (d(table),))
-    return Equation(Embed, table.name, (table, ids), (out,), backward=(backward,))
+    return Equation(Embed, table.name, (table, ids), (out,), backward=() if frozen else (backward,))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor) -> Equation:
@@ -239,7 +245,8 @@ def eagerly(one: Equation) -> Equation:
         (x, weight), (out, rstd), (led,) = one.operands, one.results, one.backward
         copied, normed, _ = beside(x)
         kind, back_kind = _EAGER_NORMS[one.kind]
-        led = led._replace(kind=back_kind, operands=(normed, weight, copied, rstd, d(out)))
+        needs, lacks = ((), ("normed", "dweight")) if led.lacks else ((normed,), ())
+        led = led._replace(kind=back_kind, operands=(*needs, weight, copied, rstd, d(out)), lacks=lacks)
         return one._replace(kind=kind, results=(out, copied, rstd, normed), backward=(led,))
     if one.kind in _EAGER_MLPS:
         (gate, up), (out,), (led,) = one.operands, one.results, one.backward

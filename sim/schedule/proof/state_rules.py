@@ -11,7 +11,7 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, unit_kinds, units, updated
+from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
 from sim.schedule.proof.token_rules import behind
@@ -54,7 +54,7 @@ class StateRules(NamedTuple):
         layer = pieces[0].content.layer
         for unit in unit_kinds(self._model):
             parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
-            if parts == [piece.content._replace(seen=()) for piece in pieces]:
+            if not unit.frozen and parts == [piece.content._replace(seen=()) for piece in pieces]:
                 break
         else:
             spelled = ", ".join(brief(piece.content) for piece in pieces)
@@ -128,7 +128,7 @@ _FLAT_WEIGHTS = {one.name for unit in BY_NAME for flat in (unit.flat, unit.worki
 @lru_cache(maxsize=16)
 def _squares(workload: Workload) -> dict[tuple[str, int], int]:
     """Return how many elements the sums of squares of a step are of, by name and layer, in order."""
-    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in units(workload)}
+    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in trained(workload)}
     return dict(sorted(found.items()))
 
 
