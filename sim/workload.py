@@ -110,8 +110,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     residual_scale: Rate | msgspec.UnsetType = msgspec.UNSET
     """What attention and MLP are multiplied by before they are added to the residual (Granite)."""
     lora_rank: Annotated[int, Meta(ge=1, le=2**16)] | msgspec.UnsetType = msgspec.UNSET
-    """Rank of adapters beside linear layers, which alone are trained: y = W x + (alpha / rank) B (A x), with all weights
-    of the model frozen (LoRA, arXiv:2106.09685 §4.1). Unset where all weights are trained."""
+    """Rank of adapters beside linear layers, which alone are trained: y = W x + (alpha / rank) B (A x), where all
+    weights of the model are frozen (LoRA, arXiv:2106.09685 §4.1). Unset where they are trained."""
     lora_alpha: Rate | msgspec.UnsetType = msgspec.UNSET
     """The alpha of that; unset for the rank, so that the factor is 1."""
     lora_targets: Annotated[tuple[LoraTarget, ...], Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
@@ -142,10 +142,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InputError(f"residual_scale with norms {self.norms}: allowed is one of both")
         if not self.lora_rank and (self.lora_alpha or self.lora_targets):
             raise InputError(
-                "lora_alpha and lora_targets are of adapters, and there are none: set model.lora_rank, or leave them out"
+                "lora_alpha and lora_targets are of adapters, and there are none: leave them out, or set a rank with "
+                "`set` model.lora_rank=N"
             )
         if self.mlp == "gelu" and "gate" in (self.lora_targets or ()):
-            raise InputError("lora_targets has gate, and an MLP of gelu has none: allowed are q, k, v, o, up and down")
+            raise InputError("lora_targets has gate, and an MLP of gelu none: allowed are q, k, v, o, up and down")
         if self.parallel_residual and {"out", "mlp"} <= {*(self.biases or ())}:
             raise InputError(
                 "parallel_residual with biases of out and mlp, whose gradients are one: allowed is one of both"

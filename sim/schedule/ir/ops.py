@@ -382,8 +382,8 @@ class EagerNorm(_Kernel, frozen=True, kw_only=True):
 
 
 class EagerNormBackward(_Kernel, frozen=True, kw_only=True):
-    """dx and dweight (summed over batch and tokens of this rank) of EagerNorm, as autograd runs them; of a frozen weight
-    dx alone, which needs no normed.
+    """dx and dweight (summed over batch and tokens of this rank) of EagerNorm, as autograd runs them; of a frozen
+    weight dx alone, which needs no normed.
     """
 
     meta = Meta("K", "eager norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)

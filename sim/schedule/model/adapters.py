@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from sim.options import ModulesName
-from sim.schedule.ir.ops import Gemm, Scale
+from sim.schedule.ir.ops import Scale
 from sim.schedule.ir.tensors import Axis, Tensor, d
 from sim.schedule.model.equations import Equation, add, linear, scaled
 from sim.workload import LoraTarget, ModelSpec
@@ -45,7 +45,10 @@ _FANS: dict[LoraTarget, tuple[Axis, Axis]] = {
 
 def _adapter(target: LoraTarget) -> Adapter:
     fan_in, fan_out = _FANS[target]
-    a, b = Tensor(f"lora_a_{target}", "weight", (fan_in, "rank")), Tensor(f"lora_b_{target}", "weight", ("rank", fan_out))
+    a, b = (
+        Tensor(f"lora_a_{target}", "weight", (fan_in, "rank")),
+        Tensor(f"lora_b_{target}", "weight", ("rank", fan_out)),
+    )
     inner = Tensor(f"lora_inner_{target}", "activation", ("rank",))
     of_out = (Tensor(f"lora_{which}_{target}", "activation", (fan_out,)) for which in ("outer", "weighed"))
     return Adapter(a, b, inner, *of_out)

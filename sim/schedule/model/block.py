@@ -172,8 +172,8 @@ def _mlp(model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None, produ
         )
     if tile and model.is_frozen:
         raise InputError(
-            f"`set` schedule.mlp computes MLPs in tiles whose weights are trained, and those of {model.name} are frozen "
-            f"beside adapters: leave out `set` schedule.mlp, or model.lora_rank"
+            f"`set` schedule.mlp computes MLPs in tiles whose weights are trained, and those of {model.name} are "
+            f"frozen beside adapters: leave out `set` schedule.mlp, or model.lora_rank"
         )
     if tile:
         tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)

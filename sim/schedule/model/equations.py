@@ -149,16 +149,15 @@ def linear(
     """
     gradient = d(led or out)
     on, back_on, sides = ("nt", "nn", (gradient, x)) if transposed else ("nn", "nt", (x, gradient))
-    backward = (
-        Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),)),
-        Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
-    )
-    backward = backward[:1] if frozen else backward
+    backward = [Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),))]
+    if not frozen:
+        backward.append(Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)))
     if bias is None:
-        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
-    summed = Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),))
-    kept, backward = (x, weight, bias), backward if frozen else (*backward, summed)
-    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=backward)
+        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=tuple(backward))
+    if not frozen:
+        backward.append(Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),)))
+    kept = (x, weight, bias)
+    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=tuple(backward))
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:

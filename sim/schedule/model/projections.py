@@ -49,7 +49,6 @@ class _Chain(NamedTuple):
         """What it starts from: what its products multiply."""
         return tuple([one.operands[0] for one in self.forward if is_product(one)])
 
-
     @property
     def of_adapter(self) -> tuple[Tensor, ...]:
         """What an adapter makes of as many heads, where that is apart."""

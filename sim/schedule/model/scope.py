@@ -79,9 +79,9 @@ LAYER, ADAPTERS, EMBEDDED, HEADED, ROOT = (
     Unit("head", (norm_last, w_head)),
     Unit("root", (w_embed, norm_last)),
 )
-"""The name of the unit of a layer, that of its adapters where it has some, and the units of ends. The last one has both ends of a model whose embedding is its
-head, too: a weight is in one unit only, so that FSDP shards and gathers them as one (pytorch/torchtitan
-models/llama3/infra/parallelize.py, enable_weight_tying). It counts as of layer 0.
+"""The names of the units of a layer and of its adapters, and the units of ends. The last one has both ends of a model
+whose embedding is its head, too: a weight is in one unit only, so that FSDP shards and gathers them as one
+(pytorch/torchtitan models/llama3/infra/parallelize.py, enable_weight_tying). It counts as of layer 0.
 """
 
 
@@ -147,8 +147,6 @@ def ends_of(workload: Workload) -> tuple[Unit, Unit]:
     """Return the units of the embedding and of the head of a training step, which may be one."""
     found = units(workload)
     return found[0], found[0] if workload.model.tied_embeddings else found[-1]
-
-
 
 
 def _of_heads(*heads: Head) -> tuple[Equation, ...]:
