@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import BLOCK, Row, Said, Understood, understood
+from sim.setup.imports.facts import ALL_LINEAR, BLOCK, PROJECTIONS, Row, Said, Understood, targets_of, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
@@ -227,7 +227,7 @@ class _Writer:
         fields |= self._software(cluster)
         kept = self._kept(Setup(**fields))
         changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
-        changes |= self._kernels(cluster, fields.get("software"))
+        changes |= self._kernels(cluster, fields.get("software")) | self._adapters()
         self._assume(kept)
         setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
         return Answer(setup, tuple(self.assumptions))
@@ -254,6 +254,18 @@ class _Writer:
         if software is None or attention not in known or attention == load_software(software).kernels.attention:
             return {}
         return {"software.attention": str(attention)}
+
+    def _adapters(self) -> dict[str, str]:
+        """Return what is to be set of a model whose adapters alone are trained."""
+        if "adapters" not in self.facts:
+            return {}
+        rank, alpha, usual = self.facts["adapters"].split("/")
+        found = {"model.lora_rank": self.facts.get("lora_rank", rank)}
+        found["model.lora_alpha"] = self.facts.get("lora_alpha", alpha)
+        targets = targets_of(self.facts.get("lora_targets", usual))
+        if {*targets}.isdisjoint(ALL_LINEAR):
+            found["model.lora_targets"] = "+".join(PROJECTIONS[one] for one in targets)
+        return found
 
     def _count(self, fact: str, default: int = 1) -> int:
         return int(self.facts.get(fact, default))
