@@ -204,6 +204,8 @@ class AbstractPlayer(Interpreter):
         )
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
+        if len(made) != len(op.writes):
+            raise ScheduleError(f"leaves {len(op.writes)} results of {len(made)}: only frozen weights have no gradient")
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, self.sum_of(into, pieces) if adds else pieces)
 
