@@ -113,8 +113,8 @@ def test_adapters_have_rank_times_both_widths() -> None:
 
 
 def test_backward_has_one_product_for_each_frozen_weight() -> None:
-    """Where all is trained a step has three products for each weight, forward, of inputs and of weights; frozen two, and
-    adapters three.
+    """Where all is trained a step has three products for each weight: forward, of inputs, of weights. Frozen ones have
+    two, and adapters three.
     """
     plain, frozen = changed(), of()
     tokens = plain.batch * plain.seq
@@ -126,7 +126,8 @@ def test_backward_has_one_product_for_each_frozen_weight() -> None:
     assert kinds[EmbedBackward] == kinds[TokenSum] == kinds[Scale] == 0
     assert all(op.dweight is None for op in ops if isinstance(op, RmsNormBackward))
     of_weights = [op.label for op in ops if isinstance(op, Gemm) and op.form == "tn"]
-    assert len(of_weights) == 2 * 2 * 7 and all("dlora" in label for label in of_weights)
+    assert len(of_weights) == 2 * 2 * 7
+    assert all("dlora" in label for label in of_weights)
 
 
 def test_frozen_weights_are_gathered_and_never_scattered() -> None:
@@ -167,7 +168,8 @@ def test_what_backward_keeps() -> None:
     assert kept >= {"h1", "out", "gate", "up", *(f"lora_inner_{target}" for target in ATTENTION)}
     assert {"h2", "act", "lora_inner_down"} <= {tensor.name for tensor in block_of(whole).saved}
     eager = {tensor.name for tensor in block_of(some, None, "eager").saved}
-    assert {"x_normed", "middle_normed"} & eager == set() and {"x_wide", "middle_wide"} <= eager
+    assert {"x_normed", "middle_normed"} & eager == set()
+    assert {"x_wide", "middle_wide"} <= eager
 
 
 @pytest.mark.parametrize(
