@@ -42,7 +42,8 @@ def footprint(header: Header) -> Footprint:
     stage, parts = options["zero_stage"], next((len(one.groups[0]) for one in shards), 1)
     states = own if options["optimiser_states"] == "model" else wide
     sent = own if options["reduce"] == "model" else wide
-    working = weights if stage < 3 else weights // parts if options["optimiser"] == "host" else 0
+    works = options["optimiser"] == "host" and options["weights"] != "host-states"
+    working = weights if stage < 3 else weights // parts if works else 0
     total = 3 * states * weights // parts + own * working
     total += own * (frozen if stage < 3 else frozen // parts)
     several = options["micro_batches"] > 1 or options["accumulate"] == "in-place"

@@ -739,7 +739,8 @@ class HostCopy(_Op, frozen=True, kw_only=True):
 
 
 class HostAdamW(_Op, frozen=True, kw_only=True):
-    """AdamW by the CPU, on what lies in host memory; ``cast`` = the new weights in the model's data type.
+    """AdamW by the CPU, on what lies in host memory; ``cast`` = the new weights in the model's data type, where passes
+    use others than the optimiser.
 
     The host issues nothing more before it has ended: in DeepSpeed the thread that issues kernels calls it
     (arXiv:2101.06840 §5; ops/adam/cpu_adam.py). The gradient is scaled where it lies.
@@ -752,7 +753,7 @@ class HostAdamW(_Op, frozen=True, kw_only=True):
     first: Annotated[View, InOut("i")]
     second: Annotated[View, InOut("i")]
     squares: Annotated[View, In("n", "wide")]
-    cast: Annotated[View, Out("i", "any")]
+    cast: Annotated[View | None, Out("i", "any")] = None
 
 
 class HostSync(_Op, frozen=True, kw_only=True):

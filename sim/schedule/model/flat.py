@@ -119,8 +119,17 @@ class _Pool:
     """Buffers for gathered weights of one kind of unit: as many as are gathered ahead, and those in use."""
 
     def __init__(self) -> None:
-        self.sets: list[tuple[View, Values]] = []
+        self.sets: list[_Gathered] = []
         self.taken = 0
+
+
+class _Gathered(NamedTuple):
+    """Where weights of a unit are gathered, and where they are then."""
+
+    flat: View
+    weights: Values
+    fetched: View | None = None
+    """Where what a rank owns of them comes from the host, if it does."""
 
 
 class _Kept(NamedTuple):
@@ -129,7 +138,7 @@ class _Kept(NamedTuple):
     states: tuple[View, ...]
     """The optimiser's weights and moments."""
     gathered: View
-    """What is sent where weights are gathered: the optimiser's, or where these are on the host the working ones."""
+    """What is sent where weights are gathered: the optimiser's, or where these are on the host mostly others."""
 
 
 class Flat:
@@ -158,7 +167,8 @@ class Flat:
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
     DeepSpeed's runtime/zero/stage3.py does it. Updates follow each other on the CPU, all behind the norm of all
-    gradients, and new weights are copied back beside the next one.
+    gradients, and new weights are copied back beside the next one. With weights=host they stay there: where a unit is
+    gathered, what a rank owns of it is copied to the GPU before, as far ahead, and sent from there.
     """
 
     def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int) -> None:
@@ -166,8 +176,13 @@ class Flat:
         self._b, self._stage, self._shards, self._options = b, options.zero_stage, shards, options
         self._owner = owner
         self._on_host = options.optimiser == "host"
-        self._casts = not self._on_host and options.optimiser_states == "fp32"
-        """Whether what is gathered is to be made of weights in another data type."""
+        self._uses_states = not self._on_host or options.weights == "host-states"
+        """Whether the optimiser's weights are those that are gathered."""
+        if options.weights != "gpu" and not self._on_host and not b.workload.model.is_frozen:
+            raise InputError(
+                f"`set` schedule.weights={options.weights} with schedule.optimiser=gpu: the optimiser's own weights on "
+                f"the GPU are those that are gathered; set schedule.optimiser=host"
+            )
         self._units, self._trained = units(b.workload), trained(b.workload)
         kept = self._units if self._stage == 3 else self._trained
         self._kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in kept}
@@ -235,18 +250,27 @@ class Flat:
             self._b.add(Zero(label="padding", into=view[count:]))
         return view[:count]
 
+    def _fetches(self, unit: Unit) -> bool:
+        """Return whether what is gathered of a unit is on the host."""
+        return self._options.weights != "gpu" and (self._on_host or unit.frozen)
+
+    def _casts(self, unit: Unit) -> bool:
+        """Return whether what is gathered of a unit is to be made of weights in another data type."""
+        return self._uses_states and not unit.frozen and self._options.optimiser_states == "fp32"
+
     def _states(self, unit: Unit) -> list[Tensor]:
         return [with_options(state, self._options.optimiser_states) for state in unit.states]
 
     def _keep(self, unit: Unit) -> _Kept:
         """Return this rank's part of the weights and of both moments."""
         b, rows = self._b, self._rows(unit.flat)
+        working: Place = "host" if self._fetches(unit) else "hbm"
         if unit.frozen:
-            return _Kept((), b.input_of(unit.working, rows))
+            return _Kept((), b.input_of(unit.working, rows, working))
         place: Place = "host" if self._on_host else "hbm"
         states = tuple([b.input_of(state, rows, place) for state in self._states(unit)])
-        works = self._on_host and self._stage == 3
-        return _Kept(states, b.input_of(unit.working, rows) if works else states[0])
+        works = not self._uses_states and self._stage == 3
+        return _Kept(states, b.input_of(unit.working, rows, working) if works else states[0])
 
     def _whole(self, unit: Unit) -> Values:
         b = self._b
@@ -292,32 +316,45 @@ class Flat:
         pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._units)
         if len(pool.sets) < min(alike, 1 + self._ahead):
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
-        flat, weights = pool.sets[pool.taken % len(pool.sets)]
+        flat, weights, fetched = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
-        own = self._kept[unit].gathered
-        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, flat), weights
+        given = (self._kept[unit].gathered, flat, fetched)
+        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), *given), weights
         if unit.name == ROOT.name:
             self._both_ends[unit] = begun
         return begun
 
-    def _room(self, unit: Unit) -> tuple[View, Values]:
+    def _room(self, unit: Unit) -> _Gathered:
         b = self._b
         shapes = {weight: weight.shape(b.workload.model) for weight in unit.weights}
-        return self._flat(unit), {
-            weight: b.buffer(weight.name, "io"[: len(shape)], shape, b.workload.dtype, "parameter")
-            for weight, shape in shapes.items()
-        }
+        flat, weights = (
+            self._flat(unit),
+            {
+                weight: b.buffer(weight.name, "io"[: len(shape)], shape, b.workload.dtype, "parameter")
+                for weight, shape in shapes.items()
+            },
+        )
+        if not self._fetches(unit):
+            return _Gathered(flat, weights)
+        dtype = b.sum_dtype if self._casts(unit) else b.workload.dtype
+        fetched = b.buffer(f"fetched {unit.name}", "i", (self._each(unit.flat),), dtype, "communication")
+        return _Gathered(flat, weights, fetched)
 
     def _flat(self, unit: Unit) -> View:
         """Return a new buffer for all of a unit's weights in the model's data type, padding included."""
         extent = self._each(unit.flat) * self._num_parts
         return self._b.buffer(f"gathered {unit.name}", "i", (extent,), self._b.workload.dtype, "communication")
 
-    def _send(self, unit: Unit, own: View, flat: View) -> View:
-        """Append what brings the weights of all ranks here, in the model's data type; return where they are."""
+    def _send(self, unit: Unit, own: View, flat: View, fetched: View | None = None) -> View:
+        """Append what brings the weights of all ranks here, in the model's data type; return where they are. Those of
+        this rank may be on the host, and are copied to ``fetched`` then.
+        """
         b, within, each = self._b, self._shards.within, self._each(unit.flat)
         (count,) = own.shape
-        if (self._casts and not unit.frozen) or count < each:
+        if fetched is not None:
+            b.host_copy(own, fetched[:count], "fetch weights", unit.layer)
+            own = fetched[:count]
+        if self._casts(unit) or count < each:
             sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
             b.copy(own, self._pad(sent, count), "cast weights")
             own = sent
@@ -554,19 +591,33 @@ class Flat:
         b, (own, first, second), gathered = self._b, kept.states, kept.gathered
         given: dict[str, Any] = {"weights": own, "gradient": gradient, "first": first, "second": second}
         given |= {"label": f"update {unit.name}", "squares": squares}
-        if self._on_host:
-            cast = b.buffer(f"new {unit.name}", "i", own.shape, b.workload.dtype, "parameter", "host")
-            b.add(HostAdamW(cast=cast, **given))
-            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
-            b.host_copy(cast, gathered, "weights from the host", unit.layer)
-            if self._stage == 3:
-                b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
+        if self._on_host and self._uses_states:
+            b.add(HostAdamW(**given))
+        elif self._on_host:
+            gathered = self._update_on_host(unit, gathered, given)
         else:
             b.add(AdamW(**given))
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
             self._renew(unit, self._send(unit, gathered, self._flat(unit)), weights)
+        return gathered
+
+    def _update_on_host(self, unit: Unit, gathered: View, given: dict[str, Any]) -> View:
+        """Append the update where passes use others than the optimiser's weights, and what makes these new; return
+        them.
+        """
+        b = self._b
+        if self._fetches(unit):
+            b.add(HostAdamW(cast=gathered, **given))
+        else:
+            shape = given["weights"].shape
+            cast = b.buffer(f"new {unit.name}", "i", shape, b.workload.dtype, "parameter", "host")
+            b.add(HostAdamW(cast=cast, **given))
+            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
+            b.host_copy(cast, gathered, "weights from the host", unit.layer)
+        if self._stage == 3:
+            b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
         return gathered
 
     def _renew(self, unit: Unit, flat: View, weights: Values) -> None:

@@ -35,7 +35,7 @@ class StateRules(NamedTuple):
         if isinstance(op, AdamW):
             return self._updated(operands)
         if isinstance(op, HostAdamW):
-            return self._updated_by_host(operands)
+            return self._updated_by_host(operands)[: None if op.cast else -1]
         assert_never(op)
 
     @property
@@ -115,7 +115,9 @@ class StateRules(NamedTuple):
         ]
 
     def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
-        """Return the same, with the gradient, which is none any more, and the new weights as passes use them."""
+        """Return the same, with the gradient, which is none any more, and the new weights as passes use them, where
+        these are others.
+        """
         weights, *moments = self._updated(operands)
         working = updated(_unit(_only(operands[0]).content, self._model).working).name
         scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
