@@ -142,8 +142,8 @@ class LayerOptions:
             )
         if self.weights != "gpu" and self.zero_stage < 3:
             raise InputError(
-                f"`set` schedule.weights={self.weights} with schedule.zero_stage={self.zero_stage}: below stage 3 every "
-                f"GPU has all weights, and none is gathered for a pass; set schedule.zero_stage=3"
+                f"`set` schedule.weights={self.weights} with schedule.zero_stage={self.zero_stage}: below stage 3 "
+                f"every GPU has all weights and gathers none for a pass; set schedule.zero_stage=3"
             )
         if self.micro_batches > 1 and (self.zero_stage < 2 or self.sync == "last") and self.reduce == "model":
             raise InputError(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from sim.engine.simulate import STEADY
 from sim.errors import InputError
 from sim.footprint import footprint
 from sim.memory import terms_in_use
@@ -31,10 +32,12 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import trained, units
 from sim.schedule.proof.check import Checked
 from sim.workload import LoraTarget, Workload
+from tests.engine.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_blocks import FEATURES, changed
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, replaced
+from topology.cluster import Cluster, load_cluster
 
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 1.0}
 ATTENTION: tuple[LoraTarget, ...] = ("q", "k", "v", "o")
@@ -97,6 +100,13 @@ def test_replicas(shards: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_narrower_types(dtype: str) -> None:
     exact("zigzag", 2, of(dtype=dtype, lora={**LORA, "lora_alpha": 0.5}))
+
+
+@requires_compiler
+@pytest.mark.parametrize("modules", sweep_but({"eager"}, ["fused", "eager"]))
+def test_both_engines_play_alike(modules: ModulesName) -> None:
+    checked = make_step("ulysses", 4, of(dtype="bf16"), modules=modules)
+    require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), None, STEADY))
 
 
 def test_adapters_have_rank_times_both_widths() -> None:

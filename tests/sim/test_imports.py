@@ -78,10 +78,9 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 32768, "batch": 2, "dp_degree": 2, "set": {
             "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "32"}},
     ),
-    ("llama-factory-lora.yaml", "deepspeed-zero3.json"): (
-        {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 16384, "batch": 2, "ulysses_degree": 8,
-            "set": {"schedule.optimiser": "host", "schedule.micro_batches": "2", "model.lora_rank": "8",
-                "model.lora_alpha": "16"}},
+    ("llama-factory-lora.yaml",): (
+        {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 16384, "batch": 2, "dp_degree": 8, "set": {
+            "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "16"}},
     ),
     ("nanotron-llama3-8b.yaml",): (
         {}, {"schedule": "single", "gpus": 16, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
@@ -103,7 +102,7 @@ REFUSED = {
         "zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device",
     },
     "accelerate-tp.yaml": {
-        "fsdp_config.fsdp_offload_params", "fsdp_config.fsdp_sharding_strategy", "mixed_precision",
+        "fsdp_config.fsdp_sharding_strategy", "mixed_precision",
         "parallelism_config.parallelism_config_tp_size",
     },
     "axolotl-qlora.yaml": {"load_in_4bit", "adapter", "optimizer", "deepspeed"},
@@ -150,6 +149,27 @@ def test_adapters_are_read_or_refused(tmp_path: Path, keys: str, expected: dict[
         return
     said = dict(names.pairs(found.setup().set))
     assert {key: value for key, value in said.items() if key.startswith("model.")} == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "expected"),
+    [
+        ("accelerate", "fsdp_config: {fsdp_offload_params: true}", {"optimiser": "host", "weights": "host-states"}),
+        ("axolotl", "fsdp_version: 2\nfsdp_config: {offload_params: true}",
+            {"optimiser": "host", "weights": "host-states"}),
+        ("hugging-face", "fsdp: full_shard auto_wrap offload", {"optimiser": "host", "weights": "host-states"}),
+        ("ms-swift", "train_type: full\ndeepspeed: zero3_offload", {"optimiser": "host", "weights": "host"}),
+        ("deepspeed", "zero_optimization: {stage: 3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}}",
+            {"optimiser": "host", "weights": "host"}),
+    ],
+)  # fmt: skip
+def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str, expected: dict[str, str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{text}\n")
+    setup = imported(path, framework=framework).setup(model="llama3-8b", seq="8K", gpus=8)
+    said = dict(names.pairs(setup.set))
+    assert {name: said.get(f"schedule.{name}") for name in expected} == expected
+    setup.resolved()
 
 
 @pytest.mark.parametrize(
