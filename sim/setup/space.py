@@ -178,6 +178,10 @@ def families(
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
+        if "whole" in varied.get("mlp", ()) and setup.model_spec.is_frozen:
+            varied["mlp"] = (
+                "whole",
+            )  # tiles of frozen weights are refused, and what is known of the leanest with them
         apart = {"mlp"} if tensors else set()
         grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}
