@@ -107,8 +107,8 @@ def ladder(
 
     A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
     allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
-    seconds that the step takes, or would. Techniques that the model does not take are left out. What the setup says of schedule and stack does not matter, and of its options
-    what no technique sets.
+    seconds that the step takes, or would. What the setup says of schedule and stack does not matter, and of its options
+    what no technique sets. Techniques that its model does not take are left out.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -40,7 +40,8 @@ from tests.schedule.test_step import STACKS, errors_of, make_step, replaced
 from topology.cluster import Cluster, load_cluster
 
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 1.0}
-ATTENTION: tuple[LoraTarget, ...] = ("q", "k", "v", "o")
+TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+ATTENTION = TARGETS[:4]
 
 
 def of(feature: str = "", *, lora: dict[str, Any] = LORA, **fields: Any) -> Workload:
@@ -100,6 +101,14 @@ def test_replicas(shards: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_narrower_types(dtype: str) -> None:
     exact("zigzag", 2, of(dtype=dtype, lora={**LORA, "lora_alpha": 0.5}))
+
+
+@pytest.mark.parametrize("name", sweep_but({"ulysses"}, ["ulysses", "fpdt", "single"]))
+def test_layers_alone_leave_gradients_of_adapters(name: str) -> None:
+    checked = make_step(name, 1 if name == "single" else 2, of(scope="layer"))
+    gradients = {f"dlora_{side}_{target}{layer}" for side in "ab" for target in TARGETS for layer in ("", " 1")}
+    assert errors_of(checked).keys() == {"x 2", "dx", *gradients}
+    errors_of(make_step(name, 1 if name == "single" else 2, of(scope="layer", passes="forward")))
 
 
 @requires_compiler
@@ -224,7 +233,7 @@ def test_other_factors_and_sums_are_caught(kind: type[Op], label: str, changes: 
     refuses(Schedule(schedule.header, program), message)
 
 
-def test_a_gradient_of_a_frozen_weight_is_refused_and_one_of_a_trained_weight_is_due() -> None:
+def test_only_a_frozen_weight_leaves_no_gradient() -> None:
     frozen, plain = (make_step("ring", 2, one, checkpoint="none").schedule for one in (of(), changed()))
     (norm, *_) = [op for op in frozen.program(0).ops if isinstance(op, RmsNormBackward)]
     refuses(replaced(frozen, RmsNormBackward, dweight=norm.weight), "leaves 2 results of 1|buffer")

@@ -169,6 +169,7 @@ def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str,
     setup = imported(path, framework=framework).setup(model="llama3-8b", seq="8K", gpus=8)
     said = dict(names.pairs(setup.set))
     assert {name: said.get(f"schedule.{name}") for name in expected} == expected
+    assert ("software.host_optimiser" in said) == (expected["weights"] == "host-states")
     setup.resolved()
 
 

@@ -246,14 +246,18 @@ class _Writer:
         return {"software": name}
 
     def _kernels(self, cluster: Any, software: str | None) -> dict[str, str]:
-        """Return what is to be set of kernels: attention, where keys name another one than the software has, and there
-        are figures of it.
+        """Return what is to be set of kernels: attention, and an optimiser on the host, where keys name others than the
+        software has, and there are figures of them.
         """
-        attention = self._below("software.").get("attention")
-        known = kernels_of(names.cluster_spec(cluster).gpu.chip)
-        if software is None or attention not in known or attention == load_software(software).kernels.attention:
+        if software is None:
             return {}
-        return {"software.attention": str(attention)}
+        said, kernels = self._below("software."), load_software(software).kernels
+        found = {}
+        if said.get("attention") in kernels_of(names.cluster_spec(cluster).gpu.chip):
+            found["attention"] = said["attention"]
+        if "host_optimiser" in said and self.options.get("optimiser") == "host":
+            found["host_optimiser"] = said["host_optimiser"]
+        return {f"software.{name}": one for name, one in found.items() if one != getattr(kernels, name)}
 
     def _adapters(self) -> dict[str, str]:
         """Return what is to be set of a model whose adapters alone are trained."""
