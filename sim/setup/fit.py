@@ -11,6 +11,7 @@ from typing import Any
 from sim.errors import InputError
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
 from sim.setup.answer import grounds, what_fits
 from sim.setup.answer_table import of_ladder
@@ -248,5 +249,5 @@ def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
 
 
 def _takes(setup: Setup, technique: str) -> bool:
-    """Return whether a model takes a technique: of one whose weights are frozen no MLP is tiled."""
-    return "mlp" not in TECHNIQUES[technique].on or not setup.model_spec.is_frozen
+    """Return whether a model takes a technique: no MLP with adapters is tiled."""
+    return "mlp" not in TECHNIQUES[technique].on or not adapts_mlp(setup.model_spec)

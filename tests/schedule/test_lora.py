@@ -37,6 +37,7 @@ from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_blocks import FEATURES, changed
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, replaced
+from tests.schedule.test_tiled_mlp import narrow
 from topology.cluster import Cluster, load_cluster
 
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 1.0}
@@ -89,6 +90,17 @@ def test_every_feature(feature: str, modules: ModulesName) -> None:
 )
 def test_every_technique(stack: str) -> None:
     exact("zigzag", 2, of(batch=STACKS[stack].get("micro_batches", 1)), **STACKS[stack])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mlp", ["tiled", "mini"])
+@pytest.mark.parametrize("modules", ["fused", "eager"])
+def test_tiles_of_a_frozen_mlp(mlp: str, modules: ModulesName) -> None:
+    """Some larger than a rank's tokens, and some of which a rank has several."""
+    attention = {**LORA, "lora_targets": ATTENTION}
+    several = narrow(batch=2, model=msgspec.structs.replace(narrow().model, **attention))
+    for workload in (of(lora=attention), several):
+        exact("zigzag", 2, workload, mlp=mlp, modules=modules)
 
 
 @pytest.mark.sweep
@@ -246,7 +258,8 @@ def test_only_a_frozen_weight_leaves_no_gradient() -> None:
         ({"lora_alpha": 2.0}, {}, "there are none: leave them out, or set a rank with `set` model.lora_rank=N"),
         ({"lora_targets": ("q",)}, {}, "there are none"),
         ({**LORA, "lora_targets": ("gate",), "mlp": "gelu"}, {}, "allowed are q, k, v, o, up and down"),
-        (LORA, {"mlp": "tiled"}, "frozen beside adapters: leave out `set` schedule.mlp, or model.lora_rank"),
+        (LORA, {"mlp": "tiled"}, "have adapters: leave it out, or set model.lora_targets=q.k.v.o"),
+        ({**LORA, "lora_targets": ("q", "up")}, {"mlp": "mini"}, "have adapters"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:

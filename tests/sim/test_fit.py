@@ -113,13 +113,14 @@ def test_what_is_set_comes_before_a_stack() -> None:
 
 
 def test_techniques_that_a_model_does_not_take_are_left_out() -> None:
-    """No MLP of frozen weights is tiled, so none is tried where something does not fit."""
+    """No MLP with adapters is tiled, so none is tried where something does not fit."""
     frozen = ON_TWO.replace(set={"model.lora_rank": 8})
     found = longstep.ladder(frozen, most="8K", techniques=["FSDP", "tiled MLP"])
     assert found.to_dict()["techniques"] == ["none", "+ FSDP"]
     assert "tiled MLP" in switched_off(ON_TWO)
     assert "tiled MLP" not in switched_off(frozen)
     assert {family.grid["mlp"] for family in families(frozen)} == {("whole",)}
+    assert "tiled MLP" in switched_off(frozen.replace(set={"model.lora_targets": "q+v"}))
 
 
 @pytest.mark.parametrize("stack", sweep_but({"fsdp"}, list(STACKS)))

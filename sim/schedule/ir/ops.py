@@ -548,7 +548,7 @@ class TiledMlp(_Kernel, frozen=True, kw_only=True):
 
 class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     """dx and the gradients of all weights of TiledMlp, each tile computed again; gradients of weights are summed over
-    tiles in their own data type.
+    tiles in their own data type, and there are none of frozen ones.
     """
 
     meta = Meta("b", "tiled mlp backward", "matrix product")
@@ -558,9 +558,9 @@ class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     w_down: Annotated[View, In("fe")]
     dout: Annotated[View, In("bse", contiguous=True)]
     dx: Annotated[View, Out("bse", contiguous=True)]
-    dw_gate: Annotated[View, Out("ef")]
-    dw_up: Annotated[View, Out("ef")]
-    dw_down: Annotated[View, Out("fe")]
+    dw_gate: Annotated[View | None, Out("ef")] = None
+    dw_up: Annotated[View | None, Out("ef")] = None
+    dw_down: Annotated[View | None, Out("fe")] = None
     tile: int
     eager: bool | msgspec.UnsetType = msgspec.UNSET
     """As in TiledMlp."""

@@ -67,6 +67,11 @@ def targets(model: ModelSpec) -> tuple[LoraTarget, ...]:
     return model.lora_targets or tuple([one for one in get_args(LoraTarget) if one != "gate" or model.mlp != "gelu"])
 
 
+def adapts_mlp(model: ModelSpec) -> bool:
+    """Return whether a linear layer of a model's MLP has an adapter."""
+    return not {"gate", "up", "down"}.isdisjoint(targets(model))
+
+
 class Linear(NamedTuple):
     """The equations of a linear layer, and the same in the order in which gradients are led through: through its own
     weight first.

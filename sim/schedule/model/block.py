@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sim.errors import InputError
 from sim.options import ModulesName
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.adapters import Linear, adapted
+from sim.schedule.model.adapters import Linear, adapted, adapts_mlp
 from sim.schedule.model.equations import (
     Around,
     Block,
@@ -170,13 +170,14 @@ def _mlp(model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None, produ
         raise InputError(
             f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}"
         )
-    if tile and model.is_frozen:
+    if tile and adapts_mlp(model):
         raise InputError(
-            f"`set` schedule.mlp computes MLPs in tiles whose weights are trained, and those of {model.name} are "
-            f"frozen beside adapters: leave out `set` schedule.mlp, or model.lora_rank"
+            f"`set` schedule.mlp computes MLPs in tiles, and those of {model.name} have adapters: leave it out, or set "
+            f"model.lora_targets=q+k+v+o"
         )
     if tile:
-        tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
+        weights, size = (w_gate, w_up, w_down), tile.tokens
+        tiled = (mlp_in_tiles(given, weights, made, size, saves=tile.saves, frozen=model.is_frozen),)
         return Linear(tiled, tiled)
     of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
     down = product("down", act, w_down, made, of_down)

@@ -62,12 +62,14 @@ class Equation(NamedTuple):
     """Fields of the op that are operands or results where a weight is trained, and are not where it is frozen."""
 
     def gemm_flops(self, model: ModelSpec) -> int:
-        """Return the FLOPs of matrix products for one token: 2 for each weight, and two more products for its gradients
-        where a loop over tiles makes them; 0 of other kernels.
+        """Return the FLOPs of matrix products for one token: 2 for each weight; where a loop over tiles leads gradients
+        back one more product for those of what it multiplies, and one for its own; 0 of other kernels.
         """
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
-        if self.kind in {TiledMlp, TiledMlpBackward}:
-            return 2 * sum(given) + 4 * sum(made)
+        if self.kind is TiledMlp:
+            return 2 * sum(given)
+        if self.kind is TiledMlpBackward:
+            return 4 * sum(given) + 2 * sum(made)
         return 2 * (given or made)[0] if is_product(self) else 0
 
 
@@ -184,11 +186,13 @@ def gelu(x: Tensor, out: Tensor) -> Equation:
     return Equation(Gelu, "gelu", (x,), (out,), backward=(backward,))
 
 
-def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, tile: int, *, saves: bool) -> Equation:
+def mlp_in_tiles(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], out: Tensor, tile: int, *, saves: bool, frozen: bool
+) -> Equation:
     """Return out = (silu(x gate) * (x up)) down for weights gate, up and down, so many tokens at a time."""
-    weights, size = (gate, up, down), (("tile", tile),)
-    gradients = (d(x), *map(d, weights))
-    backward = Equation(TiledMlpBackward, "back through mlp in tiles", (x, *weights, d(out)), gradients, size)
+    size, lacks = (("tile", tile),), ("dw_gate", "dw_up", "dw_down") if frozen else ()
+    gradients, given = (d(x), *(() if frozen else map(d, weights))), (x, *weights, d(out))
+    backward = Equation(TiledMlpBackward, "back through mlp in tiles", given, gradients, size, lacks=lacks)
     return Equation(TiledMlp, "mlp in tiles", (x, *weights), (out,), size, backward=(backward,), saves=saves)
 
 
