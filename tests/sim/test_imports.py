@@ -74,6 +74,10 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
             "schedule.micro_batches": "4", "model.lora_rank": "32", "model.lora_alpha": "16",
             "model.lora_targets": "q+k+v+o"}},
     ),
+    ("trainer-fsdp.json", "peft-adapter_config.json"): (
+        {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 4, "dp_degree": 8, "set": {
+            "schedule.micro_batches": "2", "model.lora_rank": "16", "model.lora_alpha": "32"}},
+    ),
     ("ms-swift-lora.sh",): (
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 32768, "batch": 2, "dp_degree": 2, "set": {
             "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "32"}},
@@ -106,6 +110,7 @@ REFUSED = {
         "parallelism_config.parallelism_config_tp_size",
     },
     "axolotl-qlora.yaml": {"load_in_4bit", "adapter", "optimizer", "deepspeed"},
+    "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
     "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"tensor_model_parallel_size", "expert_model_parallel_size"},
     "nanotron-3d.yaml": {"parallelism.tp", "parallelism.pp"},

@@ -267,8 +267,8 @@ class _Writer:
         found = {"model.lora_rank": self.facts.get("lora_rank", rank)}
         found["model.lora_alpha"] = self.facts.get("lora_alpha", alpha)
         targets = targets_of(self.facts.get("lora_targets", usual))
-        if {*targets}.isdisjoint(ALL_LINEAR):
-            found["model.lora_targets"] = "+".join(PROJECTIONS[one] for one in targets)
+        if {*targets}.isdisjoint(ALL_LINEAR) and not {*targets} >= {*PROJECTIONS}:
+            found["model.lora_targets"] = "+".join(own for name, own in PROJECTIONS.items() if name in targets)
         return found
 
     def _count(self, fact: str, default: int = 1) -> int:
