@@ -1,7 +1,8 @@
 """What a training step holds by the formulas of the field, to stand beside the walk of its buffers.
 
 States are those of ZeRO (arXiv:1910.02054 §3.1, §5): master weights, both moments and gradients in fp32 are 16 bytes a
-parameter, and one P-th of that where they are sharded over P ranks. Below stage 3 every rank has all weights in the
+parameter, and one P-th of that where they are sharded over P ranks. Frozen weights are in the model's data type and
+have nothing else, and all of that is of adapters. Below stage 3 every rank has all weights in the
 model's data type, 2 bytes more, and at stage 1 all gradients; a shard of such weights stays on the GPU where the
 optimiser is on the host (arXiv:2101.06840 §4). Under full checkpointing (arXiv:1604.06174) a layer
 leaves its input, B · S/P · E elements, of the sequences of one micro-batch.
@@ -34,12 +35,17 @@ def footprint(header: Header) -> Footprint:
     workload, options = header.workload, dataclasses.asdict(LayerOptions()) | header.options
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     shards = [one for one in header.communicators if one.name == "weights"]
-    weights = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+    weights, frozen = (
+        sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload) if unit.frozen == kept)
+        for kept in (False, True)
+    )
     stage, parts = options["zero_stage"], next((len(one.groups[0]) for one in shards), 1)
     states = own if options["optimiser_states"] == "model" else wide
     sent = own if options["reduce"] == "model" else wide
-    working = weights if stage < 3 else weights // parts if options["optimiser"] == "host" else 0
+    works = options["optimiser"] == "host" and options["weights"] != "host-states"
+    working = weights if stage < 3 else weights // parts if works else 0
     total = 3 * states * weights // parts + own * working
+    total += own * (frozen if stage < 3 else frozen // parts)
     several = options["micro_batches"] > 1 or options["accumulate"] == "in-place"
     adds_whole = stage >= 2 and several and options["sync"] == "last"
     total += sent * weights if stage == 1 or adds_whole else states * weights // parts

@@ -18,6 +18,7 @@ LossName = Literal["whole", "chunked", "unfused", "torch"]
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager"]
 OptimiserPlace = Literal["gpu", "host"]
+WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
 AttentionName = Literal["flash", "memory-efficient", "standard"]
 """What of attention passes through HBM: no scores (flash), those of a tile at a time (arXiv:2112.05682), or all."""
@@ -93,6 +94,12 @@ class LayerOptions:
     optimiser: OptimiserPlace = "gpu"
     """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
     CPU (ZeRO-Offload, arXiv:2101.06840)."""
+    weights: WeightsPlace = "gpu"
+    """Where shards of weights are at stage 3, beside an optimiser on the host: on the GPU; or in pinned memory of its
+    host, and copied to the GPU before they are gathered for a pass: those that passes use, in the model's data type, as
+    DeepSpeed's offload_param has them (host; ZeRO-Infinity, arXiv:2104.07857 §5.1.1), or the optimiser's own, which are
+    cast behind the copy, as FSDP2's CPUOffloadPolicy has them (host-states; torch/distributed/fsdp/_fully_shard/
+    _fsdp_param.py, all_gather_inputs). Frozen weights go there with any optimiser."""
     optimiser_states: Literal["fp32", "model"] = "fp32"
     """Data type of the weights and moments that the optimiser updates: fp32, or the model's for all of them."""
     micro_batches: int = 1
@@ -135,6 +142,11 @@ class LayerOptions:
                 "`set` schedule.optimiser=host with schedule.zero_stage=0: the host would hold and update all of the "
                 "optimiser's state once for every GPU; set schedule.zero_stage to 1, 2 or 3"
             )
+        if self.weights != "gpu" and self.zero_stage < 3:
+            raise InputError(
+                f"`set` schedule.weights={self.weights} with schedule.zero_stage={self.zero_stage}: below stage 3 "
+                f"every GPU has all weights and gathers none for a pass; set schedule.zero_stage=3"
+            )
         if self.micro_batches > 1 and (self.zero_stage < 2 or self.sync == "last") and self.reduce == "model":
             raise InputError(
                 f"`set` schedule.micro_batches={self.micro_batches} adds gradients up in fp32, and below zero_stage 2 "
@@ -169,7 +181,7 @@ class LayerOptions:
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units", "host_waits": "never", "modules": "fused"}  # fmt: skip
+          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused"}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_LAYERS = ("modules",)
@@ -178,7 +190,7 @@ OF_LAYERS = ("modules",)
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
-    *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits"),
+    *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits", "weights"),
 )
 
 

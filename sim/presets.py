@@ -170,18 +170,23 @@ def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec
     valid together.
 
     A path is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). Beside it
-    stands a value, or ``*2`` and ``/2`` relative to the present one; of words that may be left out ``none``, or several
-    as ``qkv+out``. Raises InputError that names the keys allowed.
+    stands a value, or ``*2`` and ``/2`` relative to the present one; of words and numbers that may be left out
+    ``none``, of words several as ``qkv+out``. Raises InputError that names the keys allowed.
     """
     data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
     unset, words = _unset_flags(spec), _words(type(spec)) if isinstance(spec, msgspec.Struct) else {}
-    data |= dict.fromkeys(unset, False)
+    numbers = _numbers(type(spec)) if isinstance(spec, msgspec.Struct) else ()
+    data |= dict.fromkeys(unset, False) | {name: data.get(name) for name in numbers}
     data |= {name: _joined(data.get(name, "")) for name in words}
     for path, text in changes:
-        _replace(data, path, text, where)
+        if text == "none" and path in numbers:
+            data[path] = None
+        else:
+            _replace(data, path, text, where)
     for name in words:
         data[name] = "" if data[name] == "none" else data[name].split("+") if words[name] and data[name] else data[name]
     data = {name: value for name, value in data.items() if value or name not in {*unset, *words}}
+    data = {name: value for name, value in data.items() if value is not None or name not in numbers}
     try:
         return msgspec.convert(data, type(spec), strict=False)
     except msgspec.ValidationError as error:
@@ -203,13 +208,25 @@ def _flags(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 @cache
+def _numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a struct that may be left out and else are a number."""
+    found = []
+    for one in msgspec.structs.fields(kind):
+        hints = get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ()
+        if any((get_args(hint) or (hint,))[0] in {int, float} for hint in hints):
+            found.append(one.name)
+    return tuple(found)
+
+
+@cache
 def _words(kind: type[msgspec.Struct]) -> dict[str, bool]:
     """Return the fields of a struct that may be left out and else are one of some words, or several: whether they may
     be several.
     """
     found = {}
     for one in msgspec.structs.fields(kind):
-        for hint in get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ():
+        hints = get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ()
+        for hint in (get_args(hint)[0] if get_origin(hint) is Annotated else hint for hint in hints):
             several = get_origin(hint) is tuple
             if get_origin(get_args(hint)[0] if several else hint) is Literal:
                 found[one.name] = several

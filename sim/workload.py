@@ -29,6 +29,7 @@ BiasName = Literal["qkv", "out", "mlp"]
 QkNormName = Literal["head", "all"]
 NormsName = Literal["after", "around"]
 MlpKind = Literal["geglu", "gelu"]
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 MaskName = Literal["causal", "full"]
 
 DTYPE_BYTES: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8}
@@ -108,6 +109,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What embeddings are multiplied by (arXiv:1706.03762 §3.4)."""
     residual_scale: Rate | msgspec.UnsetType = msgspec.UNSET
     """What attention and MLP are multiplied by before they are added to the residual (Granite)."""
+    lora_rank: Annotated[int, Meta(ge=1, le=2**16)] | msgspec.UnsetType = msgspec.UNSET
+    """Rank of adapters beside linear layers, which alone are trained: y = W x + (alpha / rank) B (A x), where all
+    weights of the model are frozen (LoRA, arXiv:2106.09685 §4.1). Unset where they are trained."""
+    lora_alpha: Rate | msgspec.UnsetType = msgspec.UNSET
+    """The alpha of that; unset for the rank, so that the factor is 1."""
+    lora_targets: Annotated[tuple[LoraTarget, ...], Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    """Which linear layers have adapters; unset for all of them but the head, as peft's all-linear."""
     source: str = "given by the user"
     notes: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the model has and predictions leave out, for their evidence. Unset, not empty, where there is nothing: then
@@ -132,10 +140,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InputError("parallel_residual with norms behind or residual_scale: allowed is one norm before both")
         if self.norms and self.residual_scale:
             raise InputError(f"residual_scale with norms {self.norms}: allowed is one of both")
+        if not self.lora_rank and (self.lora_alpha or self.lora_targets):
+            raise InputError(
+                "lora_alpha and lora_targets are of adapters, and there are none: leave them out, or set a rank with "
+                "`set` model.lora_rank=N"
+            )
+        if self.mlp == "gelu" and "gate" in (self.lora_targets or ()):
+            raise InputError("lora_targets has gate, and an MLP of gelu none: allowed are q, k, v, o, up and down")
         if self.parallel_residual and {"out", "mlp"} <= {*(self.biases or ())}:
             raise InputError(
                 "parallel_residual with biases of out and mlp, whose gradients are one: allowed is one of both"
             )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its own weights are, beside adapters that are trained."""
+        return bool(self.lora_rank)
 
 
 class BlockMask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple, assert_never
 
 import torch
+from msgspec import UNSET
 
 from runtime.execution.tensors import Rotations, Storage
 from sim.schedule.derive.workspace import LOSS_ROWS
@@ -55,8 +56,11 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         x, weight, *rest = given
         if weight.shape[0] != x.shape[-1]:  # all heads as one
             x, rest = x.flatten(2), [*rest[:1], *(dout.flatten(2) for dout in rest[1:])]
-        found = rms_norm(x, weight, op.epsilon) if isinstance(op, RmsNorm) else rms_norm_backward(x, weight, *rest)
-        for view, result in zip(op.writes, (found.out, found.second), strict=True):
+        if isinstance(op, RmsNorm):
+            found = rms_norm(x, weight, op.epsilon)
+        else:
+            found = rms_norm_backward(x, weight, *rest, frozen=op.dweight is None)
+        for view, result in zip(op.writes, (found.out, found.second), strict=False):
             storage.put(view, result.view(view.shape))
         return found.name
     if isinstance(op, EagerNorm | EagerNormBackward):
@@ -68,7 +72,8 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
         bias = given[2] if isinstance(op, BiasedGemm) else None
-        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate, bias=bias)
+        factor = 1.0 if op.factor is UNSET else op.factor
+        return gemm(op.form, given[0], given[1], results[0], accumulate=op.accumulate, bias=bias, factor=factor)
     if isinstance(op, TokenSum):
         torch.sum(given[0], dim=(0, 1), out=results[0].view(given[0].shape[2:]))
         return "aten sum"
@@ -90,14 +95,16 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
 
 def _run_eager_norm(op: EagerNorm | EagerNormBackward, given: list[Tensor], storage: Storage) -> str:
     """Run a norm as eager modules do."""
-    first, weight, *rest = given
-    if weight.shape[0] != first.shape[-1]:  # all heads as one
-        first, rest = first.flatten(2), [one.flatten(2) if one.dim() > 2 else one for one in rest]
+    rows = storage.read(op.weight).shape[0]
+    if rows != given[-1].shape[-1] or rows != given[0].shape[-1]:  # all heads as one
+        given = [one.flatten(2) if one.dim() > 2 else one for one in given]
     made: tuple[Tensor, ...]
     if isinstance(op, EagerNorm):
+        first, weight = given
         name, made = "eager rms norm (to, pow, mean, add, rsqrt, mul, to, mul)", eager_norm(first, weight, op.epsilon)
     else:
-        name, made = "eager rms norm backward, as autograd runs it", eager_norm_backward(first, weight, *rest)
+        normed = None if op.normed is None else given.pop(0)
+        name, made = "eager rms norm backward, as autograd runs it", eager_norm_backward(normed, *given)
     for view, result in zip(op.writes, made, strict=True):
         storage.put(view, result.view(view.shape))
     return name
@@ -130,7 +137,16 @@ def _run_mlp_kernel(op: MlpKernel, given: list[Tensor], results: list[Tensor]) -
     assert_never(op)
 
 
-def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool, bias: Tensor | None = None) -> str:
+def gemm(
+    form: GemmForm,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
+) -> str:
     """Fill ``out`` as the op Gemm says; tokens, batch and heads are folded into the two sides of a matrix. Where some
     tokens of each sequence do not lie in one piece, there is a product for each sequence, and no copy.
     """
@@ -144,8 +160,8 @@ def gemm(form: GemmForm, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool,
             right, into, adds = b if form == "nn" else b.T, other, accumulate
         if bias is not None:
             torch.addmm(bias, left, right, out=into)
-        elif adds:
-            into.addmm_(left, right)
+        elif adds or factor != 1:
+            into.addmm_(left, right, beta=int(adds), alpha=factor)
         else:
             torch.mm(left, right, out=into)
     name = "aten addmm" if bias is not None else "aten addmm_" if accumulate else "aten mm"
@@ -173,7 +189,8 @@ class Normed(NamedTuple):
     out: Tensor
     """(B, S, E): the output, or the gradient of x."""
     second: Tensor
-    """(B, S): what x was multiplied by, in the accumulation data type; or (E,): the gradient of the weight."""
+    """(B, S): what x was multiplied by, in the accumulation data type; or (E,): the gradient of the weight, which means
+    nothing where that is frozen."""
     name: str
 
 
@@ -187,18 +204,18 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Normed:
     return Normed(normed.to(x.dtype), rstd, "eager rms norm (vector_norm, square, div, add, rsqrt, 2 mul)")
 
 
-def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor) -> Normed:
-    """Return the gradients of x and weight.
+def rms_norm_backward(x: Tensor, weight: Tensor, rstd: Tensor, dout: Tensor, *, frozen: bool = False) -> Normed:
+    """Return the gradients of x and weight, of a frozen one that of x alone.
 
     With n = x * rstd and g = dout * weight: dx = rstd * (g - n * mean(g * n)), dweight = sum of dout * n.
     """
     scale = rstd.unsqueeze(-1)
     if not x.is_cpu:
         fused = torch.ops.aten._fused_rms_norm_backward  # noqa: SLF001
-        dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, True])
-        return Normed(dx, dweight, "aten fused rms norm backward")
+        dx, dweight = fused(dout, x, weight.shape, scale, weight, [True, not frozen])
+        return Normed(dx, weight if frozen else dweight, "aten fused rms norm backward")
     normed = x * scale
-    dweight = (dout * normed).sum(dim=tuple(range(x.dim() - 1)))
+    dweight = weight if frozen else (dout * normed).sum(dim=tuple(range(x.dim() - 1)))
     grad = dout.to(normed.dtype, copy=True).mul_(weight)
     inner = torch.linalg.vecdot(grad, normed).div_(x.shape[-1]).unsqueeze(-1)
     dx = grad.addcmul_(normed, inner, value=-1).mul_(scale)
@@ -216,12 +233,18 @@ def eager_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tenso
 
 
 def eager_norm_backward(
-    normed: Tensor, weight: Tensor, wide: Tensor, rstd: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight as autograd computes them, op by op, holding what it holds."""
-    of_weight, led = dout * normed, dout * weight
-    dweight = of_weight.sum(dim=tuple(range(normed.dim() - 1)))
-    del of_weight
+    normed: Tensor | None, weight: Tensor, wide: Tensor, rstd: Tensor, dout: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x and weight as autograd computes them, op by op, holding what it holds; without
+    ``normed`` that of x alone.
+    """
+    gradients: list[Tensor] = []
+    if normed is not None:
+        of_weight, led = dout * normed, dout * weight
+        gradients.append(of_weight.sum(dim=tuple(range(normed.dim() - 1))))
+        del of_weight
+    else:
+        led = dout * weight
     led, rstd = led.to(wide.dtype), rstd.unsqueeze(-1)
     of_rstd, dwide = led * wide, led * rstd
     del led
@@ -236,7 +259,7 @@ def eager_norm_backward(
     del power, twice, of_power  # which torch's one expression of all three holds until here
     dwide = dwide + through
     del through
-    return dwide.to(normed.dtype), dweight
+    return dwide.to(dout.dtype), *gradients
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -22,7 +22,7 @@ from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import BIASES
-from sim.schedule.model.scope import tensor_of, units, updated
+from sim.schedule.model.scope import ADAPTERS, tensor_of, together, trained, units, updated
 from sim.workload import Workload
 
 _BLOCK = 64
@@ -171,9 +171,14 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
     """Return outputs and gradients of all tokens but the padding by (tensor, layer), in fp64, from one process."""
     whole, model, linear = Span(0, workload.real_seq), workload.model, workload.attention == "linear"
     kinds = [(one.model, mask_of(one)) for one in map(workload.of_layer, range(workload.layers))]
+    used = [together(unit, model) for unit in units(workload) if unit.name != ADAPTERS]
     weights = [
-        {weight.name: global_weight(weight.name, unit.layer, workload).double() for weight in unit.weights}
-        for unit in units(workload)
+        {
+            weight.name: global_weight(weight.name, unit.layer, workload).double()
+            for unit in some
+            for weight in unit.weights
+        }
+        for some in used
     ]
     if workload.scope == "layer":
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
@@ -200,10 +205,10 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
     """Return what the optimiser makes of each unit's flat weights and moments, and the weights by themselves."""
     states = [
-        [global_state(state.name, unit.layer, workload).double() for state in unit.states] for unit in units(workload)
+        [global_state(state.name, unit.layer, workload).double() for state in unit.states] for unit in trained(workload)
     ]
     found: dict[tuple[str, int], torch.Tensor] = {}
-    for unit, after in zip(units(workload), adamw(states, gradients), strict=True):
+    for unit, after in zip(trained(workload), adamw(states, gradients), strict=True):
         names = [updated(state).name for state in unit.states]
         found |= {(name, unit.layer): tensor for name, tensor in zip(names, after, strict=True)}
         found[updated(unit.working).name, unit.layer] = after[0]

@@ -108,9 +108,10 @@ def layers(
 
     By (tensor, layer): ("x", L) and ("dx", 0) are (B, S, E), ("dwq", l) and so on have the shape of their weight.
     Gradients are torch's autograd of the textbook formulas: nothing in common with the kernels that are tested.
+    Weights of a model with adapters have none, and theirs are among those of their layer.
     """
     first = x.requires_grad_()
-    _learn(weights)
+    _learn(weights, kinds)
     for of_layer, kind in zip(weights, kinds, strict=True):
         x = _layer(of_layer, x, *kind, linear=linear)
     found = {("x", len(weights)): x.detach()}
@@ -118,7 +119,7 @@ def layers(
         x.backward(dx)
         found["dx", 0] = _gradient(first)
         for layer, of_layer in enumerate(weights):
-            found |= {(f"d{name}", layer): _gradient(weight) for name, weight in of_layer.items()}
+            found |= {(f"d{name}", layer): gradient for name, gradient in _gradients(of_layer).items()}
     return found
 
 
@@ -127,9 +128,9 @@ def step(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
-    embedding is its head, too, the first are both.
+    embedding is its head, too, the first are both. Frozen ones are left out.
     """
-    _learn(weights)
+    _learn(weights, kinds)
     first, *inner = weights
     model, _ = kinds[0]
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
@@ -140,8 +141,8 @@ def step(
     logits = _bent(logits * (model.logit_scale or 1), model.logit_softcap or None)
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
     (loss.sum() / (labels != NO_LABEL).sum()).backward()
-    flat = [torch.cat([_gradient(weight).flatten() for weight in unit.values()]) for unit in weights]
-    return loss.detach(), flat
+    found = [list(_gradients(unit).values()) for unit in weights]
+    return loss.detach(), [torch.cat([gradient.flatten() for gradient in unit]) for unit in found if unit]
 
 
 def _bent(x: Tensor, cap: float | None) -> Tensor:
@@ -165,10 +166,16 @@ def adamw(states: list[list[Tensor]], gradients: list[Tensor]) -> list[list[Tens
     return [[one.detach(), kept[one]["exp_avg"], kept[one]["exp_avg_sq"]] for one in parameters]
 
 
-def _learn(weights: list[dict[str, Tensor]]) -> None:
-    """Ask for the gradients of all weights."""
-    for weight in (weight for unit in weights for weight in unit.values()):
-        weight.requires_grad_()
+def _learn(weights: list[dict[str, Tensor]], kinds: list[Kind]) -> None:
+    """Ask for the gradients of all weights, of a model with adapters of those."""
+    model, _ = kinds[0]
+    for name, weight in (weight for unit in weights for weight in unit.items()):
+        weight.requires_grad_(not model.lora_rank or name.startswith("lora"))
+
+
+def _gradients(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the weights that have some."""
+    return {name: _gradient(weight) for name, weight in weights.items() if weight.requires_grad}
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -184,7 +191,12 @@ def _layer(w: dict[str, Tensor], x: Tensor, model: ModelSpec, mask: Mask, *, lin
         return torch.nn.functional.rms_norm(tokens, weight.shape, weight, model.norm_epsilon)
 
     def linear_of(tokens: Tensor, name: str) -> Tensor:
-        return torch.nn.functional.linear(tokens, w[name].T, w.get(f"b{name.removeprefix('w')}"))
+        made = torch.nn.functional.linear(tokens, w[name].T, w.get(f"b{name.removeprefix('w')}"))
+        target = name.removeprefix("w").removeprefix("_")
+        if f"lora_a_{target}" in w:
+            factor = (model.lora_alpha or model.lora_rank or 1) / (model.lora_rank or 1)
+            made = made + factor * (tokens @ w[f"lora_a_{target}"] @ w[f"lora_b_{target}"])
+        return made
 
     def split(tokens: Tensor, count: int) -> Tensor:
         return tokens.unflatten(-1, (count, model.head_dim)).transpose(1, 2)

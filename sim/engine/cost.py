@@ -512,9 +512,10 @@ def host_passes(op: HostAdamW, program: Program, adam: HostAdam) -> list[tuple[H
     """Return whose code moves what on the host of a GPU, bytes read and written: the update, and what scales the
     gradient before it and casts the new weights behind, which pass once over what they take.
     """
-    weights, gradient, cast = (program.nbytes(view) for view in (op.weights, op.gradient, op.cast))
+    weights, gradient = (program.nbytes(view) for view in (op.weights, op.gradient))
     update = (adam.update.read * weights, adam.update.written * weights)
-    return [(adam, update), (one_pass(), (gradient + weights, gradient + cast))]
+    of_cast = (weights, program.nbytes(op.cast)) if op.cast else (0, 0)
+    return [(adam, update), (one_pass(), (gradient + of_cast[0], gradient + of_cast[1]))]
 
 
 def host_bytes(op: HostAdamW, program: Program) -> tuple[int, int]:
@@ -522,7 +523,7 @@ def host_bytes(op: HostAdamW, program: Program) -> tuple[int, int]:
     casts the new weights (DeepSpeed's runtime/zero/stage3.py, from memory, not checked).
     """
     read, written = (sum(map(program.nbytes, views)) for views in (op.reads, op.writes))
-    return read + program.nbytes(op.gradient) + program.nbytes(op.weights), written
+    return read + program.nbytes(op.gradient) + (program.nbytes(op.weights) if op.cast else 0), written
 
 
 def _kind(op: Op) -> str:

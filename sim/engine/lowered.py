@@ -275,7 +275,7 @@ def _facts(fragment: Fragment) -> _Facts:
             what = (op.stream, op.source.shape, program.dtype(op.source), *places)
             copied = copies.number(what, (what, op))
         elif isinstance(op, ops.HostAdamW):
-            of_host = (type(op), op.weights.shape, program.dtype(op.weights), program.dtype(op.cast))
+            of_host = (type(op), op.weights.shape, program.dtype(op.weights), op.cast and program.dtype(op.cast))
             copied = copies.number(of_host, (of_host, op))
         used = -1 if of_form.use is None else uses.number(of_form.use, of_form.use)
         rows.append((of_form.kind, streams.number(op.stream, op.stream), issued, used, copied))

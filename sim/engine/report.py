@@ -177,7 +177,10 @@ def _model_flops(checked: Checked) -> float:
     whole = msgspec.structs.replace(workload, passes="both", seq=workload.real_seq, padding=0)
     alone = msgspec.structs.replace(whole, scope="attention", layers=1, passes="forward")
     attends = sum(attention_flops(one) * count for one, count in alone.kinds(workload.layers))
-    forward = attends + gemm_flops(whole) / 3
+    gemms = gemm_flops(whole) / 3
+    if workload.model.is_frozen and not workload.backward:
+        gemms = gemm_flops(msgspec.structs.replace(whole, passes="forward"))  # a third only where all is trained
+    forward = attends + gemms
     return forward * (workload.forward + 2 * workload.backward)
 
 

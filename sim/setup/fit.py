@@ -11,6 +11,7 @@ from typing import Any
 from sim.errors import InputError
 from sim.memory import TERMS
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
 from sim.setup.answer import grounds, what_fits
 from sim.setup.answer_table import of_ladder
@@ -108,7 +109,7 @@ def ladder(
     A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
     allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
     seconds that the step takes, or would. What the setup says of schedule and stack does not matter, and of its options
-    what no technique sets.
+    what no technique sets. Techniques that its model does not take are left out.
 
     >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]
@@ -119,6 +120,7 @@ def ladder(
         base = base.replace(global_batch=sequences_of(base.global_batch, base.sequence_length))
     for name in techniques:
         names.one_of("techniques", name, TECHNIQUES)
+    techniques = [name for name in techniques if _takes(setup, name)]
     states = list(rungs(techniques))
     of_all = None
     for done, (name, options) in enumerate(states, 1):
@@ -241,5 +243,11 @@ def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
     return {
         name: technique.on
         for name, technique in TECHNIQUES.items()
-        if all(str(getattr(options, key, None)) == value for key, value in technique.off.items())
+        if _takes(setup, name)
+        and all(str(getattr(options, key, None)) == value for key, value in technique.off.items())
     }
+
+
+def _takes(setup: Setup, technique: str) -> bool:
+    """Return whether a model takes a technique: no MLP with adapters is tiled."""
+    return "mlp" not in TECHNIQUES[technique].on or not adapts_mlp(setup.model_spec)

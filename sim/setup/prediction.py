@@ -144,7 +144,9 @@ class Prediction:
     def techniques(self) -> list[str]:
         """What saves memory in this training step, with the options that switch it on; below that scope nothing."""
         header = self.checked.schedule.header
-        return techniques_on(header.options) if header.workload.scope == "step" else []
+        rank = header.workload.model.lora_rank
+        adapters = [f"adapters of rank {rank} alone are trained (model.lora_rank={rank})"] if rank else []
+        return [*adapters, *techniques_on(header.options)] if header.workload.scope == "step" else []
 
     @property
     def peak_hbm_bytes(self) -> int:

@@ -12,6 +12,7 @@ import msgspec
 from sim.errors import InputError
 from sim.options import LayerOptions
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
+from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
 from sim.setup.documents import planned_schedules
 from sim.setup.fit import as_ring
@@ -178,6 +179,8 @@ def families(
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
+        if "whole" in varied.get("mlp", ()) and adapts_mlp(setup.model_spec):
+            varied["mlp"] = ("whole",)  # tiles are refused, and what the leanest configuration holds would not be known
         apart = {"mlp"} if tensors else set()
         grid = {key: _ordered(key, some) for key, some in varied.items() if key not in apart and _is_ordered(key, some)}
         others = {key: values for key, values in varied.items() if key not in grid}

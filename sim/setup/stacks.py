@@ -112,6 +112,7 @@ _TAKEN = {
         "torch": "logits of all tokens, and three copies",
     },
     "optimiser_states": {"fp32": "fp32 states", "model": "states in the model's type"},
+    "weights": {"host": "weights on the host", "host-states": "the optimiser's weights gathered from the host"},
 }
 """What decides much of the memory where no technique is named, by option and value."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -145,6 +146,18 @@ def test_steps_whose_mlp_has_several_tiles(ranks: Callable[[int], Session], chec
 def test_steps_of_eager_modules(ranks: Callable[[int], Session], checkpoint: str) -> None:
     options = {"modules": "eager", "loss": "torch", "checkpoint": checkpoint}
     step_equals_the_reference(ranks(2), make_step("zigzag", 2, step(), **options))
+
+
+@pytest.mark.parametrize("modules", ["fused", "eager"])
+def test_steps_with_adapters(ranks: Callable[[int], Session], modules: str) -> None:
+    model = msgspec.structs.replace(step().model, lora_rank=2, lora_alpha=1.0)
+    step_equals_the_reference(ranks(2), make_step("ulysses", 2, step(model=model), modules=modules))
+
+
+@pytest.mark.parametrize("place", ["host", "host-states"])
+def test_steps_with_weights_on_the_host(ranks: Callable[[int], Session], place: str) -> None:
+    options = {"optimiser": "host", "weights": place, "micro_batches": 2}
+    step_equals_the_reference(ranks(2), make_step("ulysses", 2, step(batch=2), **options))
 
 
 @pytest.mark.parametrize("pipeline", ["ideal", "published"])

@@ -171,9 +171,10 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("qk_norm", ["head", "all"])
-def test_eager_modules_hold_what_is_said(qk_norm: QkNormName, dtype: Dtype) -> None:
+@pytest.mark.parametrize("rank", [msgspec.UNSET, 4], ids=["trained", "frozen"])
+def test_eager_modules_hold_what_is_said(rank: Any, qk_norm: QkNormName, dtype: Dtype) -> None:
     """To the byte, and what autograd of Llama's norm holds: at most 5 tensors in fp32 beside its inputs."""
-    model = msgspec.structs.replace(make_model(8, 4, head_dim=64), qk_norm=qk_norm)
+    model = msgspec.structs.replace(make_model(8, 4, head_dim=64), qk_norm=qk_norm, lora_rank=rank)
     workload = Workload(model=model, seq=64, dtype=dtype, scope="layer", layers=1, batch=2)
     checked = make_step("single", 1, workload, modules="eager")
     found = [one for one in held(checked, {}) if isinstance(one.op, EAGER)]
@@ -227,9 +228,12 @@ def test_kernels_that_repeat_keys_are_named() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_of_a_step_hold_what_is_said(dtype: Dtype) -> None:
-    """To the byte: embedding, loss in blocks of rows and of all at once, packing and the optimiser."""
-    model = make_model(8, 4, head_dim=64)
-    for ranks, seq, loss in ((1, 2048, "whole"), (2, 64, "whole"), (1, 2048, "torch")):
+    """To the byte: embedding, loss in blocks of rows and of all at once, packing and the optimiser, adapters, too."""
+    plain = make_model(8, 4, head_dim=64)
+    adapted = msgspec.structs.replace(plain, lora_rank=4, lora_alpha=2.0)
+    for ranks, seq, loss, model in (
+        (1, 2048, "whole", plain), (2, 64, "whole", plain), (1, 2048, "torch", plain), (2, 64, "whole", adapted)
+    ):  # fmt: skip
         workload = Workload(model=model, seq=seq, dtype=dtype, scope="step", layers=1)
         checked = make_step("zigzag", ranks, workload, loss=loss)
         folded = check(on_one_device(checked)) if ranks > 1 else checked

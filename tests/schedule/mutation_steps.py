@@ -82,6 +82,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "sync": ("every", "last"),
     "optimiser": ("gpu", "gpu", "host"),
     "optimiser_states": ("fp32", "model"),
+    "weights": ("gpu", "gpu", "host", "host-states"),
     "loss": ("whole", "chunked"),
     "mlp": ("whole", "whole", "tiled", "mini"),
     "checkpoint": ("full", "none", "attention", "x+out+h2", "x+q+k+v"),

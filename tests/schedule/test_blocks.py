@@ -37,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "layers that are not rotated": {"kinds": (LayerKind(), LayerKind(rotary_dims=0)), "qk_norm": "head"},
     "soft-caps": {"attention_softcap": 2.0, "logit_softcap": 1.5, "attention_scale": 0.4},
     "scales": {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.25, "attention_scale": 0.1},
+    "adapters": {"lora_rank": 2, "lora_alpha": 1.0},
     "norms of heads, biases, tied": {"qk_norm": "head", "biases": ("qkv",), "tied_embeddings": True},
 }
 

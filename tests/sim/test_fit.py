@@ -8,8 +8,9 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.fit import longest, rungs, using
+from sim.setup.fit import longest, rungs, switched_off, using
 from sim.setup.room import room
+from sim.setup.space import families
 from sim.setup.stacks import STACKS, TECHNIQUES
 from tests.helpers import sweep_but
 
@@ -109,6 +110,17 @@ def test_what_is_set_comes_before_a_stack() -> None:
     meant = setup.replace(stack="alst", gpus=2, schedule="ulysses", seeds=1).predicted()
     assert (meant.checked.schedule.header.options["mlp"], row["step_time_s"]) == ("mini", meant.step_time_s)
     assert meant.checked.schedule.header.options["optimiser"] == "host"
+
+
+def test_techniques_that_a_model_does_not_take_are_left_out() -> None:
+    """No MLP with adapters is tiled, so none is tried where something does not fit."""
+    frozen = ON_TWO.replace(set={"model.lora_rank": 8})
+    found = longstep.ladder(frozen, most="8K", techniques=["FSDP", "tiled MLP"])
+    assert found.to_dict()["techniques"] == ["none", "+ FSDP"]
+    assert "tiled MLP" in switched_off(ON_TWO)
+    assert "tiled MLP" not in switched_off(frozen)
+    assert {family.grid["mlp"] for family in families(frozen)} == {("whole",)}
+    assert "tiled MLP" in switched_off(frozen.replace(set={"model.lora_targets": "q+v"}))
 
 
 @pytest.mark.parametrize("stack", sweep_but({"fsdp"}, list(STACKS)))

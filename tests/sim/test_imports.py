@@ -70,6 +70,23 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 131072, "batch": 2, "set": {
             "schedule.loss": "chunked", "schedule.micro_batches": "2", "software.attention": "flash-attention-2"}},
     ),
+    ("axolotl-lora.yaml",): (
+        {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 8, "dp_degree": 8, "set": {
+            "schedule.micro_batches": "4", "model.lora_rank": "32", "model.lora_alpha": "16",
+            "model.lora_targets": "q+k+v+o"}},
+    ),
+    ("trainer-fsdp.json", "peft-adapter_config.json"): (
+        {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 4, "dp_degree": 8, "set": {
+            "schedule.micro_batches": "2", "model.lora_rank": "16", "model.lora_alpha": "32"}},
+    ),
+    ("ms-swift-lora.sh",): (
+        {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 32768, "batch": 2, "dp_degree": 2, "set": {
+            "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "32"}},
+    ),
+    ("llama-factory-lora.yaml",): (
+        {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 16384, "batch": 2, "dp_degree": 8, "set": {
+            "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "16"}},
+    ),
     ("nanotron-llama3-8b.yaml",): (
         {}, {"schedule": "single", "gpus": 16, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
             "schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4"}},
@@ -90,10 +107,12 @@ REFUSED = {
         "zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device",
     },
     "accelerate-tp.yaml": {
-        "fsdp_config.fsdp_offload_params", "fsdp_config.fsdp_sharding_strategy", "mixed_precision",
+        "fsdp_config.fsdp_sharding_strategy", "mixed_precision",
         "parallelism_config.parallelism_config_tp_size",
     },
     "axolotl-qlora.yaml": {"load_in_4bit", "adapter", "optimizer", "deepspeed"},
+    "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
+    "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"tensor_model_parallel_size", "expert_model_parallel_size"},
     "nanotron-3d.yaml": {"parallelism.tp", "parallelism.pp"},
     "megatron-bridge-70b.yaml": {
@@ -109,6 +128,55 @@ def test_a_file_says_what_to_predict(files: tuple[str, ...]) -> None:
     assert setup_of(*files, **given) == {
         "model": "llama3-8b", "ulysses_degree": None, "ring_degree": None, "dp_degree": 1, **expected
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("adapter: lora", {"model.lora_rank": "8", "model.lora_alpha": "8", "model.lora_targets": "q+v"}),
+        ("adapter: lora\nlora_r: 4\nlora_target_linear: true", {"model.lora_rank": "4", "model.lora_alpha": "8"}),
+        ("lora_r: 4\nlora_alpha: 16", {}),
+        ("adapter: qlora", "adapter lora is simulated, no other"),
+        ("adapter: lora\nlora_dropout: 0.05", "dropout of what an adapter is given is not simulated"),
+        ("adapter: lora\nlora_r: 0", "lora_r = '0': expected a whole number of 1 or more"),
+        ("adapter: lora\nlora_alpha: -1", "expected a number above 0"),
+        ("adapter: lora\nlora_target_modules: [q_proj, lm_head]", "'lm_head' is none of q_proj, k_proj"),
+        ("adapter: lora\nlora_modules_to_save: [lm_head]", "all other weights are frozen"),
+    ],
+)
+def test_adapters_are_read_or_refused(tmp_path: Path, keys: str, expected: dict[str, str] | str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"base_model: llama3-8b\nsequence_len: 8192\ngradient_checkpointing: true\n{keys}\n")
+    found = imported(path, framework="axolotl")
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=re.escape(expected)):
+            found.setup()
+        assert found.not_sayable()
+        return
+    said = dict(names.pairs(found.setup().set))
+    assert {key: value for key, value in said.items() if key.startswith("model.")} == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "expected"),
+    [
+        ("accelerate", "fsdp_config: {fsdp_offload_params: true}", {"optimiser": "host", "weights": "host-states"}),
+        ("axolotl", "fsdp_version: 2\nfsdp_config: {offload_params: true}",
+            {"optimiser": "host", "weights": "host-states"}),
+        ("hugging-face", "fsdp: full_shard auto_wrap offload", {"optimiser": "host", "weights": "host-states"}),
+        ("ms-swift", "train_type: full\ndeepspeed: zero3_offload", {"optimiser": "host", "weights": "host"}),
+        ("deepspeed", "zero_optimization: {stage: 3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}}",
+            {"optimiser": "host", "weights": "host"}),
+    ],
+)  # fmt: skip
+def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str, expected: dict[str, str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{text}\n")
+    setup = imported(path, framework=framework).setup(model="llama3-8b", seq="8K", gpus=8)
+    said = dict(names.pairs(setup.set))
+    assert {name: said.get(f"schedule.{name}") for name in expected} == expected
+    assert ("software.host_optimiser" in said) == (expected["weights"] == "host-states")
+    setup.resolved()
 
 
 @pytest.mark.parametrize(

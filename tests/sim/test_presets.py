@@ -84,6 +84,19 @@ def test_words_that_are_left_out_can_be_set_and_left_out_again() -> None:
             override(tiny, [(path, wrong)], "--set")
 
 
+def test_numbers_that_are_left_out_can_be_set_and_left_out_again() -> None:
+    tiny = load_model("tiny")
+    found = override(tiny, [("lora_rank", "16"), ("lora_alpha", "0.5"), ("rotary_dims", "8")], "--set")
+    assert (found.lora_rank, found.lora_alpha, found.rotary_dims) == (16, 0.5, 8)
+    assert override(found, [("lora_rank", "*2")], "--set").lora_rank == 32
+    assert override(found, [(name, "none") for name in ("lora_rank", "lora_alpha", "rotary_dims")], "--set") == tiny
+    for path, wrong in (("lora_rank", "0"), ("lora_rank", "1.5"), ("lora_rank", "few"), ("lora_alpha", "-1")):
+        with pytest.raises(InputError, match=f"--set {path}={wrong}: expected a"):
+            override(tiny, [(path, wrong)], "--set")
+    with pytest.raises(InputError, match="no present value to scale"):
+        override(tiny, [("lora_rank", "*2")], "--set")
+
+
 def test_heads_that_do_not_divide_after_an_override() -> None:
     with pytest.raises(InputError, match="num_kv_heads 3 does not divide num_heads 8: allowed are 1, 2, 4, 8"):
         override(load_model("tiny"), [("num_kv_heads", "3")], "--set")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -301,13 +301,17 @@ _EAGER_NORM_BACKWARD = (
     _Launched("add", wide=True, wides=3),
     _Launched(f"_to_copy {SCATTERED}", wide=False, own=1, wides=1),
 )
-"""What LlamaRMSNorm and autograd launch (``sim/software/counted/transformers-llama.toml``)."""
+"""What LlamaRMSNorm and autograd launch (``sim/software/counted/transformers-llama.toml``). The second and third of the
+way back make the gradient of the weight."""
 
 
 def _eager_norm(op: EagerNormKernel, program: Program) -> KernelUse:
     """Return what an eager norm runs, forward or backward."""
-    own, wide = program.dtype(op.normed), program.dtype(op.wide)
-    launched = _EAGER_NORM_BACKWARD if isinstance(op, EagerNormBackward) else _EAGER_NORM
+    own = program.dtype(op.dx if isinstance(op, EagerNormBackward) else op.out)
+    wide = program.dtype(op.wide)
+    launched: Sequence[_Launched] = _EAGER_NORM
+    if isinstance(op, EagerNormBackward):
+        launched = _EAGER_NORM_BACKWARD if op.dweight else (_EAGER_NORM_BACKWARD[0], *_EAGER_NORM_BACKWARD[3:])
     elements, (features,) = math.prod(op.wide.shape), op.weight.shape
     loop = []
     for one in launched:

@@ -55,7 +55,8 @@ def tiles(op: TiledKernel, program: Program) -> list[Tile]:
 def tile_of(op: TiledKernel, program: Program, tokens: tuple[int, int], *, first: bool) -> Program:
     """Return what an op does for a tile of tokens (B, S)."""
     backward, eager = isinstance(op, TiledMlpBackward), op.eager is True
-    return _tile(backward, tokens, op.w_gate.shape, program.dtype(op.x), first, eager)
+    frozen = isinstance(op, TiledMlpBackward) and op.dw_gate is None
+    return _tile(backward, tokens, op.w_gate.shape, program.dtype(op.x), first, eager, frozen)
 
 
 def held_bytes(program: Program, given: int) -> int:
@@ -86,14 +87,15 @@ def _new(program: Program, given: int, index: int) -> list[View]:
 
 @lru_cache(maxsize=1024)
 def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtype: Dtype, first: bool,
-          eager: bool) -> Program:  # fmt: skip
-    """Return the program of a tile of tokens (B, S), with weights (E, F)."""
+          eager: bool, frozen: bool) -> Program:  # fmt: skip
+    """Return the program of a tile of tokens (B, S), with weights (E, F), of which frozen ones have no gradients."""
     embed, ffn = weight
     w = _Writer(tokens, dtype)
     x = w.rows("x", embed)
     w_gate, w_up, w_down = w.weight("w_gate", embed, ffn), w.weight("w_up", embed, ffn), w.weight("w_down", ffn, embed)
     if backward:
         dout, dx = w.rows("dout", embed), w.rows("dx", embed)
+    if backward and not frozen:
         dw_gate, dw_up = w.weight("dw_gate", embed, ffn), w.weight("dw_up", embed, ffn)
         dw_down = w.weight("dw_down", ffn, embed)
     out = w.rows("out", embed)
@@ -108,7 +110,8 @@ def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtyp
     w.gemm("nn", act, w_down, out)
     if backward:
         dact = w.gemm("nt", dout, w_down, w.rows("dact", ffn))
-        w.gradient(act, dout, dw_down, first=first)
+        if not frozen:
+            w.gradient(act, dout, dw_down, first=first)
         dgate, dup = w.rows("dgate", ffn), w.rows("dup", ffn)
         label = "back through swiglu"
         if active:
@@ -117,9 +120,11 @@ def _tile(backward: bool, tokens: tuple[int, int], weight: tuple[int, ...], dtyp
         else:
             w.ops.append(SwiGluBackward(label=label, gate=gate, up=up, dout=dact, dgate=dgate, dup=dup))
         w.gemm("nt", dgate, w_gate, dx)
-        w.gradient(x, dgate, dw_gate, first=first)
+        if not frozen:
+            w.gradient(x, dgate, dw_gate, first=first)
         w.gemm("nt", dup, w_up, dx, accumulate=True)
-        w.gradient(x, dup, dw_up, first=first)
+        if not frozen:
+            w.gradient(x, dup, dw_up, first=first)
     return Program(rank=0, buffers=w.buffers, ops=w.ops)
 
 

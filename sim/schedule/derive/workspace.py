@@ -218,7 +218,7 @@ def _results(op: ops.Op, program: Program) -> list[tuple[View, Dtype]]:
         own = program.dtype(op.x)
         return list(zip(op.writes, (own, *[accumulation_dtype(own)] * 2, own), strict=True))
     if isinstance(op, ops.AttendBackward | ops.RmsNormBackward | ops.EagerNormBackward | ops.EmbedBackward):
-        own = program.dtype(op.reads[0])
+        own = program.dtype(op.dx if isinstance(op, ops.EagerNormBackward) else op.reads[0])
         return [(view, own) for view in op.writes]
     return []
 

@@ -297,6 +297,8 @@ class Gemm(_Kernel, frozen=True, kw_only=True):
     b: Annotated[View, In()]
     out: Annotated[View, Out(read_if="accumulate")]
     accumulate: bool = False
+    factor: float | msgspec.UnsetType = msgspec.UNSET
+    """What the product is multiplied by where it is written, BLAS's alpha; 1 where that is unset."""
 
 
 class BiasedGemm(Gemm, frozen=True, kw_only=True):
@@ -329,7 +331,7 @@ class RmsNorm(_Kernel, frozen=True, kw_only=True):
 
 
 class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
-    """dx and dweight (summed over batch and tokens of this rank) of RmsNorm."""
+    """dx and dweight (summed over batch and tokens of this rank) of RmsNorm; of a frozen weight dx alone."""
 
     meta = Meta("N", "norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
     x: Annotated[View, In("bs*e")]
@@ -337,7 +339,7 @@ class RmsNormBackward(_Kernel, frozen=True, kw_only=True):
     rstd: Annotated[View, In("bs", "wide")]
     dout: Annotated[View, In("bs*e")]
     dx: Annotated[View, Out("bs*e")]
-    dweight: Annotated[View, Out("e")]
+    dweight: Annotated[View | None, Out("e")] = None
 
 
 class HeadNorm(RmsNorm, frozen=True, kw_only=True):
@@ -359,7 +361,7 @@ class HeadNormBackward(RmsNormBackward, frozen=True, kw_only=True):
     rstd: Annotated[View, In("bsh", "wide")]
     dout: Annotated[View, In("bshd")]
     dx: Annotated[View, Out("bshd")]
-    dweight: Annotated[View, Out("d")]
+    dweight: Annotated[View | None, Out("d")] = None
 
 
 class EagerNorm(_Kernel, frozen=True, kw_only=True):
@@ -380,16 +382,18 @@ class EagerNorm(_Kernel, frozen=True, kw_only=True):
 
 
 class EagerNormBackward(_Kernel, frozen=True, kw_only=True):
-    """dx and dweight (summed over batch and tokens of this rank) of EagerNorm, as autograd runs them."""
+    """dx and dweight (summed over batch and tokens of this rank) of EagerNorm, as autograd runs them; of a frozen
+    weight dx alone, which needs no normed.
+    """
 
     meta = Meta("K", "eager norm backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
-    normed: Annotated[View, In("bs*e")]
+    normed: Annotated[View | None, In("bs*e")] = None
     weight: Annotated[View, In("e")]
     wide: Annotated[View, In("bs*e", "wide")]
     rstd: Annotated[View, In("bs", "wide")]
     dout: Annotated[View, In("bs*e")]
     dx: Annotated[View, Out("bs*e")]
-    dweight: Annotated[View, Out("e")]
+    dweight: Annotated[View | None, Out("e")] = None
 
 
 class EagerHeadNorm(EagerNorm, frozen=True, kw_only=True):
@@ -408,13 +412,13 @@ class EagerHeadNormBackward(EagerNormBackward, frozen=True, kw_only=True):
     """dx and dweight (summed over batch, tokens and heads of this rank) of EagerHeadNorm."""
 
     meta = Meta("f", "eager norm of heads backward", "norm, rope, SwiGLU", "rms_norm_backward", 10)
-    normed: Annotated[View, In("bshd")]
+    normed: Annotated[View | None, In("bshd")] = None
     weight: Annotated[View, In("d")]
     wide: Annotated[View, In("bshd", "wide")]
     rstd: Annotated[View, In("bsh", "wide")]
     dout: Annotated[View, In("bshd")]
     dx: Annotated[View, Out("bshd")]
-    dweight: Annotated[View, Out("d")]
+    dweight: Annotated[View | None, Out("d")] = None
 
 
 class Rope(_Kernel, frozen=True, kw_only=True):
@@ -519,8 +523,8 @@ class Scale(_Kernel, frozen=True, kw_only=True):
     """out = x * factor."""
 
     meta = Meta("x", "scale", "other", "scale", 1)
-    x: Annotated[View, In("bse")]
-    out: Annotated[View, Out("bse")]
+    x: Annotated[View, In("bs*e")]
+    out: Annotated[View, Out("bs*e")]
     factor: float
 
 
@@ -544,7 +548,7 @@ class TiledMlp(_Kernel, frozen=True, kw_only=True):
 
 class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     """dx and the gradients of all weights of TiledMlp, each tile computed again; gradients of weights are summed over
-    tiles in their own data type.
+    tiles in their own data type, and there are none of frozen ones.
     """
 
     meta = Meta("b", "tiled mlp backward", "matrix product")
@@ -554,9 +558,9 @@ class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
     w_down: Annotated[View, In("fe")]
     dout: Annotated[View, In("bse", contiguous=True)]
     dx: Annotated[View, Out("bse", contiguous=True)]
-    dw_gate: Annotated[View, Out("ef")]
-    dw_up: Annotated[View, Out("ef")]
-    dw_down: Annotated[View, Out("fe")]
+    dw_gate: Annotated[View | None, Out("ef")] = None
+    dw_up: Annotated[View | None, Out("ef")] = None
+    dw_down: Annotated[View | None, Out("fe")] = None
     tile: int
     eager: bool | msgspec.UnsetType = msgspec.UNSET
     """As in TiledMlp."""
@@ -735,7 +739,8 @@ class HostCopy(_Op, frozen=True, kw_only=True):
 
 
 class HostAdamW(_Op, frozen=True, kw_only=True):
-    """AdamW by the CPU, on what lies in host memory; ``cast`` = the new weights in the model's data type.
+    """AdamW by the CPU, on what lies in host memory; ``cast`` = the new weights in the model's data type, where passes
+    use others than the optimiser.
 
     The host issues nothing more before it has ended: in DeepSpeed the thread that issues kernels calls it
     (arXiv:2101.06840 §5; ops/adam/cpu_adam.py). The gradient is scaled where it lies.
@@ -748,7 +753,7 @@ class HostAdamW(_Op, frozen=True, kw_only=True):
     first: Annotated[View, InOut("i")]
     second: Annotated[View, InOut("i")]
     squares: Annotated[View, In("n", "wide")]
-    cast: Annotated[View, Out("i", "any")]
+    cast: Annotated[View | None, Out("i", "any")] = None
 
 
 class HostSync(_Op, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "acti
 squares of a gradient."""
 OF_TOKENS: tuple[Kind, ...] = ("activation", "gradient")
 """Kinds that are of tokens, and of no weight."""
-Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "num_kv_heads", "vocab"]
+Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "num_kv_heads", "vocab", "rank"]
 """What an extent is called; each head counts head dim features, but in a number of heads."""
 
 
@@ -82,6 +82,7 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
         "vocab": model.vocab_size,
+        "rank": model.lora_rank or 0,
     }
     return tuple(features[axis] for axis in tensor.axes)
 

@@ -7,12 +7,14 @@ proved of a layer follows from here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 from sim.errors import InputError
 from sim.options import ModulesName
 from sim.schedule.ir.tensors import Tensor
+from sim.schedule.model.adapters import Linear, adapted, adapts_mlp
 from sim.schedule.model.equations import (
     Around,
     Block,
@@ -29,7 +31,7 @@ from sim.schedule.model.equations import (
     scaled,
     swiglu,
 )
-from sim.workload import ModelSpec, QkNormName
+from sim.workload import LoraTarget, ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))
@@ -80,88 +82,113 @@ def block_of(model: ModelSpec, tile: Tile | None = None, modules: ModulesName = 
     """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled. Eager
     modules make and keep more than fused ones, of the same gradients.
     """
-    passes = _passes(model, tile)
+    passes = _passes(model, tile, modules)
     if modules == "eager":
         passes = [Around(*(tuple(map(eagerly, part)) for part in around)) for around in passes]
     return _block(*passes)
 
 
-def _passes(model: ModelSpec, tile: Tile | None) -> list[Around]:
+def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName) -> list[Around]:
     """Return the forward equations of a layer, and the same in the order in which gradients are led through."""
     biases, before, after = model.biases or (), model.norms != "after", bool(model.norms)
+    frozen = model.is_frozen
+
+    def product(
+        target: LoraTarget, x: Tensor, weight: Tensor, made: Tensor, bias: Tensor | None, led: Tensor | None = None
+    ) -> Linear:
+        """Return a linear layer with its adapter."""
+        return adapted(model, target, linear(x, weight, made, bias, led=led, frozen=frozen), led, modules)
+
     # norm, projections, rotary embedding
-    normed = (norm(x, norm1, h1, rstd1),) if before else ()
+    normed = (norm(x, norm1, h1, rstd1, frozen=frozen),) if before else ()
     of_tokens = h1 if before else x
     of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
     turns = model.rotary_dims != 0
     to_turn = ((q_normed, k_normed) if model.qk_norm else (q_raw, k_raw)) if turns else (q, k)
     to_norm = (q_raw, k_raw) if model.qk_norm else to_turn
-    projected = tuple(
-        linear(of_tokens, weight, made, bias)
-        for weight, made, bias in zip((wq, wk, wv), (*to_norm, v), (of_q, of_k, of_v), strict=True)
+    projected = _together(
+        product("q", of_tokens, wq, to_norm[0], of_q),
+        product("k", of_tokens, wk, to_norm[1], of_k),
+        product("v", of_tokens, wv, v, of_v),
     )
-    evened = _qk_norms(model.qk_norm, *to_turn) if model.qk_norm else ()
+    evened = _qk_norms(model.qk_norm, *to_turn, frozen=frozen) if model.qk_norm else ()
     turned = tuple(map(rope, to_turn, (q, k))) if turns else ()
     # attention: q, k, v -> out, lse; backward: q, k, v, out, lse, dout -> dq, dk, dv
     of_out = bo if "out" in biases else None
     if model.parallel_residual:
-        from_heads, mlp = linear(out, wo, middle, of_out, led=following), _mlp(model, h1, following, tile)
+        from_heads = product("o", out, wo, middle, of_out, following)
+        mlp = _mlp(model, h1, following, tile, product)
         joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
         return [
-            Around((*normed, *projected, *evened, *turned), (from_heads, *mlp[0], joined, residual)),
-            Around((*mlp[1], from_heads), (*turned, *evened, *projected, *normed, residual)),
+            Around(
+                (*normed, *projected.forward, *evened, *turned), (*from_heads.forward, *mlp.forward, joined, residual)
+            ),
+            Around((*mlp.back, *from_heads.back), (*turned, *evened, *projected.back, *normed, residual)),
         ]
     # output projection, residual; norm, MLP, residual
     factor = model.residual_scale
-    from_heads = linear(out, wo, attended if after or factor else middle, of_out)
-    behind = (norm(attended, post_norm1, middle, rstd_post1),) if after else ()
+    from_heads = product("o", out, wo, attended if after or factor else middle, of_out)
+    behind = (norm(attended, post_norm1, middle, rstd_post1, frozen=frozen),) if after else ()
     behind = (scaled(attended, middle, factor, "scale attention"),) if factor else behind
     residual = add(x, middle, "residual of attention")
-    normed_again = (norm(middle, norm2, h2, rstd2),) if before else ()
-    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile)
-    last = (norm(mixed, post_norm2, following, rstd_post2),) if after else ()
+    normed_again = (norm(middle, norm2, h2, rstd2, frozen=frozen),) if before else ()
+    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile, product)
+    last = (norm(mixed, post_norm2, following, rstd_post2, frozen=frozen),) if after else ()
     last = (scaled(mixed, following, factor, "scale mlp"),) if factor else last
     second_residual = add(middle, following, "residual of mlp")
     return [
         Around(
-            (*normed, *projected, *evened, *turned),
-            (from_heads, *behind, residual, *normed_again, *mlp[0], *last, second_residual),
+            (*normed, *projected.forward, *evened, *turned),
+            (*from_heads.forward, *behind, residual, *normed_again, *mlp.forward, *last, second_residual),
         ),
         Around(
-            (*last, *mlp[1], *normed_again, second_residual, *behind, from_heads),
-            (*turned, *evened, *projected, *normed, residual),
+            (*last, *mlp.back, *normed_again, second_residual, *behind, *from_heads.back),
+            (*turned, *evened, *projected.back, *normed, residual),
         ),
     ]
 
 
-def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor) -> tuple[Equation, ...]:
+def _together(*layers: Linear) -> Linear:
+    """Return several linear layers of one input, one behind the other."""
+    return Linear(*(tuple([one for part in parts for one in part]) for parts in zip(*layers, strict=True)))
+
+
+def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor, *, frozen: bool) -> tuple[Equation, ...]:
     """Return the norms of q and k behind their projections."""
-    if kind == "all":
-        return norm(q_raw, norm_all_q, of_q, rstd_all_q), norm(k_raw, norm_all_k, of_k, rstd_all_k)
-    return norm(q_raw, norm_q, of_q, rstd_q, of_heads=True), norm(k_raw, norm_k, of_k, rstd_k, of_heads=True)
+    of_heads = kind == "head"
+    weights = (norm_q, norm_k, rstd_q, rstd_k) if of_heads else (norm_all_q, norm_all_k, rstd_all_q, rstd_all_k)
+    return (
+        norm(q_raw, weights[0], of_q, weights[2], of_heads=of_heads, frozen=frozen),
+        norm(k_raw, weights[1], of_k, weights[3], of_heads=of_heads, frozen=frozen),
+    )
 
 
-def _mlp(
-    model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None
-) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
-    """Return the equations of an MLP, forward and in the order in which gradients are led through."""
+def _mlp(model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None, product: Callable[..., Linear]) -> Linear:
+    """Return the equations of an MLP; ``product`` is what makes its linear layers."""
     biased = "mlp" in (model.biases or ())
     if tile and (biased or model.mlp):
         raise InputError(
             f"`set` schedule.mlp computes MLPs of SwiGLU without biases in tiles, not that of {model.name}"
         )
+    if tile and adapts_mlp(model):
+        raise InputError(
+            f"`set` schedule.mlp computes MLPs in tiles, and those of {model.name} have adapters: leave it out, or set "
+            f"model.lora_targets=q+k+v+o"
+        )
     if tile:
-        tiled = (mlp_in_tiles(given, w_gate, w_up, w_down, made, tile.tokens, saves=tile.saves),)
-        return tiled, tiled
+        weights, size = (w_gate, w_up, w_down), tile.tokens
+        tiled = (mlp_in_tiles(given, weights, made, size, saves=tile.saves, frozen=model.is_frozen),)
+        return Linear(tiled, tiled)
     of_gate, of_up, of_down = (b_gate, b_up, b_down) if biased else (None, None, None)
-    down = linear(act, w_down, made, of_down)
-    widened: tuple[Equation, ...] = (linear(given, w_up, up, of_up),)
+    down = product("down", act, w_down, made, of_down)
+    widened = [product("up", given, w_up, up, of_up)]
     if model.mlp == "gelu":
         activated = gelu(up, act)
     else:
-        widened = (linear(given, w_gate, gate, of_gate), *widened)
+        widened = [product("gate", given, w_gate, gate, of_gate), *widened]
         activated = (geglu if model.mlp == "geglu" else swiglu)(gate, up, act)
-    return (*widened, activated, down), (down, activated, *widened)
+    both = _together(*widened)
+    return Linear((*both.forward, activated, *down.forward), (*down.back, activated, *both.back))
 
 
 def _block(forward: Around, backward: Around) -> Block:
@@ -174,5 +201,5 @@ def _block(forward: Around, backward: Around) -> Block:
 def _saved(forward: Around, backward: tuple[Equation, ...]) -> tuple[Tensor, ...]:
     """Return what backward equations need of what forward ones make, in that order, but for attention's inputs."""
     results = [[tensor for one in part for tensor in reversed(one.results)] for part in forward]
-    needed = {tensor for one in backward for tensor in one.operands} - {q, k, v}
+    needed = {out, *(tensor for one in backward for tensor in one.operands)} - {q, k, v}
     return tuple([tensor for tensor in dict.fromkeys((x, *results[0], out, *results[1])) if tensor in needed])

@@ -28,10 +28,12 @@ embedding_raw = Tensor("embedding_raw", "activation", ("embed",))
 
 @lru_cache(maxsize=256)
 def embedding_of(model: ModelSpec) -> tuple[Equation, ...]:
-    """Return what makes the input of the first layer."""
+    """Return what makes the input of the first layer. Nothing leads back through a frozen one."""
     if not model.embedding_scale:
-        return (embedded,)
-    return embed(ids, w_embed, embedding_raw), scaled(embedding_raw, x, model.embedding_scale, "scale embedding")
+        return (embed(ids, w_embed, x, frozen=True),) if model.is_frozen else (embedded,)
+    weighed = scaled(embedding_raw, x, model.embedding_scale, "scale embedding")
+    weighed = weighed._replace(backward=()) if model.is_frozen else weighed
+    return embed(ids, w_embed, embedding_raw, frozen=model.is_frozen), weighed
 
 
 class Head(NamedTuple):
@@ -61,9 +63,14 @@ class Head(NamedTuple):
 
 
 HEAD, TIED_HEAD = Head(w_head, to_logits), Head(w_embed, to_tied_logits)
+FROZEN_HEAD, FROZEN_TIED_HEAD = (
+    Head(weight, linear(h, weight, logits, transposed=tied, frozen=True), norm(x, norm_last, h, rstd, frozen=True))
+    for weight, tied in ((w_head, False), (w_embed, True))
+)
 
 
 def head_of(model: ModelSpec, modules: ModulesName = "fused") -> Head:
     """Return the head of a model."""
-    found = TIED_HEAD if model.tied_embeddings else HEAD
-    return found._replace(normed=eagerly(normed)) if modules == "eager" else found
+    heads = (FROZEN_HEAD, FROZEN_TIED_HEAD) if model.is_frozen else (HEAD, TIED_HEAD)
+    found = heads[bool(model.tied_embeddings)]
+    return found._replace(normed=eagerly(found.normed)) if modules == "eager" else found

@@ -58,14 +58,18 @@ class Equation(NamedTuple):
     saves: bool = False
     """Whether it is a function that saves its own operands, as torch does once it has run: then checkpointing runs it
     again."""
+    lacks: tuple[str, ...] = ()
+    """Fields of the op that are operands or results where a weight is trained, and are not where it is frozen."""
 
     def gemm_flops(self, model: ModelSpec) -> int:
-        """Return the FLOPs of matrix products for one token: 2 for each weight, and two more products for its gradients
-        where a loop over tiles makes them; 0 of other kernels.
+        """Return the FLOPs of matrix products for one token: 2 for each weight; where a loop over tiles leads gradients
+        back one more product for those of what it multiplies, and one for its own; 0 of other kernels.
         """
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
-        if self.kind in {TiledMlp, TiledMlpBackward}:
-            return 2 * sum(given) + 4 * sum(made)
+        if self.kind is TiledMlp:
+            return 2 * sum(given)
+        if self.kind is TiledMlpBackward:
+            return 4 * sum(given) + 2 * sum(made)
         return 2 * (given or made)[0] if is_product(self) else 0
 
 
@@ -122,11 +126,13 @@ def is_product(equation: Equation) -> bool:
     return equation.kind in {Gemm, BiasedGemm}
 
 
-def norm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False) -> Equation:
+def norm(
+    x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False, frozen: bool = False
+) -> Equation:
     """Return out = x * rstd * weight, of all features of a token or of each head."""
     kind, back_kind = (HeadNorm, HeadNormBackward) if of_heads else (RmsNorm, RmsNormBackward)
-    gradients = (d(x), d(weight))
-    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients)
+    gradients, lacks = ((d(x),), ("dweight",)) if frozen else ((d(x), d(weight)), ())
+    backward = Equation(back_kind, f"back through {weight.name}", (x, weight, rstd, d(out)), gradients, lacks=lacks)
     return Equation(kind, weight.name, (x, weight), (out, rstd), backward=(backward,))
 
 
@@ -138,21 +144,22 @@ def linear(
     *,
     led: Tensor | None = None,
     transposed: bool = False,
+    frozen: bool = False,
 ) -> Equation:
     """Return out = x weight, or x weight^T; or x weight + bias. Its gradient is that of ``led`` where that is a sum to
-    which out is added alone.
+    which out is added alone. Through frozen weights it leads back to x alone.
     """
     gradient = d(led or out)
     on, back_on, sides = ("nt", "nn", (gradient, x)) if transposed else ("nn", "nt", (x, gradient))
-    backward = (
-        Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),)),
-        Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)),
-    )
+    backward = [Equation(Gemm, f"back through {weight.name}", (gradient, weight), (d(x),), (("form", back_on),))]
+    if not frozen:
+        backward.append(Equation(Gemm, f"gradient {d(weight).name}", sides, (d(weight),), (("form", "tn"),)))
     if bias is None:
-        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=backward)
-    summed = Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),))
+        return Equation(Gemm, weight.name, (x, weight), (out,), (("form", on),), backward=tuple(backward))
+    if not frozen:
+        backward.append(Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),)))
     kept = (x, weight, bias)
-    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=(*backward, summed))
+    return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=tuple(backward))
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:
@@ -179,11 +186,13 @@ def gelu(x: Tensor, out: Tensor) -> Equation:
     return Equation(Gelu, "gelu", (x,), (out,), backward=(backward,))
 
 
-def mlp_in_tiles(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, tile: int, *, saves: bool) -> Equation:
+def mlp_in_tiles(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], out: Tensor, tile: int, *, saves: bool, frozen: bool
+) -> Equation:
     """Return out = (silu(x gate) * (x up)) down for weights gate, up and down, so many tokens at a time."""
-    weights, size = (gate, up, down), (("tile", tile),)
-    gradients = (d(x), *map(d, weights))
-    backward = Equation(TiledMlpBackward, "back through mlp in tiles", (x, *weights, d(out)), gradients, size)
+    size, lacks = (("tile", tile),), ("dw_gate", "dw_up", "dw_down") if frozen else ()
+    gradients, given = (d(x), *(() if frozen else map(d, weights))), (x, *weights, d(out))
+    backward = Equation(TiledMlpBackward, "back through mlp in tiles", given, gradients, size, lacks=lacks)
     return Equation(TiledMlp, "mlp in tiles", (x, *weights), (out,), size, backward=(backward,), saves=saves)
 
 
@@ -200,10 +209,10 @@ def add(x: Tensor, into: Tensor, label: str) -> Equation:
     return Equation(Accumulate, label, (x,), (into,), adds=True, backward=(backward,))
 
 
-def embed(ids: Tensor, table: Tensor, out: Tensor) -> Equation:
+def embed(ids: Tensor, table: Tensor, out: Tensor, *, frozen: bool = False) -> Equation:
     """Return out = the rows of a table that ids name."""
     backward = Equation(EmbedBackward, f"gradient {d(table).name}", (d(out), ids), (d(table),))
-    return Equation(Embed, table.name, (table, ids), (out,), backward=(backward,))
+    return Equation(Embed, table.name, (table, ids), (out,), backward=() if frozen else (backward,))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor) -> Equation:
@@ -239,7 +248,8 @@ def eagerly(one: Equation) -> Equation:
         (x, weight), (out, rstd), (led,) = one.operands, one.results, one.backward
         copied, normed, _ = beside(x)
         kind, back_kind = _EAGER_NORMS[one.kind]
-        led = led._replace(kind=back_kind, operands=(normed, weight, copied, rstd, d(out)))
+        needs, lacks = ((), ("normed", "dweight")) if led.lacks else ((normed,), ())
+        led = led._replace(kind=back_kind, operands=(*needs, weight, copied, rstd, d(out)), lacks=lacks)
         return one._replace(kind=kind, results=(out, copied, rstd, normed), backward=(led,))
     if one.kind in _EAGER_MLPS:
         (gate, up), (out,), (led,) = one.operands, one.results, one.backward

@@ -31,7 +31,21 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.params import Reduced, Room
-from sim.schedule.model.scope import LAYER, ROOT, Unit, ends_of, layers_of, num_merged, units, updated, with_options
+from sim.schedule.model.scope import (
+    ADAPTERS,
+    LAYER,
+    ROOT,
+    Unit,
+    ends_of,
+    layers_of,
+    num_merged,
+    together,
+    trained,
+    trained_of,
+    units,
+    updated,
+    with_options,
+)
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
@@ -74,6 +88,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
     where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it and with sync=last once.
+    Frozen weights are gathered at stage 3 alone, and have none.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
@@ -85,11 +100,12 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
         size = _part(size, ranks) * ranks if stage else size
-        total += size
-        gathered += gathers * size * (2 if stage == 3 and unit.name == LAYER else 1 if stage else 0)
+        total += 0 if unit.frozen else size
+        if stage == 3 or (stage and not unit.frozen):
+            gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
     to_owners = stage > 0 and options.reduce_to == "owner"
     summed = sums * total * on_wire * (1 if to_owners else 2)
-    squares = 2 * len(units(workload)) * wide if to_owners else 0
+    squares = 2 * len(trained(workload)) * wide if to_owners else 0
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     return groups * (ranks - 1) * (gathered * own + summed + squares) + across
 
@@ -103,8 +119,17 @@ class _Pool:
     """Buffers for gathered weights of one kind of unit: as many as are gathered ahead, and those in use."""
 
     def __init__(self) -> None:
-        self.sets: list[tuple[View, Values]] = []
+        self.sets: list[_Gathered] = []
         self.taken = 0
+
+
+class _Gathered(NamedTuple):
+    """Where weights of a unit are gathered, and where they are then."""
+
+    flat: View
+    weights: Values
+    fetched: View | None = None
+    """Where what a rank owns of them comes from the host, if it does."""
 
 
 class _Kept(NamedTuple):
@@ -113,7 +138,7 @@ class _Kept(NamedTuple):
     states: tuple[View, ...]
     """The optimiser's weights and moments."""
     gathered: View
-    """What is sent where weights are gathered: the optimiser's, or where these are on the host the working ones."""
+    """What is sent where weights are gathered: the optimiser's, or where these are on the host mostly others."""
 
 
 class Flat:
@@ -135,10 +160,15 @@ class Flat:
     stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron 0.4
     optim/gradient_accumulator.py, fp32_accum_hook).
 
+    Frozen weights are in the model's data type and have neither gradients nor moments: at stage 3 a rank has a part of
+    each flat tensor of them, which is gathered as the others are; below it it has all of them. Adapters have flat
+    tensors of their own, gathered behind those of their layer, where FSDP2 gathers both at once.
+
     Where the optimiser is on the host (arXiv:2101.06840 §4) so are weights and moments, but for weights in the model's
     data type that are gathered. Each summed gradient goes there; its squares are summed up before, on the GPU, as
     DeepSpeed's runtime/zero/stage3.py does it. Updates follow each other on the CPU, all behind the norm of all
-    gradients, and new weights are copied back beside the next one.
+    gradients, and new weights are copied back beside the next one. With weights=host they stay there: where a unit is
+    gathered, what a rank owns of it is copied to the GPU before, as far ahead, and sent from there.
     """
 
     def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int) -> None:
@@ -146,16 +176,22 @@ class Flat:
         self._b, self._stage, self._shards, self._options = b, options.zero_stage, shards, options
         self._owner = owner
         self._on_host = options.optimiser == "host"
-        self._casts = not self._on_host and options.optimiser_states == "fp32"
-        """Whether what is gathered is to be made of weights in another data type."""
-        self._units = units(b.workload)
-        self._kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in self._units}
+        self._uses_states = not self._on_host or options.weights == "host-states"
+        """Whether the optimiser's weights are those that are gathered."""
+        if options.weights != "gpu" and not self._on_host and not b.workload.model.is_frozen:
+            raise InputError(
+                f"`set` schedule.weights={options.weights} with schedule.optimiser=gpu: the optimiser's own weights on "
+                f"the GPU are those that are gathered; set schedule.optimiser=host"
+            )
+        self._units, self._trained = units(b.workload), trained(b.workload)
+        kept = self._units if self._stage == 3 else self._trained
+        self._kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in kept}
         self._weights: dict[Unit, Values] = {}
         if self._stage < 3:
             whole = {unit: partial(self._whole, unit) for unit in self._units}
             self._weights = {unit: b.call(unit.name, unit.layer, made) for unit, made in whole.items()}
         self._ahead = min(options.prefetch, b.workload.layers)
-        """Units that are gathered ahead: more would need the buffers of layers that are in use."""
+        """Layers that are gathered ahead: more would need the buffers of layers that are in use."""
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
         self._sets: list[tuple[View, Values]] = []
         """Of units that are on their way."""
@@ -184,7 +220,7 @@ class Flat:
         self._filled: list[View] = []
         """Buckets in the model's data type, out of which the last gradients are added to these."""
         if options.accumulate == "in-place":
-            zeros = {unit: partial(self._zeros, unit) for unit in self._units}
+            zeros = {unit: partial(self._zeros, unit) for unit in self._trained}
             self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
 
     @property
@@ -214,16 +250,27 @@ class Flat:
             self._b.add(Zero(label="padding", into=view[count:]))
         return view[:count]
 
+    def _fetches(self, unit: Unit) -> bool:
+        """Return whether what is gathered of a unit is on the host."""
+        return self._options.weights != "gpu" and (self._on_host or unit.frozen)
+
+    def _casts(self, unit: Unit) -> bool:
+        """Return whether what is gathered of a unit is to be made of weights in another data type."""
+        return self._uses_states and not unit.frozen and self._options.optimiser_states == "fp32"
+
     def _states(self, unit: Unit) -> list[Tensor]:
         return [with_options(state, self._options.optimiser_states) for state in unit.states]
 
     def _keep(self, unit: Unit) -> _Kept:
         """Return this rank's part of the weights and of both moments."""
         b, rows = self._b, self._rows(unit.flat)
+        working: Place = "host" if self._fetches(unit) else "hbm"
+        if unit.frozen:
+            return _Kept((), b.input_of(unit.working, rows, working))
         place: Place = "host" if self._on_host else "hbm"
         states = tuple([b.input_of(state, rows, place) for state in self._states(unit)])
-        works = self._on_host and self._stage == 3
-        return _Kept(states, b.input_of(unit.working, rows) if works else states[0])
+        works = not self._uses_states and self._stage == 3
+        return _Kept(states, b.input_of(unit.working, rows, working) if works else states[0])
 
     def _whole(self, unit: Unit) -> Values:
         b = self._b
@@ -233,9 +280,15 @@ class Flat:
         """See Params. Weights of the next units are on their way before the kernels of this one are issued, as those of
         FSDP2 are, which has streams for what is done before they are sent.
         """
-        if self._stage < 3:
-            return self._weights[unit]
-        for ahead in self._order[self._begun : self._gathered + 1 + self._ahead]:
+        weights: Values = {}
+        for one in together(unit, self._b.workload.model):
+            weights |= self._weights[one] if self._stage < 3 else self._gathered_weights(one)
+        return weights
+
+    def _gathered_weights(self, unit: Unit) -> Values:
+        """Append what brings the weights of a unit here, and sends those of the next ones; return them."""
+        ahead_of_it = self._ahead * len(together(layers_of(self._b.workload)[0], self._b.workload.model))
+        for ahead in self._order[self._begun : self._gathered + 1 + ahead_of_it]:
             self._sets.append(self._begin(ahead))
             self._begun += 1
         assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
@@ -251,9 +304,10 @@ class Flat:
         """In which order a pass gathers: weights of both ends once, those of layers for backward again. A unit of both
         ends stands where the head is needed, too, and is there already.
         """
-        layers = layers_of(self._b.workload)
-        first, last = ends_of(self._b.workload)
-        return (first, *layers, last, *(reversed(layers) if self._b.workload.backward else ()))
+        workload = self._b.workload
+        layers, (first, last) = layers_of(workload), ends_of(workload)
+        passed = (first, *layers, last, *(reversed(layers) if workload.backward else ()))
+        return tuple([one for unit in passed for one in together(unit, workload.model)])
 
     def _begin(self, unit: Unit) -> tuple[View, Values]:
         """Append what sends a unit's weights; return where they arrive, and where they are to be."""
@@ -262,32 +316,45 @@ class Flat:
         pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._units)
         if len(pool.sets) < min(alike, 1 + self._ahead):
             pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
-        flat, weights = pool.sets[pool.taken % len(pool.sets)]
+        flat, weights, fetched = pool.sets[pool.taken % len(pool.sets)]
         pool.taken += 1
-        own = self._kept[unit].gathered
-        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), own, flat), weights
+        given = (self._kept[unit].gathered, flat, fetched)
+        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self._send, unit), *given), weights
         if unit.name == ROOT.name:
             self._both_ends[unit] = begun
         return begun
 
-    def _room(self, unit: Unit) -> tuple[View, Values]:
+    def _room(self, unit: Unit) -> _Gathered:
         b = self._b
         shapes = {weight: weight.shape(b.workload.model) for weight in unit.weights}
-        return self._flat(unit), {
-            weight: b.buffer(weight.name, "io"[: len(shape)], shape, b.workload.dtype, "parameter")
-            for weight, shape in shapes.items()
-        }
+        flat, weights = (
+            self._flat(unit),
+            {
+                weight: b.buffer(weight.name, "io"[: len(shape)], shape, b.workload.dtype, "parameter")
+                for weight, shape in shapes.items()
+            },
+        )
+        if not self._fetches(unit):
+            return _Gathered(flat, weights)
+        dtype = b.sum_dtype if self._casts(unit) else b.workload.dtype
+        fetched = b.buffer(f"fetched {unit.name}", "i", (self._each(unit.flat),), dtype, "communication")
+        return _Gathered(flat, weights, fetched)
 
     def _flat(self, unit: Unit) -> View:
         """Return a new buffer for all of a unit's weights in the model's data type, padding included."""
         extent = self._each(unit.flat) * self._num_parts
         return self._b.buffer(f"gathered {unit.name}", "i", (extent,), self._b.workload.dtype, "communication")
 
-    def _send(self, unit: Unit, own: View, flat: View) -> View:
-        """Append what brings the weights of all ranks here, in the model's data type; return where they are."""
+    def _send(self, unit: Unit, own: View, flat: View, fetched: View | None = None) -> View:
+        """Append what brings the weights of all ranks here, in the model's data type; return where they are. Those of
+        this rank may be on the host, and are copied to ``fetched`` then.
+        """
         b, within, each = self._b, self._shards.within, self._each(unit.flat)
         (count,) = own.shape
-        if self._casts or count < each:
+        if fetched is not None:
+            b.host_copy(own, fetched[:count], "fetch weights", unit.layer)
+            own = fetched[:count]
+        if self._casts(unit) or count < each:
             sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
             b.copy(own, self._pad(sent, count), "cast weights")
             own = sent
@@ -313,6 +380,11 @@ class Flat:
         """See Params: gradients of alike units are packed in one buffer, so each waits for the sum of the one before
         where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
         """
+        learns = trained_of(unit, self._b.workload.model)
+        return self._room_for(learns) if learns else ()
+
+    def _room_for(self, unit: Unit) -> Room:
+        """Return the same of a unit that is trained."""
         if self._in_place:
             flat = self._in_place[unit]
             if not self._options.bucket_mb or self._passes_left > 1:
@@ -341,6 +413,11 @@ class Flat:
 
     def reduced(self, unit: Unit, room: Room) -> Reduced:
         """See Params."""
+        learns = trained_of(unit, self._b.workload.model)
+        return self._reduced(learns, room) if learns else ()
+
+    def _reduced(self, unit: Unit, room: Room) -> Reduced:
+        """Return the same of a unit that is trained."""
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
@@ -393,7 +470,10 @@ class Flat:
 
     def keep(self, unit: Unit, reduced: Reduced) -> None:
         """See Params."""
-        (gradient,) = reduced
+        learns = trained_of(unit, self._b.workload.model)
+        if not learns:
+            return
+        unit, (gradient,) = learns, reduced
         if self._adds_whole:
             self._take(unit, gradient)
             if self._passes_left > 1:
@@ -467,7 +547,7 @@ class Flat:
 
     @cached_property
     def _squares(self) -> View:
-        return self._b.buffer("squares of gradients", "i", (len(self._units),), self._b.sum_dtype, "optimiser")
+        return self._b.buffer("squares of gradients", "i", (len(self._trained),), self._b.sum_dtype, "optimiser")
 
     def _square(self, unit: Unit) -> None:
         """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that."""
@@ -511,19 +591,33 @@ class Flat:
         b, (own, first, second), gathered = self._b, kept.states, kept.gathered
         given: dict[str, Any] = {"weights": own, "gradient": gradient, "first": first, "second": second}
         given |= {"label": f"update {unit.name}", "squares": squares}
-        if self._on_host:
-            cast = b.buffer(f"new {unit.name}", "i", own.shape, b.workload.dtype, "parameter", "host")
-            b.add(HostAdamW(cast=cast, **given))
-            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
-            b.host_copy(cast, gathered, "weights from the host", unit.layer)
-            if self._stage == 3:
-                b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
+        if self._on_host and self._uses_states:
+            b.add(HostAdamW(**given))
+        elif self._on_host:
+            gathered = self._update_on_host(unit, gathered, given)
         else:
             b.add(AdamW(**given))
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._rows(state), view)
         if weights:
             self._renew(unit, self._send(unit, gathered, self._flat(unit)), weights)
+        return gathered
+
+    def _update_on_host(self, unit: Unit, gathered: View, given: dict[str, Any]) -> View:
+        """Append the update where passes use others than the optimiser's weights, and what makes these new; return
+        them.
+        """
+        b = self._b
+        if self._fetches(unit):
+            b.add(HostAdamW(cast=gathered, **given))
+        else:
+            shape = given["weights"].shape
+            cast = b.buffer(f"new {unit.name}", "i", shape, b.workload.dtype, "parameter", "host")
+            b.add(HostAdamW(cast=cast, **given))
+            gathered = gathered if self._stage == 3 else b.elsewhere(cast, "hbm")
+            b.host_copy(cast, gathered, "weights from the host", unit.layer)
+        if self._stage == 3:
+            b.output_of(updated(unit.working), self._rows(unit.flat), gathered)
         return gathered
 
     def _renew(self, unit: Unit, flat: View, weights: Values) -> None:

@@ -115,7 +115,12 @@ class Loss:
 
     @property
     def _tied(self) -> bool:
-        return self._first == self._last
+        """Whether gradients of both ends make one."""
+        return self._first == self._last and not self._frozen
+
+    @property
+    def _frozen(self) -> bool:
+        return self._last.frozen
 
     def enter(self) -> View:
         """See Outside."""
@@ -140,7 +145,8 @@ class Loss:
         if self._unfused:
             made[logits] = self._cast(made[logits], "logits", self._b.sum_dtype)
         made = self._written(to_loss, self._layers, made)
-        return {tensor: made[tensor] for tensor in (*self._head.of_norm, h, d(logits), loss)}
+        kept = (*self._head.of_norm, *(() if self._frozen else (h,)), d(logits), loss)
+        return {tensor: made[tensor] for tensor in kept}
 
     def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
         """Append the loss of some tokens at a time, with the gradients of the head, so that no more of the logits is
@@ -158,8 +164,9 @@ class Loss:
             chunk = TokenWriter(b, layer, cut(self._tokens, start, stop), {**weights, **rows, **gradient})
             for equation in (to_logits, scored, *back(to_logits)):
                 chunk.write(equation, adds=bool(gradient) and d(w_head) in equation.results)
-            whole[d(w_head)] = chunk.values[d(w_head)]
-        return {tensor: whole[tensor] for tensor in (*self._head.of_norm, d(h), d(w_head), loss)}
+            whole |= {} if self._frozen else {d(w_head): chunk.values[d(w_head)]}
+        kept = (*self._head.of_norm, d(h), *(() if self._frozen else (d(w_head),)), loss)
+        return {tensor: whole[tensor] for tensor in kept}
 
     def enter_backward(self) -> View:
         """See Outside."""
@@ -178,8 +185,8 @@ class Loss:
 
     def _back_to_last(self, kept: Values, weights: Values) -> tuple[View, Values]:
         """Append what gives the gradients of the last layer's output and of the head; return them."""
-        layer, gradients = self._layers, [d(weight) for weight in (norm_last, self._head.weight)]
-        if self._chunked:
+        layer, gradients = self._layers, [d(weight) for weight in (norm_last, self._head.weight) if not self._frozen]
+        if self._chunked and not self._frozen:
             self._params.reduce(gradients[1].later(layer), kept[gradients[1]])
         if self._unfused:
             kept = {**kept, d(logits): self._cast(kept[d(logits)], "dlogits", self._b.workload.dtype)}
@@ -190,6 +197,8 @@ class Loss:
 
     def leave_backward(self, first: View) -> None:
         """See Outside."""
+        if self._frozen:
+            return
         room = self._params.room(self._first)
         call = partial(self._b.call, "back to the embedding", 0)
         back, tied = self._back_to_embedding, self._back_to_tied_embedding

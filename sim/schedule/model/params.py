@@ -10,7 +10,7 @@ from sim.schedule.ir.ops import AllReduce
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
-from sim.schedule.model.scope import Unit, units
+from sim.schedule.model.scope import Unit, together, trained, units
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Workload
@@ -65,7 +65,8 @@ class Replicated:
 
     def gather(self, unit: Unit) -> Values:
         """See Params."""
-        return self._weights[unit]
+        of_unit = [self._weights[one] for one in together(unit, self._b.workload.model)]
+        return {weight: view for weights in of_unit for weight, view in weights.items()}
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
@@ -93,5 +94,5 @@ class Replicated:
     @staticmethod
     def reduced_bytes(workload: Workload, ranks: int) -> int:
         """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient."""
-        size = sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload))
+        size = sum(math.prod(unit.flat.shape(workload.model)) for unit in trained(workload))
         return 2 * (ranks - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0

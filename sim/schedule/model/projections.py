@@ -11,6 +11,7 @@ from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Copy
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import Split, View
+from sim.schedule.model import adapters
 from sim.schedule.model.equations import Around, Block, Equation, back, is_product
 from sim.schedule.model.params import Params
 from sim.schedule.model.write import TokenWriter, Values
@@ -31,6 +32,12 @@ class _Chain(NamedTuple):
         return tuple([tensor for one in self.forward for tensor in one.operands if tensor.of_weight])
 
     @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """Those that have gradients."""
+        made = {tensor for one in self.backward for tensor in one.results}
+        return tuple([weight for weight in self.weights if d(weight) in made])
+
+    @property
     def again(self) -> tuple[Equation, ...]:
         """The equations that make what the way back needs of the way there: all up to the last such one."""
         needed = {tensor for one in self.backward for tensor in one.operands}
@@ -38,9 +45,15 @@ class _Chain(NamedTuple):
         return self.forward[:last]
 
     @property
-    def source(self) -> Tensor:
-        """What it starts from."""
-        return self.forward[0].operands[0]
+    def sources(self) -> tuple[Tensor, ...]:
+        """What it starts from: what its products multiply."""
+        return tuple([one.operands[0] for one in self.forward if is_product(one)])
+
+    @property
+    def of_adapter(self) -> tuple[Tensor, ...]:
+        """What an adapter makes of as many heads, where that is apart."""
+        made = {tensor for one in self.forward for tensor in one.results}
+        return tuple([tensor for tensor in adapters.TENSORS if tensor in made])
 
 
 def chains(block: Block) -> dict[Name, _Chain]:
@@ -108,14 +121,15 @@ class Projections:
         """Weights, and then their gradients, with columns in the order in which attention takes heads."""
         self._begun: set[tuple[Tensor, int | None]] = set()
         """Where rows or columns of sums begin that hold something yet."""
-        self._there = {d(chain.source) for chain in self._chains.values()} & values.keys()
+        self._there = {d(source) for chain in self._chains.values() for source in chain.sources} & values.keys()
         """Gradients to which others have added already, of all rows."""
 
     def part(self, name: Name, rows: slice = ALL, heads: slice = ALL) -> Part:
         """See Inputs."""
         chain = self._chains[name]
         values = self._given(name, rows, heads)
-        values[chain.forward[0].results[0]] = self._new(chain.forward[0].results[0].name, name, rows, heads)
+        for tensor in (chain.forward[0].results[0], *chain.of_adapter):
+            values[tensor] = self._new(tensor.name, name, rows, heads)
         for equation in chain.forward:
             self._writer(rows, values).write(equation)
         made = values[chain.made]
@@ -129,21 +143,27 @@ class Projections:
         """See Inputs."""
         chain, b, whole = self._chains[name], self._b, self._values
         values = {**self._given(name, rows, heads), d(chain.made): gradient}
-        source = d(chain.source)
-        if source not in whole:
-            whole[source] = b.new(source.later(self._layer), num_tokens(self._tokens))
-        values[source] = whole[source][:, rows]
-        for weight in map(d, chain.weights):
+        for source in map(d, chain.sources):
+            if source not in whole:
+                whole[source] = b.new(source.later(self._layer), num_tokens(self._tokens))
+            values[source] = whole[source][:, rows]
+        for weight in map(d, chain.trained):
             if weight not in self._ordered:
                 (all_rows,) = weight.rows(b.workload.model)
                 self._ordered[weight] = b.new(weight.later(self._layer), all_rows.size)
             values[weight] = self._columns(self._ordered[weight], heads)
-        if chain.again:
-            values[chain.forward[0].results[0]] = self._new(chain.forward[0].results[0].name, name, rows, heads)
+        again = (chain.forward[0].results[0], *chain.of_adapter) if chain.again else ()
+        of_adapter = tuple(map(d, chain.of_adapter))
+        for tensor in (*again, *of_adapter):
+            values[tensor] = self._new(tensor.name, name, rows, heads)
         for equation in chain.again:
             self._writer(rows, values).write(equation)
         for equation in chain.backward:
-            summed = {(tensor, (heads if tensor.of_weight else rows).start) for tensor in equation.results}
+            summed = {
+                (tensor, (heads if tensor.of_weight else rows).start)
+                for tensor in equation.results
+                if tensor not in of_adapter
+            }
             adds = not (summed.isdisjoint(self._begun) and self._there.isdisjoint(equation.results))
             self._writer(rows, values).write(equation, adds=adds)
             self._begun |= summed
@@ -151,7 +171,7 @@ class Projections:
     def reduce(self, params: Params) -> None:
         """Hand over the gradients of weights, once those of all parts are in them."""
         for name, chain in self._chains.items():
-            for weight in chain.weights:
+            for weight in chain.trained:
                 gradient = d(weight).later(self._layer)
                 params.reduce(gradient, self._in_order(name, f"order {gradient.name}", self._ordered[d(weight)]))
 
@@ -162,7 +182,7 @@ class Projections:
             if weight not in self._ordered:
                 self._ordered[weight] = self._in_order(name, f"order {weight.name}", self._values[weight], back=False)
         weights = {weight: self._columns(self._ordered[weight], heads) for weight in chain.weights}
-        return {chain.source: self._values[chain.source][:, rows], **weights}
+        return {**{source: self._values[source][:, rows] for source in chain.sources}, **weights}
 
     def _in_order(self, name: Name, label: str, view: View, *, back: bool = True) -> View:
         """Return a weight with its columns in the order of attention, or back in their own."""

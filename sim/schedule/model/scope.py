@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Gemm
 from sim.schedule.ir.tensors import Kind, Tensor, d
+from sim.schedule.model import adapters, ends
 from sim.schedule.model import block as block_
-from sim.schedule.model import ends
 from sim.schedule.model.block import block_of, k, lse, out, q, v, x
 from sim.schedule.model.ends import (
+    FROZEN_HEAD,
+    FROZEN_TIED_HEAD,
     HEAD,
     TIED_HEAD,
+    Head,
     embedding_of,
     ids,
     labels,
     loss,
     norm_last,
-    normed,
     w_embed,
     w_head,
-)  # fmt: skip
+)
 from sim.schedule.model.equations import Equation, back, beside, eagerly
 from sim.workload import ModelSpec, Workload
 
@@ -35,6 +36,8 @@ class Unit(NamedTuple):
     weights: tuple[Tensor, ...]
     """As of the first layer."""
     layer: int = 0
+    frozen: bool = False
+    """Whether nothing trains them: then they have no gradients and no moments, and are in the model's data type."""
 
     @property
     def flat(self) -> Tensor:
@@ -69,35 +72,59 @@ def updated(tensor: Tensor) -> Tensor:
     return tensor._replace(name=f"new {tensor.name}", kind="updated", parts=tuple(map(updated, tensor.parts)))
 
 
-LAYER, EMBEDDED, HEADED, ROOT = (
+LAYER, ADAPTERS, EMBEDDED, HEADED, ROOT = (
     "weights",
+    "adapters",
     Unit("embedding", (w_embed,)),
     Unit("head", (norm_last, w_head)),
     Unit("root", (w_embed, norm_last)),
 )
-"""The name of the unit of a layer, and the units of ends. The last one has both ends of a model whose embedding is its
-head, too: a weight is in one unit only, so that FSDP shards and gathers them as one (pytorch/torchtitan
-models/llama3/infra/parallelize.py, enable_weight_tying). It counts as of layer 0.
+"""The names of the units of a layer and of its adapters, and the units of ends. The last one has both ends of a model
+whose embedding is its head, too: a weight is in one unit only, so that FSDP shards and gathers them as one
+(pytorch/torchtitan models/llama3/infra/parallelize.py, enable_weight_tying). It counts as of layer 0.
 """
 
 
 @lru_cache(maxsize=256)
 def unit_kinds(model: ModelSpec) -> tuple[Unit, ...]:
     """Return all units that a model may have, as of the first layer."""
-    return Unit(LAYER, block_of(model).weights), EMBEDDED, HEADED, ROOT
+    weights, frozen = block_of(model).weights, model.is_frozen
+    own, added = ([one for one in weights if (one in adapters.WEIGHTS) == added] for added in (False, True))
+    of_layer = (Unit(LAYER, tuple(own), frozen=frozen), *([Unit(ADAPTERS, tuple(added))] if frozen else []))
+    return *of_layer, *(unit._replace(frozen=frozen) for unit in (EMBEDDED, HEADED, ROOT))
 
 
 @lru_cache(maxsize=64)
 def units(workload: Workload) -> tuple[Unit, ...]:
-    """Return the weights of a workload, in the order in which its forward pass needs them."""
-    layers = tuple([unit_kinds(workload.model)[0]._replace(layer=layer) for layer in range(workload.layers)])
+    """Return the weights of a workload, in the order in which its forward pass needs them: those of adapters behind
+    those of their layer.
+    """
+    *of_layer, embedded, headed, root = unit_kinds(workload.model)
+    layers = tuple([unit._replace(layer=layer) for layer in range(workload.layers) for unit in of_layer])
     if workload.scope != "step":
         return layers if workload.scope == "layer" else ()
-    return (
-        (ROOT, *layers)
-        if workload.model.tied_embeddings
-        else (EMBEDDED, *layers, HEADED._replace(layer=workload.layers))
-    )
+    if workload.model.tied_embeddings:
+        return root, *layers
+    return embedded, *layers, headed._replace(layer=workload.layers)
+
+
+@lru_cache(maxsize=64)
+def trained(workload: Workload) -> tuple[Unit, ...]:
+    """Return those that are trained."""
+    return tuple([unit for unit in units(workload) if not unit.frozen])
+
+
+@lru_cache(maxsize=4096)
+def together(unit: Unit, model: ModelSpec) -> tuple[Unit, ...]:
+    """Return what is used where a unit is: with a layer its adapters."""
+    _, *added = [one._replace(layer=unit.layer) for one in unit_kinds(model) if one.name in {LAYER, ADAPTERS}]
+    return (unit, *added) if unit.name == LAYER else (unit,)
+
+
+@lru_cache(maxsize=4096)
+def trained_of(unit: Unit, model: ModelSpec) -> Unit | None:
+    """Return the one of these that is trained, None where there is none."""
+    return next((one for one in together(unit, model) if not one.frozen), None)
 
 
 @lru_cache(maxsize=256)
@@ -112,7 +139,7 @@ def num_merged(unit: Unit, model: ModelSpec) -> int:
 
 
 def layers_of(workload: Workload) -> tuple[Unit, ...]:
-    """Return the weights of layers alone."""
+    """Return the weights of layers alone, without adapters."""
     return tuple([unit for unit in units(workload) if unit.name == LAYER])
 
 
@@ -122,15 +149,16 @@ def ends_of(workload: Workload) -> tuple[Unit, Unit]:
     return found[0], found[0] if workload.model.tied_embeddings else found[-1]
 
 
-_HEADS = (
-    *(equation for head in (HEAD, TIED_HEAD) for equation in (*head.forward, *head.backward)),
-    eagerly(normed),
-    *back(eagerly(normed)),
-)
+def _of_heads(*heads: Head) -> tuple[Equation, ...]:
+    """Return all that heads compute, at the end what eager modules have in place of others."""
+    normed = eagerly(heads[0].normed)
+    return (*(one for head in heads for one in (*head.forward, *head.backward)), normed, *back(normed))
+
+
+_HEADS, _FROZEN_HEADS = _of_heads(HEAD, TIED_HEAD), _of_heads(FROZEN_HEAD, FROZEN_TIED_HEAD)
 _NAMED = {
     one.name: one._replace(layer=0)
-    for module in (block_, ends)
-    for tensor in vars(module).values()
+    for tensor in (*vars(block_).values(), *vars(ends).values(), *adapters.TENSORS)
     if isinstance(tensor, Tensor)
     for one in (tensor, d(tensor), *((updated(tensor),) if tensor.of_weight else beside(tensor)))
 }
@@ -142,7 +170,8 @@ def equations(model: ModelSpec) -> tuple[Equation, ...]:
     """Return all that a step of a model computes of tokens, at the end what eager modules have in place of others."""
     embedding, of_layer = embedding_of(model), block_of(model).equations
     instead = tuple([one for one in block_of(model, None, "eager").equations if one not in of_layer])
-    return (*of_layer, *embedding, *back(*reversed(embedding)), *_HEADS, *instead)
+    heads = _FROZEN_HEADS if model.is_frozen else _HEADS
+    return (*of_layer, *embedding, *back(*reversed(embedding)), *heads, *instead)
 
 
 def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
@@ -154,7 +183,7 @@ def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in found}
 
 
-BY_NAME = (Unit(LAYER, ()), EMBEDDED, HEADED, ROOT)
+BY_NAME = (Unit(LAYER, ()), Unit(ADAPTERS, ()), EMBEDDED, HEADED, ROOT)
 """All units of any model, for what their names alone say."""
 _KINDS: dict[str, Kind] = {name: tensor.kind for name, tensor in (_NAMED | _of_units(BY_NAME)).items()}
 
@@ -182,15 +211,9 @@ def with_options(tensor: Tensor, optimiser_states: str) -> Tensor:
     return tensor._replace(numbers="model") if optimiser_states == "model" and tensor.name in _STATES else tensor
 
 
-@lru_cache(maxsize=256)
-def _makers(model: ModelSpec) -> Counter[str]:
-    """Return how many equations of a layer make a tensor, by name."""
-    return Counter(tensor.name for equation in block_of(model).equations for tensor in equation.results)
-
-
 def is_sum(name: str, model: ModelSpec) -> bool:
-    """Return whether several equations of a layer add up to a tensor."""
-    return _makers(model)[name] > 1
+    """Return whether several terms of a layer add up to a tensor: several equations, or a product over heads."""
+    return num_terms(name, model) > 1
 
 
 @lru_cache(maxsize=4096)
@@ -242,12 +265,16 @@ def ports_of(workload: Workload) -> ScopePorts:
         given += [] if workload.forward else [out, lse]
         allowed = [lse]
     elif workload.scope == "layer":
-        given, asked, leaving = [x, *weights], [d(x), *map(d, weights)], x.later(last)
+        learned = [weight.later(unit.layer) for unit in trained(workload) for weight in unit.weights]
+        given, asked, leaving = [x, *weights], [d(x), *map(d, learned)], x.later(last)
     else:
-        states = [state for unit in units(workload) for state in unit.states]
-        used = [*weights, *(unit.working for unit in units(workload))]
+        states = [state for unit in trained(workload) for state in unit.states]
+        used, learned = (
+            [one for unit in some for one in (*(weight.later(unit.layer) for weight in unit.weights), unit.working)]
+            for some in (units(workload), trained(workload))
+        )
         given, leaving = [ids, labels.later(last), *states, *used], loss.later(last)
-        asked, allowed = [*map(updated, states)], [*map(updated, used)]
+        asked, allowed = [*map(updated, states)], [*map(updated, learned)]
     given += [d(leaving)] if workload.backward and workload.scope != "step" else []
     asked = (asked if workload.backward else []) + ([leaving] if workload.forward else [])
     return ScopePorts(*({(tensor.name, tensor.layer) for tensor in tensors} for tensors in (given, asked, allowed)))

@@ -43,7 +43,7 @@ class TokenWriter(NamedTuple):
         adds = equation.adds or adds
         apart = adds and "accumulate" not in kind.__struct_fields__ and kind is not Accumulate
         before = {tensor: values.pop(tensor) for tensor in equation.results if apart and tensor in values}
-        fields = operands(kind)
+        fields = {name: mark for name, mark in operands(kind).items() if name not in equation.lacks}
         read = [name for name, mark in fields.items() if mark.is_read]
         views: dict[str, Any] = {name: values[tensor] for name, tensor in zip(read, equation.operands, strict=False)}
         written = [name for name, mark in fields.items() if mark.is_written]

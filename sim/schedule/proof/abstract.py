@@ -119,10 +119,10 @@ class AbstractPlayer(Interpreter):
         """Write what a kernel of softmax attention makes of what it reads."""
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
-            queries = memory.read(op.q)
-            out, probs = self._rules.of_layer(queries).attend(
-                queries, memory.read(op.k), memory.read(op.v), ops.parts_of(op) or op.band, ratio
-            )
+            queries, keys, values = memory.read(op.q), memory.read(op.k), memory.read(op.v)
+            rules = self._rules.of_layer(queries)
+            rules.require_complete(queries, keys, values)
+            out, probs = rules.attend(queries, keys, values, ops.parts_of(op) or op.band, ratio)
             memory.write(op.out, out)
             memory.write(op.lse, renamed(out, "lse"))
             if op.probs is not None:
@@ -131,7 +131,9 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            grads = self._rules.of_layer(saved["q"]).attend_backward(saved, ops.parts_of(op) or op.band, ratio)
+            rules = self._rules.of_layer(saved["q"])
+            rules.require_complete(saved["q"], saved["k"], saved["v"])
+            grads = rules.attend_backward(saved, ops.parts_of(op) or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
                 memory.write(view, pieces)
         elif isinstance(op, ops.Delta):
@@ -152,6 +154,7 @@ class AbstractPlayer(Interpreter):
     def _linear(self, memory: AbstractMemory, op: ops.LinearKernel) -> None:
         """Write what a kernel of linear attention makes of what it reads."""
         made: Sequence[list[Piece]]
+        self._rules.require_complete(*(memory.read(view) for view in op.reads))
         if isinstance(op, ops.LinearAttend | ops.LinearAttendBackward):
             ratio = op.q.shape[2] // op.k.shape[2]
             saved = dict(zip(("q", "k", "v", "dout"), [memory.read(view) for view in op.reads], strict=False))
@@ -201,6 +204,8 @@ class AbstractPlayer(Interpreter):
         )
         plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
+        if len(made) != len(op.writes):
+            raise ScheduleError(f"leaves {len(op.writes)} results of {len(made)}: only frozen weights have no gradient")
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, self.sum_of(into, pieces) if adds else pieces)
 

@@ -168,6 +168,12 @@ class AttentionRules(NamedTuple):
             return content
         return content._replace(seen=((Span(0, num_terms(content.tensor, self.model)), ONE),))
 
+    def require_complete(self, *operands: list[Piece]) -> None:
+        """Raise where q, k or v are sums, as those of layers with adapters are, and lack terms."""
+        for content in (piece.content for pieces in operands for piece in pieces):
+            if is_sum(content.tensor, self.model) and not self.complete(content):
+                raise ScheduleError(f"{brief(content)} is not complete yet")
+
     def _same_keys(self, k: list[Piece], v: list[Piece]) -> None:
         for x, y in common(k, v):
             if (x.content.tensor, y.content.tensor) != ("k", "v") or x.content[1:3] != y.content[1:3]:

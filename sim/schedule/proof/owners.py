@@ -12,7 +12,7 @@ from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Port, Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
-from sim.schedule.model.scope import tensor_of, units, updated
+from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union
 from sim.workload import Workload
 
@@ -80,13 +80,17 @@ def check_shards(programs: Sequence[Program], workload: Workload) -> None:
     """
     held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
     due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
-    tensors = [tensor for unit in units(workload) for tensor in (*unit.weights, *unit.states)]
-    weights, results = ({of(tensor).name: tensor for tensor in tensors} for of in (Tensor._replace, due))
+    kept, learned = (
+        {tensor.name: tensor for unit in some for tensor in (*unit.weights, *unit.states)}
+        for some in (units(workload), trained(workload))
+    )
+    frozen = {unit.working.name: unit.working for unit in units(workload) if unit.frozen}
+    results = {due(tensor).name: tensor for tensor in learned.values()}
     for program in programs:
-        own = _shards(program.inputs, workload, weights)
+        for shard, count in _shards(program.inputs, workload, kept | frozen).items():
+            held[shard.weight][shard] += count
+        own = _shards(program.inputs, workload, learned)
         left = _shards(program.outputs, workload, results)
-        for shard in own:
-            held[shard.weight][shard] += own[shard]
         for shard in (own - left) | (left - own) if workload.backward else ():
             state = f"leaves no {result} of" if own[shard] > left[shard] else f"has no use for the {result} of"
             raise ScheduleError(

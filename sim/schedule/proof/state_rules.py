@@ -11,7 +11,7 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, unit_kinds, units, updated
+from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
 from sim.schedule.proof.token_rules import behind
@@ -35,7 +35,7 @@ class StateRules(NamedTuple):
         if isinstance(op, AdamW):
             return self._updated(operands)
         if isinstance(op, HostAdamW):
-            return self._updated_by_host(operands)
+            return self._updated_by_host(operands)[: None if op.cast else -1]
         assert_never(op)
 
     @property
@@ -54,7 +54,7 @@ class StateRules(NamedTuple):
         layer = pieces[0].content.layer
         for unit in unit_kinds(self._model):
             parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
-            if parts == [piece.content._replace(seen=()) for piece in pieces]:
+            if not unit.frozen and parts == [piece.content._replace(seen=()) for piece in pieces]:
                 break
         else:
             spelled = ", ".join(brief(piece.content) for piece in pieces)
@@ -115,7 +115,9 @@ class StateRules(NamedTuple):
         ]
 
     def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
-        """Return the same, with the gradient, which is none any more, and the new weights as passes use them."""
+        """Return the same, with the gradient, which is none any more, and the new weights as passes use them, where
+        these are others.
+        """
         weights, *moments = self._updated(operands)
         working = updated(_unit(_only(operands[0]).content, self._model).working).name
         scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
@@ -128,7 +130,7 @@ _FLAT_WEIGHTS = {one.name for unit in BY_NAME for flat in (unit.flat, unit.worki
 @lru_cache(maxsize=16)
 def _squares(workload: Workload) -> dict[tuple[str, int], int]:
     """Return how many elements the sums of squares of a step are of, by name and layer, in order."""
-    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in units(workload)}
+    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in trained(workload)}
     return dict(sorted(found.items()))
 
 

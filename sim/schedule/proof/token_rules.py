@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
-from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, TokenKernel, TokenSum
+from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, Scale, TokenKernel, TokenSum
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
@@ -32,6 +34,8 @@ def _numbers(model: ModelSpec) -> dict[tuple[object, ...], int]:
     }
 
 
+_OF_SOME_HEADS = (Gemm, TokenSum, Rope, Scale, Accumulate)
+"""Kernels that may be of some heads of what they are given."""
 _AT_ENDS = {weight.name for weight in ROOT.weights}
 _GRADIENTS_AT_ENDS = {d(weight).name for weight in ROOT.weights}
 
@@ -46,7 +50,7 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
-        parts = parts_by_heads(operands, self.model) if isinstance(op, Gemm | TokenSum | Rope) else []
+        parts = parts_by_heads(operands, self.model) if isinstance(op, _OF_SOME_HEADS) else []
         if parts:
             of_parts = [self._of_heads(op, operands, part) for part in parts]
             return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]
@@ -98,9 +102,8 @@ class TokenRules(NamedTuple):
 
     def made(self, op: TokenKernel | Accumulate, operands: list[Piece]) -> list[list[Piece]]:
         """Return the same, of a layer of the one kind that these rules are of."""
-        variant = tuple(
-            (name, getattr(op, name)) for name in ("form", "inverse", "factor") if name in op.__struct_fields__
-        )
+        said = [(name, getattr(op, name, UNSET)) for name in ("form", "inverse", "factor")]
+        variant = tuple([one for one in said if one[1] is not UNSET])
         tokens = [piece for piece in operands if not _is_weight(piece)]
         operands = [self._of_layer(tokens[0].content.layer, piece) for piece in operands]
         number = _numbers(self.model).get(_key(type(op), variant, [piece.content[:2] for piece in operands]))

@@ -23,7 +23,7 @@ By = Literal["flag", "nearest flag", "option"]
 """Whether a change is a key of the framework; one whose value is simulated as the nearest that there is; or only an
 option of Longstep."""
 
-_VARIED = {f"schedule.{name}" for name in (*OPTIONS, "zero_stage", "shards")} | {"method", "reshard"}
+_VARIED = {f"schedule.{name}" for name in (*OPTIONS, "zero_stage", "shards", "weights")} | {"method", "reshard"}
 """What changes time and memory, and neither what is trained nor its numbers."""
 _HALVED = {"cp": (2, 0.5), "ulysses": (2, 0.5), "ring": (2, 0.5), "micro_batch": (0.5,)}
 """Counts that are doubled or halved."""

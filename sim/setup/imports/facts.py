@@ -46,6 +46,10 @@ FACTS: dict[str, str] = {
     "biases": "which linear layers have a bias",
     "qk_norm": "how q and k are normed",
     "mlp": "what an MLP computes",
+    "adapters": "that adapters alone are trained; rank/alpha/targets that the framework takes",
+    "lora_rank": "rank of adapters",
+    "lora_alpha": "alpha of adapters",
+    "lora_targets": "which linear layers have adapters",
     "software": "which software runs, by its name in sim/software",
 }
 """What a key may say, beside ``schedule.KEY``, an option of the schedule, and ``software.KEY``, a kernel."""
@@ -53,6 +57,10 @@ MODEL = ("model", "family", "flavor", "layers", "hidden", "ffn", "heads", "kv_he
 """Of these, those that describe the model."""
 BLOCK = ("biases", "qk_norm", "mlp")
 """And of the model its layers, where they are not as Llama's."""
+PROJECTIONS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
+"""What Hugging Face calls the linear layers that may have adapters."""
+ALL_LINEAR = ("all-linear", "all")
+"""What stands for all of them."""
 TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", *BLOCK)
 _SHARDS_FOR_OTHERS = "deepspeed"
 _LARGEST = ("schedule.zero_stage",)
@@ -204,10 +212,24 @@ def facts_of(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split())
 
 
+def targets_of(text: str) -> list[str]:
+    """Return the names in a list of linear layers.
+
+    >>> targets_of("q_proj, v_proj"), targets_of("q_proj+v_proj")
+    (['q_proj', 'v_proj'], ['q_proj', 'v_proj'])
+    """
+    return re.split(r"[\s,+]+", text.strip())
+
+
 def _wrong(fact: str, text: str) -> str:
     """Return what is wrong with a value of a fact."""
     if fact == "factors":
         return "" if re.fullmatch(r"[1-9]\d{0,3} [1-9]\d{0,3}", text) else "expected two whole numbers"
+    if fact == "lora_targets":
+        unknown = [one for one in targets_of(text) if one not in {*PROJECTIONS, *ALL_LINEAR}]
+        return f"{unknown[0]!r} is none of {', '.join([*PROJECTIONS, *ALL_LINEAR])}" if unknown else ""
+    if fact == "lora_alpha":
+        return "" if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) and float(text) else "expected a number above 0"
     if fact in TEXTS or fact.startswith(("schedule.", "software.")):
         return "" if 0 < len(text) <= 200 and text.isprintable() else "expected a name"
     number = int(text) if re.fullmatch(r"-?\d{1,13}", text) else 0

@@ -15,7 +15,7 @@ from sim.errors import InputError
 from sim.options import OF_STEPS
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import BLOCK, Row, Said, Understood, understood
+from sim.setup.imports.facts import ALL_LINEAR, BLOCK, PROJECTIONS, Row, Said, Understood, targets_of, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
@@ -227,7 +227,7 @@ class _Writer:
         fields |= self._software(cluster)
         kept = self._kept(Setup(**fields))
         changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
-        changes |= self._kernels(cluster, fields.get("software"))
+        changes |= self._kernels(cluster, fields.get("software")) | self._adapters()
         self._assume(kept)
         setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
         return Answer(setup, tuple(self.assumptions))
@@ -246,14 +246,30 @@ class _Writer:
         return {"software": name}
 
     def _kernels(self, cluster: Any, software: str | None) -> dict[str, str]:
-        """Return what is to be set of kernels: attention, where keys name another one than the software has, and there
-        are figures of it.
+        """Return what is to be set of kernels: attention, and an optimiser on the host, where keys name others than the
+        software has, and there are figures of them.
         """
-        attention = self._below("software.").get("attention")
-        known = kernels_of(names.cluster_spec(cluster).gpu.chip)
-        if software is None or attention not in known or attention == load_software(software).kernels.attention:
+        if software is None:
             return {}
-        return {"software.attention": str(attention)}
+        said, kernels = self._below("software."), load_software(software).kernels
+        found = {}
+        if said.get("attention") in kernels_of(names.cluster_spec(cluster).gpu.chip):
+            found["attention"] = said["attention"]
+        if "host_optimiser" in said and self.options.get("optimiser") == "host":
+            found["host_optimiser"] = said["host_optimiser"]
+        return {f"software.{name}": one for name, one in found.items() if one != getattr(kernels, name)}
+
+    def _adapters(self) -> dict[str, str]:
+        """Return what is to be set of a model whose adapters alone are trained."""
+        if "adapters" not in self.facts:
+            return {}
+        rank, alpha, usual = self.facts["adapters"].split("/")
+        found = {"model.lora_rank": self.facts.get("lora_rank", rank)}
+        found["model.lora_alpha"] = self.facts.get("lora_alpha", alpha)
+        targets = targets_of(self.facts.get("lora_targets", usual))
+        if {*targets}.isdisjoint(ALL_LINEAR) and not {*targets} >= {*PROJECTIONS}:
+            found["model.lora_targets"] = "+".join(own for name, own in PROJECTIONS.items() if name in targets)
+        return found
 
     def _count(self, fact: str, default: int = 1) -> int:
         return int(self.facts.get(fact, default))

@@ -1,0 +1,15 @@
+NPROC_PER_NODE=8 swift sft \
+    --model Qwen/Qwen2.5-7B-Instruct \
+    --train_type lora \
+    --dataset 'example/chat' \
+    --torch_dtype bfloat16 \
+    --attn_impl flash_attn \
+    --max_length 32768 \
+    --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 2 \
+    --learning_rate 1e-4 \
+    --lora_rank 8 \
+    --lora_alpha 32 \
+    --target_modules all-linear \
+    --sequence_parallel_size 4 \
+    --deepspeed zero3
