@@ -1,0 +1,73 @@
+"""The process that computes for a page: takes jobs as lines of JSON, answers with lines of JSON, ends with its parent.
+
+Lines it takes are ``{"id": 1, "job": "ask", "payload": {…}}`` and ``{"drop": 1}``, which a newer question of the same
+page says of an older one: its further parts are then left out. It has a limit of memory of its own, so that what takes
+more ends this process alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import sys
+import threading
+from typing import Any, BinaryIO
+
+import msgspec
+
+MOST_BYTES = 6 * 10**9
+"""Of the address space of a worker."""
+
+
+def main() -> None:
+    """Do jobs until the input ends."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything else prints is no answer
+    _limit()
+    gc.set_threshold(50_000, 20, 50)
+    from experiments.serve.jobs import Jobs  # which takes most of a second to import
+
+    jobs, waiting, dropped = Jobs(), queue.SimpleQueue[dict[str, Any]](), set[int]()
+    for _ in jobs.parts("ask", {"question": {"model": "tiny", "seq": "8K", "layers": 2}}):
+        pass  # what first answers load is there then
+    threading.Thread(target=_hear, args=(sys.stdin.buffer, waiting, dropped), daemon=True).start()
+    _say(out, {"ready": True})
+    while True:
+        asked = waiting.get()
+        number = asked["id"]
+        for part in jobs.parts(asked["job"], asked["payload"]):
+            if number in dropped:
+                _say(out, {"id": number, "part": "dropped"})
+                break
+            _say(out, {"id": number, **part})
+        dropped.difference_update([one for one in list(dropped) if one <= number])  # also what was done before it came
+        _say(out, {"id": number, "part": "end"})
+
+
+def _hear(lines: BinaryIO, waiting: queue.SimpleQueue[dict[str, Any]], dropped: set[int]) -> None:
+    """Take what comes in; the end of it ends the process, whatever that is doing."""
+    for line in lines:
+        said = msgspec.json.decode(line)
+        if "drop" in said:
+            dropped.add(said["drop"])
+        else:
+            waiting.put(said)
+    os._exit(0)
+
+
+def _say(out: BinaryIO, part: dict[str, Any]) -> None:
+    out.write(msgspec.json.encode(part) + b"\n")
+    out.flush()
+
+
+def _limit() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        soft = min(MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1] % 2**63 or MOST_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, soft))
+
+
+if __name__ == "__main__":
+    main()
