@@ -18,22 +18,22 @@ from experiments.serve.dropped import Drawn, File, drawn, read
 from experiments.serve.offers import offers
 from experiments.serve.played import Player, all_figures, first_figures
 from experiments.serve.question import Question, Word, said_of, setup_of
-from experiments.serve.shown import compared, figures, plain, row_of, whole
+from experiments.serve.shown import answered, compared, figures, plain, row_of, whole
 from sim.errors import InputError, LongstepError, TooLargeError
 from sim.presets import converted
-from sim.setup.branches import step_of
+from sim.setup.branches import least_limits, least_of
 from sim.setup.effort import Effort, effort_of
 from sim.setup.fit import longest
 from sim.setup.portions import COLUMNS, Row
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
 from sim.setup.spelled import command_of, python_of
-from sim.units import FEW, length, seconds
+from sim.units import FEW, length, seconds, size
 
-BUDGET_S, BUDGET_BYTES = 5.0, 1.0e9
+BUDGET_S, BUDGET_BYTES = 10.0, 2.0e9
 """What an answer may take, by its estimate, without being asked for anyway."""
 _LONG_S = 0.9
-"""From where on a few layers are played first: the estimate has the proof in it, which is left out here."""
+"""From where on a step is first bounded; the estimate has the proof in it, which is left out here."""
 MOST_TOKENS = 2**24
 """Up to which the longest context is looked for."""
 MOST_PINNED = 8
@@ -89,8 +89,12 @@ class Jobs:
         except MemoryError:
             yield {"part": "error", "error": "this machine has too little memory for it", "fields": []}
 
+    def forget(self) -> None:
+        """Keep no schedule but the latest."""
+        self._player.forget()
+
     def ask(self, asked: Ask) -> Iterator[Part]:
-        """Yield a few layers' answer of what takes long, then figures, all of them, and what else may be chosen."""
+        """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen."""
         setup = setup_of(asked.question, yes=asked.anyway)
         found = setup.resolved()
         yield {"part": "spelled", **_spelled(asked.question)}
@@ -100,7 +104,7 @@ class Jobs:
             yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
         if taken and taken.seconds > _LONG_S and found.workload.scope == "step":
-            yield {"part": "draft", **_draft(setup, found, taken)}
+            yield {"part": "draft", **_draft(setup, taken)}
         try:
             prediction = self._player.prediction(found)
         except InputError as error:
@@ -109,6 +113,7 @@ class Jobs:
             return
         first = first_figures(prediction)
         yield {"part": "figures", **figures(prediction, first)}
+        yield {"part": "answer", **answered(prediction)}
         last = all_figures(prediction, first)
         yield {"part": "whole", **whole(prediction, last)}
         self._keep(asked.question, row_of(prediction, last))
@@ -238,11 +243,17 @@ def _refused(found: Configuration, taken: Effort) -> dict[str, str]:
     return {"said": f"{what}, {budget}", "estimate": str(taken)}
 
 
-def _draft(setup: Setup, found: Configuration, taken: Effort) -> dict[str, Any]:
-    """Return what a few of the layers say of a step that takes long to play."""
-    step_s, _ = step_of(setup)
-    said = f"about {seconds(step_s, FEW)} a step, by a few of its {found.workload.layers} layers and without noise"
-    return {"step_time_s": step_s, "said": f"{said}; all of it takes about {seconds(taken.seconds, 2)}"}
+def _draft(setup: Setup, taken: Effort) -> dict[str, Any]:
+    """Return what one rank says of a step that takes long to play: what it cannot be below, and its memory."""
+    least_s, limits = least_of(setup).step_s, least_limits(setup)
+    tightest = min(limits, key=lambda limit: limit.free_bytes)
+    free = f"{size(abs(tightest.free_bytes), FEW)} of the {tightest.memory} {_left(tightest.free_bytes)}"
+    said = f"At least {seconds(least_s, FEW)} a step, by the kernels and transfers of one rank; about {free}"
+    return {"least_s": least_s, "said": said, "takes": f"all of it takes about {seconds(taken.seconds, 2)} of a core"}
+
+
+def _left(nbytes: int) -> str:
+    return "left" if nbytes >= 0 else "missing"
 
 
 def _simulated(prediction: Prediction) -> dict[str, Any]:

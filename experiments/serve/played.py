@@ -7,7 +7,7 @@ change none of them: the proof of schedules that ship, which tests prove, and th
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -41,6 +41,11 @@ class Player:
         simulation = simulate(checked, found.cluster, found.profile, found.jitter, engine=found.engine)
         return Prediction(simulation, found.schedule, found.title, _not_again)
 
+    def forget(self) -> None:
+        """Keep nothing but the latest schedule."""
+        while len(self._kept) > 1:
+            self._kept.popitem(last=False)
+
     def _checked(self, found: Configuration) -> Checked:
         for number, (other, checked, _) in self._kept.items():
             if found.has_schedule_of(other):
@@ -60,17 +65,19 @@ class Player:
 
 
 def first_figures(prediction: Prediction) -> Report:
-    """Return all figures but the interval and what bounds the step, which take further plays."""
-    return report(prediction.simulation, with_bound=False, with_hash=False)
+    """Return all figures but the interval and what bounds the step, which take further plays; the prediction says what
+    it says by them.
+    """
+    found = report(prediction.simulation, with_bound=False, with_hash=False)
+    vars(prediction)["figures"] = found
+    return found
 
 
 def all_figures(prediction: Prediction, first: Report) -> Report:
-    """Return all figures; what the prediction says from then on is said by them."""
+    """Return all figures, by which the prediction then says what it says."""
     bounded = bound(prediction.simulation)
     found = msgspec.structs.replace(first, bound_by=bounded.by, saves=bounded.saves)
-    kept: dict[str, Any] = vars(prediction)
-    kept["figures"] = found
-    kept["report"] = msgspec.structs.replace(found, interval_s=prediction.interval)
+    vars(prediction)["figures"] = found
     return prediction.report
 
 

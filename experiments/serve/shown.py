@@ -59,13 +59,17 @@ def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
     }
 
 
+def answered(prediction: Prediction) -> dict[str, Any]:
+    """Return the sentence with the interval, which takes three further plays."""
+    within = prediction.interval
+    return {"answer": prediction.answer, "interval_s": within, "shown": [["90 % interval", interval(prediction)]]}
+
+
 def whole(prediction: Prediction, found: Report) -> dict[str, Any]:
-    """Return what takes further plays: the sentence with its interval, what bounds the step, what it rests on."""
+    """Return what bounds the step, and what the answer rests on."""
     basis = grounds(prediction)
     return {
-        "answer": prediction.answer,
-        "interval_s": found.interval_s,
-        "shown": [["90 % interval", interval(prediction)], ["bound by", found.bound_by]],
+        "shown": [["bound by", found.bound_by]],
         "bound_by": found.bound_by,
         "saves": found.saves,
         "rests_on": basis.lines,

@@ -7,17 +7,25 @@ more ends this process alone.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import queue
 import sys
 import threading
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
+if TYPE_CHECKING:
+    from experiments.serve.jobs import Jobs
+
 MOST_BYTES = 6 * 10**9
 """Of the address space of a worker."""
+TIDY_BYTES = 200 * 10**6
+"""Of its memory, beyond which it gives back behind a job what it can."""
 
 
 def main() -> None:
@@ -43,6 +51,8 @@ def main() -> None:
             _say(out, {"id": number, **part})
         dropped.difference_update([one for one in list(dropped) if one <= number])  # also what was done before it came
         _say(out, {"id": number, "part": "end"})
+        if waiting.empty() and _resident_bytes() > TIDY_BYTES:
+            _tidy(jobs)
 
 
 def _hear(lines: BinaryIO, waiting: queue.SimpleQueue[dict[str, Any]], dropped: set[int]) -> None:
@@ -59,6 +69,23 @@ def _hear(lines: BinaryIO, waiting: queue.SimpleQueue[dict[str, Any]], dropped: 
 def _say(out: BinaryIO, part: dict[str, Any]) -> None:
     out.write(msgspec.json.encode(part) + b"\n")
     out.flush()
+
+
+def _tidy(jobs: Jobs) -> None:
+    """Give memory back to the system: what a large step took is else kept for the next one."""
+    jobs.forget()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # of other systems' libraries
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """Return the bytes of memory that this process has; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit() -> None:

@@ -68,7 +68,7 @@ function take(one, question) {
     at("command").textContent = one.command;
     at("python").textContent = one.python;
   } else if (one.part === "draft") {
-    say(`${one.said}…`);
+    say(`${one.said}; ${one.takes}…`);
     at("sentence").classList.add("old");
   } else if (one.part === "figures") {
     shown = { ...one, more: [] };
@@ -78,9 +78,12 @@ function take(one, question) {
     figure();
     draw(at("charts"), one.charts);
     progress("");
-  } else if (one.part === "whole") {
-    shown.more = one.shown;
+  } else if (one.part === "answer") {
+    shown.more.push(...one.shown);
     say(one.answer);
+    figure();
+  } else if (one.part === "whole") {
+    shown.more.push(...one.shown);
     figure();
     draw(at("bounds"), one.charts);
     lines("rests", [...one.rests_on, ...one.warnings, ...one.techniques.map((name) => `technique: ${name}`)]);
@@ -136,7 +139,8 @@ function progress(text, busy = false) {
 
 function figure() {
   const pairs = [...shown.shown, ...shown.more.filter(([, text]) => text)];
-  pairs.splice(1, 0, ...pairs.splice(pairs.findIndex(([name]) => name === "90 % interval"), shown.more.length ? 1 : 0));
+  const within = pairs.findIndex(([name]) => name === "90 % interval");
+  if (within > 0) pairs.splice(1, 0, ...pairs.splice(within, 1));
   if (shown.limits.length) pairs.push(["fits", shown.limits[0].said.replace(/^\w+: /, "")]);
   if (shown.longest !== undefined) pairs.push(["longest context that fits", shown.longest]);
   if (state.price) {
