@@ -14,6 +14,8 @@ MOST_BODY = 2**20
 """Bytes of a request."""
 BODY_S = 10.0
 """Until when all of it has to be there."""
+MOST_AT_ONCE = 64
+"""Requests; more are refused, and may come again."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -33,6 +35,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._prefix = app, f"/{token}/"
+        self._at_once = 0
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,18 +51,29 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
-        body = b"" if refused is None else None
-        if body is not None and (body := await _body(receive)) is None:
-            refused = _too_much()
+        if refused is None and self._at_once >= MOST_AT_ONCE:
+            refused = PlainTextResponse("too many requests at once: ask again", 503, {"Retry-After": "1"})
         if refused is not None:
             await refused(scope, receive, with_headers)
+            return
+        self._at_once += 1
+        try:
+            await self._passed(scope, receive, with_headers)
+        finally:
+            self._at_once -= 1
+
+    async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its body, which is read before."""
+        body = await _body(receive)
+        if body is None:
+            await _too_much()(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def read() -> Message:
             return whole.pop() if whole else await receive()
 
-        await self._app(scope, read, with_headers)
+        await self._app(scope, read, send)
 
     def _refused(self, scope: Scope) -> Response | None:
         """Return why a request is refused; None for one that is not."""

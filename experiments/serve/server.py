@@ -109,20 +109,16 @@ class Server:
 
 def application(token: str, port: int) -> ASGIApp:
     """Return the server of a page, behind its guard."""
-    server: list[Server] = []
+    server = Server()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         del app
-        server.append(Server())
         yield
-        await server[0].close()
-
-    async def do(request: Request) -> Response:
-        return await server[0].do(request)
+        await server.close()
 
     routes = [Route(f"/{token}/{name}", _sends(file), methods=["GET"]) for name, file in FILES.items()]
-    routes.append(Route(f"/{token}/do/{{job:str}}", do, methods=["POST"]))
+    routes.append(Route(f"/{token}/do/{{job:str}}", server.do, methods=["POST"]))
     return Guard(Starlette(routes=routes, lifespan=lifespan), token, port)
 
 

@@ -17,8 +17,7 @@ NEEDS_STARLETTE = "serve needs the packages starlette and uvicorn: pip install '
 HOST = "127.0.0.1"
 _BYTES = 24
 """Of a token."""
-_MOST_AT_ONCE = 64
-"""Requests that are taken at once; more are refused, and the page asks again."""
+_MOST_CONNECTIONS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def serve(command: Serve, console: Console) -> None:
         console.print("it answers this machine's browser alone; Ctrl-C ends it", markup=False)
         config = uvicorn.Config(
             application(token, port), log_level="error", access_log=False, ws="none", server_header=False,
-            limit_concurrency=_MOST_AT_ONCE, timeout_keep_alive=30, timeout_graceful_shutdown=2,
+            limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30, timeout_graceful_shutdown=2,
         )  # fmt: skip
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when all is ended
             uvicorn.Server(config).run([listening])
