@@ -16,11 +16,11 @@ from sim.engine.report import Report
 from sim.setup.answer import degrees, grounds, interval
 from sim.setup.portions import COLUMNS, Row, columns
 from sim.setup.prediction import Prediction
-from sim.units import FEW, number, seconds, size
+from sim.units import FEW, number, seconds, seconds_between, size
 
 COMPARED = (
-    "variant", "degrees", "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "for_a_token", "mfu",
-    "peak_hbm_bytes", "fits", "free_bytes", "bound_by", "error",
+    "variant", "degrees", "step_time_s", "90 % interval", "tokens_per_s_per_gpu", "for_a_token", "mfu",
+    "peak_hbm_bytes", "fits", "bound_by", "error",
 )  # fmt: skip
 """Columns of variants side by side."""
 
@@ -88,7 +88,7 @@ def row_of(prediction: Prediction, found: Report) -> Row:
 def compared(rows: Sequence[Row]) -> dict[str, Any]:
     """Return variants side by side: their steps with intervals, what these and their memory consist of, and a table."""
     best = max((row["tokens_per_s_per_gpu"] for row in rows if _able(row)), default=None)
-    told = [{**row, "for_a_token": _slower(row, best)} for row in rows]
+    told = [{**row, "for_a_token": _slower(row, best), "90 % interval": _within(row)} for row in rows]
     played = [row for row in told if not row["error"]]
     within = [(row["low_s"], row["high_s"]) if row["low_s"] else None for row in played]
     names = [row["variant"] for row in played]
@@ -114,6 +114,10 @@ def _slower(row: Row, best: float | None) -> str:
         return ""
     times = best / row["tokens_per_s_per_gpu"]
     return "fastest" if times == 1 else f"{number(times, FEW)} times as long"
+
+
+def _within(row: Row) -> str:
+    return seconds_between(row["low_s"], row["high_s"]) if row["low_s"] else ""
 
 
 def _able(row: Row) -> bool:

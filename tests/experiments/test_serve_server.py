@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_a_port_that_is_taken_and_an_address_without_a_question(capsys: pytest.C
         assert f"--port {port}: Address already in use" in fails(capsys, "serve", "--port", port)
     assert "--port 70000: expected 0 to 65535" in fails(capsys, "serve", "--port", "70000")
     assert "it holds no question" in fails(capsys, "serve", "--reopen", "http://127.0.0.1:1/x/")
+
+
+def test_the_base_install_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert fails(capsys, "serve") == (
+        "longstep: serve needs the packages starlette and uvicorn: pip install 'longstep[serve]'\n"
+    )
 
 
 @pytest.mark.slow

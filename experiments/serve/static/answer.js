@@ -33,6 +33,7 @@ export function tableOf({ title, heads, rows }) {
     const button = cell.appendChild(document.createElement("button"));
     button.type = "button";
     button.textContent = head;
+    if (!head) button.setAttribute("aria-label", "name");
     line.append(cell);
   }
   const body = table.createTBody();

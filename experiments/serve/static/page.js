@@ -141,7 +141,7 @@ function figure() {
   const pairs = [...shown.shown, ...shown.more.filter(([, text]) => text)];
   const within = pairs.findIndex(([name]) => name === "90 % interval");
   if (within > 0) pairs.splice(1, 0, ...pairs.splice(within, 1));
-  if (shown.limits.length) pairs.push(["fits", shown.limits[0].said.replace(/^\w+: /, "")]);
+  if (shown.limits.length) pairs.push(["memory", shown.limits[0].said.replace(/^\w+: /, "")]);
   if (shown.longest !== undefined) pairs.push(["longest context that fits", shown.longest]);
   if (state.price) {
     const money = (amount) => amount.toLocaleString("en", { maximumSignificantDigits: 3 });
