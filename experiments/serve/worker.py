@@ -22,8 +22,8 @@ import msgspec
 if TYPE_CHECKING:
     from experiments.serve.jobs import Jobs
 
-MOST_BYTES = 6 * 10**9
-"""Of the address space of a worker."""
+LEAST_LIMIT_BYTES = 6 * 10**9
+"""A worker may have half of the machine's memory, and at least so much of the address space."""
 TIDY_BYTES = 200 * 10**6
 """Of its memory, beyond which it gives back behind a job what it can."""
 
@@ -92,8 +92,10 @@ def _limit() -> None:
     if sys.platform == "linux":
         import resource
 
-        soft = min(MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1] % 2**63 or MOST_BYTES)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, soft))
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = max(LEAST_LIMIT_BYTES, half)
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import urllib.parse
 from rich.console import Console
 
 from experiments.verbs.kinds import OptionalText
+from experiments.verbs.terminal import Ticker
 from sim.errors import InputError
 
 NEEDS_STARLETTE = "serve needs the packages starlette and uvicorn: pip install 'longstep[serve]'"
@@ -51,6 +52,7 @@ def serve(command: Serve, console: Console) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((HOST, command.port))
+            listening.listen(_MOST_CONNECTIONS)  # who opens the address at once is answered when all is there
         except OSError as error:
             raise InputError(f"`port` {command.port}: {error.strerror}; choose another `port`") from None
         port, token = listening.getsockname()[1], secrets.token_urlsafe(_BYTES)
@@ -60,7 +62,8 @@ def serve(command: Serve, console: Console) -> None:
             application(token, port), log_level="error", access_log=False, ws="none", server_header=False,
             limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30, timeout_graceful_shutdown=2,
         )  # fmt: skip
-        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when all is ended
+        # Uvicorn raises the interrupt again when all is ended. For how long it has served nobody wants to be told.
+        with Ticker.hushed(), contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run([listening])
         console.print("ended")
 

@@ -8,8 +8,10 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from sim.errors import LongstepError
 from tests.experiments.page_changes import FIRST, changed
 from tests.experiments.serving import asked, memory_mb, served, tree, until
 from tests.experiments.test_cli import fails
+from tests.reading_code import ROOT
 
 pytestmark = pytest.mark.gloo  # it starts processes
 
@@ -97,6 +100,30 @@ def test_what_is_asked_anyway_is_done_by_another_worker() -> None:
         assert len(tree(pid)) == 2
         assert "whole" in names(asked(client, url, "ask", 2, question=TINY))
         assert len(tree(pid)) == 3
+
+
+def test_workers_end_with_a_server_that_is_killed() -> None:
+    command = [sys.executable, "-m", "experiments.verbs", "serve"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process,
+        httpx.Client(timeout=60) as client,
+    ):
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[1]
+            assert "whole" in names(asked(client, url, "ask", 1, question=TINY))
+            _, *workers = tree(process.pid)
+        finally:
+            process.kill()
+        process.wait()
+        assert workers
+        until(lambda: not any(is_alive(worker) for worker in workers))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there; one that ended and that nobody has waited for is not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_port_that_is_taken_and_an_address_without_a_question(capsys: pytest.CaptureFixture[str]) -> None:

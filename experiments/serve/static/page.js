@@ -99,7 +99,20 @@ function take(one, question) {
     at("progress").replaceChildren(button);
   } else if (one.part === "error") {
     wrong(one.error);
+    point(one.fields);
   }
+  if (one.part === "figures" || one.part === "refused") point([]);
+}
+
+const CONTROLS = {
+  model: "model", cluster: "cluster", gpus: "gpus", nodes: "gpus", seq: "length", global_batch: "global", schedule: "schedule",
+  stack: "stack", software: "software", ulysses_degree: "degrees", ring_degree: "degrees", dp_degree: "degrees", mask: "mask",
+};
+
+/** Marks the controls of the fields that an error names. */
+function point(fields) {
+  const wrongs = fields.map((field) => CONTROLS[field]);
+  for (const id of new Set(Object.values(CONTROLS))) at(id).setAttribute("aria-invalid", String(wrongs.includes(id)));
 }
 
 /** Asks what takes longer, once nothing has changed for a while. */
