@@ -21,7 +21,7 @@ def offers(setup: Setup, found: Configuration) -> Iterator[dict[str, Any]]:
     """Yield the choices of a question, group by group, each with the reason why it is none, or an empty one."""
     yield {"schedules": {name: _why(_by(setup, name)) for name in NAMED}}
     yield {"gpus": found.mesh.size, "degrees": [_tried(setup, degrees, found) for degrees in _degrees(found)]}
-    yield {"techniques": dict(_techniques(setup, found))}
+    yield {"techniques": dict(_techniques(setup, found, _why(setup)))}
     yield {"sliders": _sliders(found)}
 
 
@@ -71,9 +71,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _techniques(setup: Setup, found: Configuration) -> Iterator[tuple[str, dict[str, Any]]]:
+def _techniques(setup: Setup, found: Configuration, wrong: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each technique that is an option of the schedule: whether it is on, what switches it, and why it may not
-    be.
+    be; what is ``wrong`` with the question anyway is no reason.
     """
     options = found.options
     for name, technique in TECHNIQUES.items():
@@ -81,7 +81,8 @@ def _techniques(setup: Setup, found: Configuration) -> Iterator[tuple[str, dict[
             continue
         on = any(str(getattr(options, key)) != technique.off[key] for key in technique.on)
         turns: Mapping[str, str] = {key: technique.off[key] for key in technique.on} if on else technique.on
-        yield name, {"on": on, "about": technique.about, "turns": turns, "why": _why(using(setup, turns))}
+        why = _why(using(setup, turns))
+        yield name, {"on": on, "about": technique.about, "turns": turns, "why": "" if why == wrong else why}
 
 
 def _sliders(found: Configuration) -> dict[str, str]:

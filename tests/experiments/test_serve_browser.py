@@ -155,7 +155,7 @@ async def errs(tab: Tab) -> None:
     await tab.value(typed("gpus", "7"))
     await tab.until("document.getElementById('sentence').classList.contains('wrong')")
     assert "7" in await tab.value(SENTENCE)
-    assert await tab.value("document.getElementById('gpus').getAttribute('aria-invalid')") == "true"
+    assert await tab.value("document.getElementById('degrees').getAttribute('aria-invalid')") == "true"
     await tab.value(typed("gpus", "8"))
     await tab.until("!document.getElementById('sentence').classList.contains('wrong')")
 

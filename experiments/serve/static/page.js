@@ -39,7 +39,7 @@ async function answer(question, anyway) {
   const own = running = { ends: new AbortController(), figures: false, since: performance.now() };
   const late = setInterval(() => {
     const waited = (performance.now() - own.since) / 1000;
-    if (own === running && 1000 * waited >= PATIENCE_MS) progress(`answering, ${waited.toFixed(1)} s…`, true);
+    if (own === running && !own.figures && 1000 * waited >= PATIENCE_MS) progress(`answering, ${waited.toFixed(1)} s…`, true);
   }, 100);
   try {
     for await (const one of parts("ask", { question, anyway }, own.ends.signal)) {
@@ -69,8 +69,9 @@ function take(one, question) {
     at("python").textContent = one.python;
   } else if (one.part === "draft") {
     say(`${one.said}; ${one.takes}…`);
-    at("sentence").classList.add("old");
+    old(true);
   } else if (one.part === "figures") {
+    old(false);
     shown = { ...one, more: [] };
     at("title").textContent = one.title;
     at("beside").textContent = one.limits.map((limit) => limit.said).join("; ") + (one.limits.length ? "; " : "") + one.beside;
@@ -109,6 +110,11 @@ const CONTROLS = {
   stack: "stack", software: "software", ulysses_degree: "degrees", ring_degree: "degrees", dp_degree: "degrees", mask: "mask",
 };
 
+/** What the form calls a field that an error names. */
+function nameOfControl(field) {
+  return CONTROLS[field] ? document.querySelector(`label[for="${CONTROLS[field]}"]`).textContent : field.replaceAll("_", " ");
+}
+
 /** Marks the controls of the fields that an error names. */
 function point(fields) {
   const wrongs = fields.map((field) => CONTROLS[field]);
@@ -137,17 +143,21 @@ function say(text) {
   at("sentence").classList.remove("wrong", "old");
 }
 
+/** Dims figures that are not those of the question. */
+const old = (are) => document.querySelector(".answers").classList.toggle("old", are);
+
 function wrong(text) {
-  at("sentence").textContent = text;
+  at("sentence").textContent = text.replace(/`([a-z_]+)`/g, (_, field) => nameOfControl(field));
   at("sentence").classList.add("wrong");
-  at("sentence").classList.remove("old");
   progress("");
+  old(true);
 }
 
 function progress(text, busy = false) {
   at("progress").textContent = text;
   at("figures").setAttribute("aria-busy", String(busy));
   at("sentence").classList.toggle("old", busy);
+  if (busy) old(true);
 }
 
 function figure() {
