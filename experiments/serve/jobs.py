@@ -87,7 +87,11 @@ class Jobs:
         except LongstepError as error:
             yield _wrong(error)
         except MemoryError:
-            yield {"part": "error", "error": "this machine has too little memory for it", "fields": []}
+            yield _broken("this machine has too little memory for it")
+        except Exception as error:  # noqa: BLE001 - whatever a question breaks, the next one is answered
+            yield _broken(
+                f"Longstep broke on this question, which is a fault of its own: {type(error).__name__}: {error}"
+            )
 
     def forget(self) -> None:
         """Keep no schedule but the latest."""
@@ -225,6 +229,10 @@ JOBS: Mapping[str, _Job] = {
 
 def _wrong(error: LongstepError) -> Part:
     return {"part": "error", "error": str(error), "fields": list(getattr(error, "fields", ()))}
+
+
+def _broken(said: str) -> Part:
+    return {"part": "error", "error": said, "fields": []}
 
 
 def _spelled(question: Question) -> dict[str, str]:

@@ -101,6 +101,8 @@ async def pins(tab: Tab) -> None:
     assert "zigzag, 256K" in compared
     await tab.until("document.querySelectorAll('#compared .chart .main-svg').length > 0")
     # a rate is multiplied, and set back
+    await tab.value("document.getElementById('export').click()")
+    await tab.until("document.getElementById('progress').textContent.startsWith('saved as ')")
     rate = "document.getElementById('slide-nvlink')"
     await tab.until(f"{rate} !== null")
     await tab.value(f"{rate}.value = -2; {rate}.dispatchEvent(new Event('input'))")

@@ -134,6 +134,14 @@ def test_a_wrong_question_is_a_line_that_names_the_value(what: str) -> None:
     assert said in error("ask", question=TINY | asked)
 
 
+def test_a_fault_of_longstep_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("experiments.serve.jobs.setup_of", breaks)
+    assert "Longstep broke on this question" in error("ask", question=TINY)
+
+
 def test_jobs_refuse_what_they_do_not_take() -> None:
     for job in JOBS:
         assert error(job)
