@@ -53,7 +53,13 @@ def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) ->
         if name not in preset_names(folder):
             raise unknown(what, name, [*preset_names(folder), "FILE.toml"], where)
         return converted(_shipped(name, folder), struct, f"{what} {name!r}", "change it in that file")
-    data = read_bytes(what, name, where)
+    return from_toml(read_bytes(what, name, where), struct, what, name, where)
+
+
+def from_toml(data: bytes, struct: type[T], what: str, name: str, where: str) -> T:
+    """Return the ``struct`` that the content of the TOML file ``name`` describes; raises InputError as ``load_toml``
+    does.
+    """
     if len(data) > _MOST_TOML_BYTES or max(map(len, data.splitlines()), default=0) > _MOST_LINE_BYTES:
         raise InputError(
             f"{what} {name!r}: expected a TOML file of at most {_MOST_TOML_BYTES} bytes, in lines of at most "

@@ -353,11 +353,16 @@ def load_model(name: str, ignored: Sequence[str] = ()) -> ModelSpec:
     keys are ``ignored``.
     """
     if name.endswith(".json"):
-        fields = model_fields(name, read_bytes("model", name, "`model`"), ignored)
-        return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
+        return model_of_config(name, read_bytes("model", name, "`model`"), ignored)
     if ignored:
         raise InputError(f"`set` model.ignore={'+'.join(ignored)}: {name!r} is no config.json")
     return load_toml("model", _preset(name), ModelSpec, _MODELS, "`model`")
+
+
+def model_of_config(name: str, data: bytes, ignored: Sequence[str] = ()) -> ModelSpec:
+    """Return the model that the content of the ``config.json`` called ``name`` describes."""
+    fields = model_fields(name, data, ignored)
+    return converted(fields, ModelSpec, f"model {name!r}", "`model` takes a Hugging Face config.json")
 
 
 _MODELS = "sim/models"

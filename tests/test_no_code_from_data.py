@@ -19,10 +19,11 @@ import longstep
 from experiments.evidence.executed_cases import executed_cases, own_schedules
 from experiments.evidence.record import RECORD_FILE, read_record, save_record
 from experiments.evidence.workers import called
+from experiments.serve.jobs import JOBS, Jobs
 from experiments.verbs.cells import CellSelection, cells_of
 from experiments.verbs.cli import main
 from sim.errors import InputError, JournalError, LongstepError
-from sim.presets import read_bytes
+from sim.presets import decoded, read_bytes
 from sim.schedule.ir.program import Program, Schedule
 from sim.setup.journal import Journal
 from sim.setup.names import OwnSchedule
@@ -186,6 +187,35 @@ def schedule_json(code: str) -> bytes:
     return longstep.build("ring", workload, 2).schedule.to_json().replace(b'"name":"ring"', f'"name":"{code}"'.encode())
 
 
+ASKED: dict[str, Any] = {"cluster": "hgx-h100", "gpus": 2, "seq": "1K", "layers": 1, "model": "tiny", "set": {}}
+
+
+def dropped(path: str) -> None:
+    """What a page does with a file that is dropped on it, and with the question that it makes."""
+    found = {"name": Path(path).name, "text": Path(path).read_bytes().decode(errors="replace"), "question": ASKED}
+    for part in Jobs().parts("read", {**found, "anyway": True}):
+        if "question" in part:
+            asked = msgspec.to_builtins(part["question"])
+            list(Jobs().parts("ask", {"question": {**ASKED, **asked, "layers": 1, "seq": "1K", "gpus": 2, "set": {}}}))
+
+
+def asked(path: str) -> None:
+    """What a page's worker does with a question, by any job."""
+    data = decoded(read_bytes("question", path, "`question`"), "question", "ask another one")
+    for job, one in JOBS.items():
+        known = (
+            {key: data[key] for key in one.takes.__struct_fields__ if key in data} if isinstance(data, dict) else data
+        )
+        list(Jobs().parts(job, known))
+
+
+def question(code: str) -> dict[str, Any]:
+    names = ("model", "cluster", "schedule", "stack", "software", "profile", "mask")
+    variants = [{"name": name, "question": ASKED | {name: code}} for name in names]
+    axes = {"across": {"key": "seq", "values": code[:40]}, "down": {"key": "gpus", "values": "2"}}
+    return {"question": ASKED | {"schedule": code}, "variants": variants[:5], "competitors": variants[2:], **axes}
+
+
 SIMULATE = ("simulate", *SMALL)
 READERS = {
     "model": Reader("model.toml", shipped("sim/models/tiny.toml", tiny='name = "tiny"'),
@@ -280,6 +310,14 @@ READERS = {
     "schedule": Reader("schedule.json", schedule_json, as_program),
     "schedule, over it": Reader("schedule.json", schedule_json,
         command("show", "--gpus", "2", "--format", "json", "--out", "FILE")),
+    "dropped, JSON": Reader("config.json", as_json(lambda code: loaded(CONFIG) | {
+        "_name_or_path": code, "architectures": [code], "auto_map": {"AutoModel": code}}), dropped),
+    "dropped, cluster": Reader("cluster.toml", shipped("topology/hardware/hgx-h100.toml", **{
+        "hgx-h100": 'name = "hgx-h100"', "h100-sxm": 'profile = "h100-sxm"'}), dropped),
+    "dropped, configuration": Reader("run.toml", lambda code: (CONFIGURATIONS / "torchtitan-llama3-8b.toml")
+        .read_bytes().replace(b'"alltoall"', f'"{code}"'.encode()), dropped),
+    "dropped, lengths": Reader("lengths.txt", lambda code: f"100\n{code}\n".encode(), dropped),
+    "question of a page": Reader("question.json", as_json(question), asked),
     "nvidia-smi topo": Reader("topo.txt", lambda code: (PRINTED / "h100.topo.txt").read_bytes().replace(
         b"mlx5_0", code.encode()), command("machine", "--topo", "FILE", "--gpus", str(PRINTED / "h100.gpus.csv"))),
     "nvidia-smi, CSV": Reader("gpus.csv", lambda code: (PRINTED / "h100.gpus.csv").read_bytes().replace(
@@ -321,6 +359,12 @@ PLACES: dict[str, str] = {
     "experiments/recipes/carry.py:needed_by_tests": OURS,
     "experiments/recipes/carry.py:requirements": OURS,
     "experiments/recipes/gpu.py:leave": OURS,
+    "experiments/serve/dropped.py:_kind": "dropped, JSON",
+    "experiments/serve/files.py:_own": OURS,
+    "experiments/serve/jobs.py:parts": "question of a page",
+    "experiments/serve/question.py:question_of": "dropped, configuration",
+    "experiments/serve/server.py:do": "question of a page",
+    "experiments/serve/worker.py:_hear": BESIDE,
     "experiments/studies/claims.py:claims": OURS,
     "experiments/verbs/balance.py:_order": "layout",
     "experiments/verbs/calibrate.py:_profile": "profile, compared",
@@ -348,7 +392,7 @@ PLACES: dict[str, str] = {
     "sim/presets.py:_shipped": OURS,
     "sim/presets.py:converted": "cluster",
     "sim/presets.py:decoded": "profile",
-    "sim/presets.py:load_toml": "cluster",
+    "sim/presets.py:from_toml": "cluster",
     "sim/presets.py:override": "cluster",
     "sim/presets.py:read_bytes": "cluster",
     "sim/profile.py": "lab, calibration",
@@ -373,6 +417,7 @@ PLACES: dict[str, str] = {
     "sim/software/software.py:load_software": "software",
     "sim/software/host.py:_table": OURS,
     "sim/workload.py:load_model": "model",
+    "sim/workload.py:model_of_config": "config.json",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
     "topology/machine.py:machine": "nvidia-smi topo",

@@ -133,9 +133,11 @@ def lines(
 
 def bars(
     names: Sequence[str], parts: Mapping[str, Sequence[float]], *, title: str, about: str, unit: Unit,
-    limit: tuple[str, float] | None = None,
+    limit: tuple[str, float] | None = None, within: Sequence[tuple[float, float] | None] = (),
 ) -> Chart:  # fmt: skip
-    """Return a bar for each name, of its parts, and a line at a limit."""
+    """Return a bar for each name, of its parts, and a line at a limit; ``within`` are the intervals of bars of one
+    part.
+    """
     kept = {name: values for name, values in parts.items() if any(values)}
     traces: list[dict[str, Any]] = []
     for number, (name, values) in enumerate(kept.items()):
@@ -151,6 +153,17 @@ def bars(
                 **_hover(said),
             }
         )
+    if within and any(within):
+        (values,), (trace,) = kept.values(), traces
+        ends = [found or (value, value) for found, value in zip(within, values, strict=True)]
+        trace["error_x"] = {
+            "type": "data", "symmetric": False, "thickness": 1.2,
+            "array": [(high - value) / unit.scale for value, (_, high) in zip(values, ends, strict=True)],
+            "arrayminus": [(value - low) / unit.scale for value, (low, _) in zip(values, ends, strict=True)],
+        }  # fmt: skip
+        for number, found in enumerate(within):
+            if found:
+                trace["hovertext"][number] += f"<br>90 % interval {' to '.join(map(unit.shown, found))}"
     shapes = []
     if limit:
         at = limit[1] / unit.scale

@@ -9,6 +9,7 @@ from experiments.pages.charts import Chart, memory
 from experiments.pages.plots import HUES
 from sim.errors import InputError
 from sim.schedule.ir.ops import KINDS, Family
+from sim.trace import Trace
 
 FAMILY_HUES: dict[Family, str] = {
     "attention": "blue",
@@ -44,6 +45,11 @@ def of_chrome(name: str, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return _timeline(ops)
     except KeyError as missing:
         raise InputError(f"{name!r} is a trace of another version, without {missing}: write it again") from None
+
+
+def of_trace(trace: Trace, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the timeline of some of the ranks that a trace has."""
+    return _timeline([{"player": trace.player, **row._asdict()} for rank in ranks for row in trace.of_rank(rank)])
 
 
 def _timeline(ops: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

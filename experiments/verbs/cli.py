@@ -68,6 +68,7 @@ _VERBS = {
     "compare": _Verb("compare", "Compare", "compare"),
     "validate": _Verb("validate", "Validate", "validate"),
     "lab": _Verb("lab", "Lab", "lab"),
+    "serve": _Verb("serve", "Serve", "serve"),
     "report": _Verb("report", "Report", "report"),
     "import": _Verb("import_file", "Import", "import_file"),
     "machine": _Verb("machine", "MachineFile", "machine_file"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -15,14 +13,10 @@ from rich.table import Table
 from experiments.verbs.cli import with_flags
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import print_json
-from longstep import Setup
 from sim.errors import InputError
-from sim.setup import names
 from sim.setup.imports.facts import Row
-from sim.units import length
+from sim.setup.spelled import command_of, fields_of, python_of
 
-_ALWAYS = ("model", "cluster", "gpus", "seq")
-"""Fields that stand in a command whatever they are."""
 _COLUMNS = ("key", "value", "state", "means")
 _MOST = 60
 """Characters of a key or a value that tables show."""
@@ -53,7 +47,7 @@ def import_file(command: Import, console: Console) -> None:
     if answer:
         answer.setup.resolved()  # or say what does not go together
     if command.json:
-        said = {"setup": answer and _fields(answer.setup), "assumptions": answer and answer.assumptions}
+        said = {"setup": answer and fields_of(answer.setup), "assumptions": answer and answer.assumptions}
         keys = [dict(zip(_COLUMNS, row, strict=False)) for row in rows]
         print_json({"frameworks": found.frameworks, **said, "keys": keys}, console)
     elif answer:
@@ -75,44 +69,3 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}…"
-
-
-def command_of(setup: Setup) -> str:
-    """Return the command that predicts a setup."""
-    return shlex.join(["longstep", "simulate", *_arguments(setup)])
-
-
-def _arguments(setup: Setup) -> Iterator[str]:
-    for name, value in _fields(setup).items():
-        if name == "set":
-            for key, one in value.items():
-                yield from ("--set", f"{key}={one}")
-        elif value is True:
-            yield f"--{name.replace('_', '-')}"
-        else:
-            yield from (f"--{name.replace('_', '-').replace('passes', 'pass')}", _text(value))
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def python_of(setup: Setup) -> str:
-    """Return the same in Python."""
-    lines = [f"    {name}={_literal(value)}," for name, value in _fields(setup).items()]
-    return "\n".join(["import longstep", "", "p = longstep.predict(", *lines, ")"])
-
-
-def _literal(value: Any) -> str:
-    """Return a value as it stands in a program."""
-    if isinstance(value, str) and type(value) is not str:  # a schedule of one's own says that it is one
-        return f"longstep.{type(value).__name__}({_literal(str(value))})"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
-
-
-def _fields(setup: Setup) -> dict[str, Any]:
-    """Return the fields that are not what they are by default, as they are typed."""
-    fields = {field.name: (getattr(setup, field.name), field.default) for field in dataclasses.fields(Setup)}
-    found = {name: value for name, (value, default) in fields.items() if value != default or name in _ALWAYS}
-    found["seq"] = length(names.tokens("seq", setup.seq))
-    return found | ({"set": dict(names.pairs(setup.set))} if setup.set else {})

@@ -40,13 +40,22 @@ def read_lengths(path: str, column: str = "length") -> tuple[int, ...]:
     counts. ``.parquet``: that column; needs pyarrow. Raises InputError for another ending, for what is no whole number
     of 1 or more, and without pyarrow.
     """
+    _require_ending(path)
+    return lengths_in(path, read_bytes("lengths file", path, "`documents`"), column)
+
+
+def lengths_in(path: str, data: bytes, column: str = "length") -> tuple[int, ...]:
+    """Return the lengths that the content of a file holds; raises InputError as ``read_lengths`` does."""
+    found = _READERS[_require_ending(path)](data.removeprefix(codecs.BOM_UTF8), path, column)
+    require_lengths(found, f"lengths file {path!r}")
+    return found
+
+
+def _require_ending(path: str) -> str:
     suffix = PurePath(path).suffix
     if suffix not in _READERS:
         raise InputError(f"lengths file {path!r}: {none_of('ending', suffix, _READERS)}; set it with `documents`")
-    data = read_bytes("lengths file", path, "`documents`").removeprefix(codecs.BOM_UTF8)
-    found = _READERS[suffix](data, path, column)
-    require_lengths(found, f"lengths file {path!r}")
-    return found
+    return suffix
 
 
 def _listed(text: str, place: str) -> tuple[int, ...]:

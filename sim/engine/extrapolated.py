@@ -67,8 +67,11 @@ def _kernels(simulation: Simulation) -> Iterator[tuple[KernelUse, float, str]]:
     """Yield each kernel of a rank with the seconds that all its runs take, and the note on its cost."""
     arrays, cost = lowered(simulation.fold.checked), simulation.cost
     some = arrays.op_use >= 0
-    of_each, counts = np.unique(np.stack([arrays.op_rank[some], arrays.op_use[some]]), axis=1, return_counts=True)
-    for (rank, use), count in zip(of_each.T.tolist(), counts.tolist(), strict=True):
+    uses = max(len(arrays.uses.found), 1)
+    counts = np.bincount(arrays.op_rank[some].astype(np.int64) * uses + arrays.op_use[some])
+    of_each = np.flatnonzero(counts)
+    for number, count in zip(of_each.tolist(), counts[of_each].tolist(), strict=True):
+        rank, use = divmod(number, uses)
         for kernel, times in arrays.uses.found[use].each:
             seconds, note = cost.kernel_seconds(rank, kernel)
             yield kernel, count * times * seconds, note

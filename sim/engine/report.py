@@ -103,8 +103,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 @garbage_collection_off()
-def report(simulation: Simulation, *, with_interval: bool = False, with_bound: bool = True) -> Report:
-    """Return the figures of a simulated schedule; its interval takes two more plays, what bounds it one."""
+def report(
+    simulation: Simulation, *, with_interval: bool = False, with_bound: bool = True, with_hash: bool = True
+) -> Report:
+    """Return the figures of a simulated schedule; its interval takes two more plays, what bounds it one, and the hash
+    of the schedule as long as several.
+    """
     (checked, cluster, *_), trace = simulation.fold, simulation.trace
     schedule = simulation.checked.schedule
     workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
@@ -134,7 +138,7 @@ def report(simulation: Simulation, *, with_interval: bool = False, with_bound: b
         bound_by=bounded.by,
         saves=bounded.saves,
         floors=lower,
-        schedule_hash=trace.schedule_hash,
+        schedule_hash=trace.schedule_hash if with_hash else "",
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,

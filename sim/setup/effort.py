@@ -264,6 +264,15 @@ def estimate(asked: Asked, ranks: int | None = None, share: float = 1.0) -> Esti
     return None
 
 
+def effort_of(asked: Asked) -> Effort | None:
+    """Return what a configuration takes; None where it is surely small, or its builder refuses the small sizes that it
+    is told from.
+    """
+    if _is_surely_small(asked, asked.mesh.size) or (told := estimate(asked)) is None:
+        return None
+    return told.at(sizes_of(asked))
+
+
 def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *, yes: bool = False) -> None:
     """Raise TooLargeError, unless told ``yes``, for what takes longer, or more memory, than is spent without asking:
     with what it would take, and what takes less. ``ranks`` and ``share`` as of ``Estimate``.

@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from sim.breakdown import PARTS
-from sim.engine.report import report
+from sim.engine.interval import Interval
+from sim.engine.report import Report, report
 from sim.errors import LongstepError
 from sim.memory import TERMS
 from sim.setup.answer import degrees
@@ -102,7 +103,12 @@ def _predicted(setup: Setup, row: Mapping[str, str]) -> Prediction:
 def _figures(prediction: Prediction, portion: Portion) -> Row:
     """Return the columns of a prediction."""
     found = report(prediction.simulation, with_bound=portion.bounds)
-    (low_s, high_s), room = (portion.intervals and prediction.interval) or (None, None), found.room
+    return columns(prediction, found, prediction.interval if portion.intervals else None)
+
+
+def columns(prediction: Prediction, found: Report, within: Interval | None) -> Row:
+    """Return the columns of a row (``COLUMNS``) but for its error, by the figures and the interval of a prediction."""
+    (low_s, high_s), room = within or (None, None), found.room
     return {
         "degrees": degrees(prediction),
         "padding": prediction.checked.schedule.header.workload.padding,

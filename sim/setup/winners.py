@@ -50,7 +50,7 @@ def winners(
     played.require_any()
     keys = [field_of(key) for key in across]
     cells = groupby(played, key=lambda row: {key: row[key] for key in keys})
-    found = [(place, _judged(list(rows), field)) for place, rows in cells]
+    found = [(place, judged(list(rows), field)) for place, rows in cells]
     rows = [_numbered(place) | said for place, said in found]
     won = [(place, said["winner"]) for place, said in found if said["winner"]]
     return Table(rows).answering(who_wins(rows), _grounds(setup, {field: names}, *won[-1]) if won else None)
@@ -73,8 +73,8 @@ def _numbered(place: dict[str, Any]) -> dict[str, Any]:
     return {key: tokens(key, value) if key == "seq" else value for key, value in place.items()}
 
 
-def _judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
-    """Return what is said of one place."""
+def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
+    """Return what is said of one place, of the rows of whoever competes there by ``field``: as ``winners`` has it."""
     found: dict[str, Any] = dict.fromkeys(
         ("winner", "degrees", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
     )

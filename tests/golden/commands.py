@@ -37,6 +37,7 @@ NOT_RUN = {
     "longstep lab --network ": "needs root, and an idle machine for minutes",
     "longstep validate --seq ": "executes for minutes, on an idle machine",
     "longstep validate --cases all --record ": "takes minutes, and writes pages that are committed",
+    "longstep serve ": "answers until it is interrupted",
     "longstep study all ": "takes hours",
     "longstep study balancing ": "takes 28 minutes",
     "longstep fit --model llama3-8b --cluster hgx-h100": "goes over all stacks and lengths: takes minutes",

@@ -13,7 +13,6 @@ import pytest
 
 import longstep
 from experiments.verbs.cli import main, parse
-from experiments.verbs.import_file import command_of, python_of
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.simulate import Simulate
 from sim.errors import InputError
@@ -25,6 +24,7 @@ from sim.setup.imports.frameworks import frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
 from sim.setup.names import Assumed, Untold
+from sim.setup.spelled import command_of, python_of
 from sim.software.software import Kernels
 
 FILES = Path(__file__).parent / "imports"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 from sim.schedule.ir.views import View
@@ -12,19 +12,26 @@ Nest = TypeVar("Nest")
 
 def flatten(nest: object, views: list[View], form: list[Hashable]) -> None:
     """Append the views of a nest, and what else tells it from others: types, lengths, keys, and what is no view."""
-    if isinstance(nest, View):
-        views.append(nest)
+    kind = type(nest)
+    if kind is View:
+        views.append(nest)  # type: ignore[arg-type]  # its type was looked at
         form.append(View)
-    elif isinstance(nest, dict):
+        return
+    if isinstance(nest, dict):
         form.append((dict, *nest))
-        for part in nest.values():
-            flatten(part, views, form)
+        parts: Iterable[object] = nest.values()
     elif isinstance(nest, tuple | list):
-        form.append((type(nest), len(nest)))
-        for part in nest:
-            flatten(part, views, form)
+        form.append((kind, len(nest)))
+        parts = nest
     else:
         form.append(nest)
+        return
+    for part in parts:
+        if type(part) is View:  # most are: a call for each of them takes longer than all else here
+            views.append(part)
+            form.append(View)
+        else:
+            flatten(part, views, form)
 
 
 def mapped(nest: Nest, change: Callable[[View], View]) -> Nest:
@@ -33,11 +40,13 @@ def mapped(nest: Nest, change: Callable[[View], View]) -> Nest:
 
 
 def _mapped(nest: object, change: Callable[[View], View]) -> object:
-    if isinstance(nest, View):
+    if type(nest) is View:
         return change(nest)
     if isinstance(nest, dict):
-        return {key: _mapped(part, change) for key, part in nest.items()}
+        return {
+            key: change(part) if type(part) is View else _mapped(part, change) for key, part in nest.items()
+        }  # as in flatten
     if isinstance(nest, tuple):
         make = getattr(nest, "_make", tuple)  # of named tuples
-        return make([_mapped(part, change) for part in nest])
+        return make([change(part) if type(part) is View else _mapped(part, change) for part in nest])
     return [_mapped(part, change) for part in nest] if isinstance(nest, list) else nest

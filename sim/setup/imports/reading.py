@@ -37,7 +37,11 @@ class File(NamedTuple):
 
 def read(path: str) -> File:
     """Return the keys of a file; raises InputError for what is no configuration, or larger than any is."""
-    data = read_bytes("configuration", path, "`from_file`")
+    return file_of(path, read_bytes("configuration", path, "`from_file`"))
+
+
+def file_of(path: str, data: bytes) -> File:
+    """Return the keys of a file by its content; raises InputError as ``read`` does."""
     if len(data) > _MOST_BYTES or max(map(len, data.splitlines()), default=0) > _MOST_LINE_BYTES:
         raise InputError(
             f"configuration {path!r}: expected at most {_MOST_BYTES} bytes, in lines of at most {_MOST_LINE_BYTES}"

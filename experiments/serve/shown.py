@@ -1,0 +1,164 @@
+"""What a page shows of an answer: figures as texts, and charts as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from experiments.evidence.peaks import PEAK, beside
+from experiments.evidence.provenance import evidence_lines
+from experiments.pages.charts import BYTES, SECONDS, SHARE, Chart, bars
+from experiments.pages.sweep_chapter import sweep_charts
+from experiments.pages.tables import Rows, table
+from sim.engine.report import Report
+from sim.setup.answer import degrees, grounds, interval
+from sim.setup.portions import COLUMNS, Row, columns
+from sim.setup.prediction import Prediction
+from sim.units import FEW, number, seconds, seconds_between, size
+
+COMPARED = (
+    "variant", "degrees", "step_time_s", "90 % interval", "tokens_per_s_per_gpu", "for_a_token", "mfu",
+    "peak_hbm_bytes", "fits", "bound_by", "error",
+)  # fmt: skip
+"""Columns of variants side by side."""
+
+
+def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
+    """Return what is known of a step at once."""
+    header, spec = prediction.checked.schedule.header, prediction.cluster.spec
+    ranks, rate = prediction.checked.schedule.num_ranks, found.tokens_per_s_per_gpu
+    training = found.training
+    shown = [
+        ("step", seconds(found.step_time_s)),
+        ("tokens/s/GPU", number(rate, FEW)),
+        ("tokens/s", number(rate * ranks, FEW)),
+        ("MFU", _share(found.mfu)),
+        ("HFU", _share(training.hfu if training else None)),
+        ("GPUs", f"{ranks} x {spec.gpu.name}"),
+        ("degrees", degrees(prediction)),
+        ("GPU hours for a billion tokens", number(training.gpu_hours_per_billion_tokens, FEW) if training else ""),
+    ]
+    return {
+        "title": prediction.title,
+        "step_time_s": found.step_time_s,
+        "tokens_per_s_per_gpu": rate,
+        "mfu": found.mfu,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "fits": found.verdict,
+        "free_bytes": None if found.room is None else found.room.free_bytes,
+        "breakdown": {str(part): taken for part, taken in found.breakdown.items()},
+        "gpus": ranks,
+        "seq": header.workload.real_seq,
+        "gpu_hours": training.gpu_hours_per_billion_tokens if training else None,
+        "shown": [[name, text] for name, text in shown if text],
+        "limits": [_limit(one) for one in found.room.limits] if found.room else [],
+        "beside": beside(spec),
+        "charts": {"memory": _memory(found), "parts": _parts(found)},
+    }
+
+
+def answered(prediction: Prediction) -> dict[str, Any]:
+    """Return the sentence with the interval, which takes three further plays."""
+    within = prediction.interval
+    return {"answer": prediction.answer, "interval_s": within, "shown": [["90 % interval", interval(prediction)]]}
+
+
+def whole(prediction: Prediction, found: Report) -> dict[str, Any]:
+    """Return what bounds the step, and what the answer rests on."""
+    basis = grounds(prediction)
+    return {
+        "shown": [["bound by", found.bound_by]],
+        "bound_by": found.bound_by,
+        "saves": found.saves,
+        "rests_on": basis.lines,
+        "warnings": basis.warnings,
+        "evidence": evidence_lines(found.evidence),
+        "techniques": prediction.techniques,
+        "charts": {"saves": _saves(found)} if found.saves else {},
+    }
+
+
+def row_of(prediction: Prediction, found: Report) -> Row:
+    """Return the columns of a row of a sweep."""
+    return {**columns(prediction, found, found.interval_s), "error": ""}
+
+
+def compared(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return variants side by side: their steps with intervals, what these and their memory consist of, and a table."""
+    best = max((row["tokens_per_s_per_gpu"] for row in rows if _able(row)), default=None)
+    told = [{**row, "for_a_token": _slower(row, best), "90 % interval": _within(row)} for row in rows]
+    played = [row for row in told if not row["error"]]
+    within = [(row["low_s"], row["high_s"]) if row["low_s"] else None for row in played]
+    names = [row["variant"] for row in played]
+    steps = bars(
+        names, {"step": [row["step_time_s"] for row in played]}, title="seconds of a step",
+        about="Seconds of a step of each variant, with 90 % intervals", unit=SECONDS, within=within,
+    )  # fmt: skip
+    others = sweep_charts([{"schedule": row["variant"], **{key: row[key] for key in COLUMNS}} for row in played])
+    return {
+        "charts": [plain(chart) for chart in ([steps, *others] if played else [])],
+        "table": msgspec.to_builtins(table("variants", told, COMPARED)),
+    }
+
+
+def plain(chart: Chart | Rows) -> Any:
+    """Return a chart as data for the page."""
+    return msgspec.to_builtins(chart)
+
+
+def _slower(row: Row, best: float | None) -> str:
+    """Return how many times as long a token takes as by the fastest that fits."""
+    if row["error"] or best is None:
+        return ""
+    times = best / row["tokens_per_s_per_gpu"]
+    return "fastest" if times == 1 else f"{number(times, FEW)} times as long"
+
+
+def _within(row: Row) -> str:
+    return seconds_between(row["low_s"], row["high_s"]) if row["low_s"] else ""
+
+
+def _able(row: Row) -> bool:
+    return not row["error"] and row["fits"] != "no"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
+def _limit(limit: Any) -> dict[str, Any]:
+    free = f"{size(abs(limit.free_bytes), FEW)} {'left' if limit.free_bytes >= 0 else 'missing'}"
+    fits = {True: "fits", False: "does not fit", None: "at the limit"}[limit.fits]
+    return {"memory": limit.memory, "said": f"{limit.memory}: {fits}, {free} of {size(limit.capacity_bytes, FEW)}",
+            "fits": fits}  # fmt: skip
+
+
+def _memory(found: Report) -> Any:
+    """Return the chart of a GPU's memory by term, against what it has."""
+    if found.room is None or found.room.limits[0].memory != "GPU":
+        return plain(bars([PEAK], {name: [held] for name, held in found.memory.items()}, unit=BYTES,
+                          title=PEAK, about="Bytes at the peak by what they are of"))  # fmt: skip
+    limit = found.room.limits[0]
+    parts: dict[str, list[float]] = {str(term): [held] for term, held in found.room.terms.items()}
+    parts["beside buffers"] = [limit.reserved_bytes]
+    return plain(
+        bars(["GPU"], parts, title=f"memory of a GPU, {size(limit.capacity_bytes)} in all",
+             about="Bytes of a GPU at the peak by term, against its capacity", unit=BYTES,
+             limit=("capacity", limit.capacity_bytes))
+    )  # fmt: skip
+
+
+def _parts(found: Report) -> Any:
+    parts = {str(part): [taken] for part, taken in found.breakdown.items()}
+    return plain(bars(["step"], parts, title="where the step of the critical rank goes", unit=SECONDS,
+                      about="One bar of its parts: where the step of the critical rank goes"))  # fmt: skip
+
+
+def _saves(found: Report) -> Any:
+    names = list(found.saves)
+    return plain(
+        bars(names, {"saved": [found.saves[name] for name in names]}, title="what doubling each figure saves",
+             about="Share of the step that doubling each figure of the machine saves", unit=SHARE)
+    )  # fmt: skip
