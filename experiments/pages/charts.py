@@ -139,15 +139,16 @@ def bars(
     part.
     """
     kept = {name: values for name, values in parts.items() if any(values)}
+    hues = {name: number % len(HUES) for number, name in enumerate(parts)}  # the same whatever else there is
     traces: list[dict[str, Any]] = []
-    for number, (name, values) in enumerate(kept.items()):
+    for name, values in kept.items():
         said = [f"{bar}\n{name} {unit.shown(value)}" for bar, value in zip(names, values, strict=True)]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": plain(name),
-                "hue": number % len(HUES),
+                "hue": hues[name],
                 "x": [value / unit.scale for value in values],
                 "y": list(range(len(names))),
                 **_hover(said),

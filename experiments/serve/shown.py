@@ -10,9 +10,11 @@ import msgspec
 from experiments.evidence.peaks import PEAK, beside
 from experiments.evidence.provenance import evidence_lines
 from experiments.pages.charts import BYTES, SECONDS, SHARE, Chart, bars
+from experiments.pages.plots import HUES
 from experiments.pages.sweep_chapter import sweep_charts
 from experiments.pages.tables import Rows, table
 from sim.engine.report import Report
+from sim.memory import TERMS
 from sim.setup.answer import degrees, grounds, interval
 from sim.setup.portions import COLUMNS, Row, columns
 from sim.setup.prediction import Prediction
@@ -23,6 +25,9 @@ COMPARED = (
     "peak_hbm_bytes", "fits", "bound_by", "error",
 )  # fmt: skip
 """Columns of variants side by side."""
+
+
+_BESIDE_BUFFERS = "beside buffers"
 
 
 def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
@@ -141,13 +146,17 @@ def _memory(found: Report) -> Any:
         return plain(bars([PEAK], {name: [held] for name, held in found.memory.items()}, unit=BYTES,
                           title=PEAK, about="Bytes at the peak by what they are of"))  # fmt: skip
     limit = found.room.limits[0]
-    parts: dict[str, list[float]] = {str(term): [held] for term, held in found.room.terms.items()}
-    parts["beside buffers"] = [limit.reserved_bytes]
-    return plain(
+    parts: dict[str, list[float]] = {str(term): [found.room.terms.get(term, 0)] for term in TERMS}
+    parts[_BESIDE_BUFFERS] = [limit.reserved_bytes]
+    chart: dict[str, Any] = plain(
         bars(["GPU"], parts, title=f"memory of a GPU, {size(limit.capacity_bytes)} in all",
              about="Bytes of a GPU at the peak by term, against its capacity", unit=BYTES,
              limit=("capacity", limit.capacity_bytes))
     )  # fmt: skip
+    for trace in chart["traces"]:
+        if trace["name"] == _BESIDE_BUFFERS:
+            trace |= {"hue": [*HUES].index("grey"), "marker": {"pattern": {"shape": "/"}}}
+    return chart
 
 
 def _parts(found: Report) -> Any:
