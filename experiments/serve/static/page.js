@@ -74,8 +74,8 @@ function take(one, question) {
     old(false);
     shown = { ...one, more: [] };
     at("title").textContent = one.title;
-    at("beside").textContent = one.limits.map((limit) => limit.said).join("; ") + (one.limits.length ? "; " : "") + one.beside;
-    say(`${one.shown[0][1]} a step, ${one.shown[1][1]} tokens/s/GPU${one.limits.length ? `; ${one.limits[0].said}` : ""}`);
+    at("beside").textContent = one.beside;
+    say(one.said);
     figure();
     draw(at("charts"), one.charts);
     progress("");
@@ -164,7 +164,6 @@ function figure() {
   const pairs = [...shown.shown, ...shown.more.filter(([, text]) => text)];
   const within = pairs.findIndex(([name]) => name === "90 % interval");
   if (within > 0) pairs.splice(1, 0, ...pairs.splice(within, 1));
-  if (shown.limits.length) pairs.push(["memory", shown.limits[0].said.replace(/^\w+: /, "")]);
   if (shown.longest !== undefined) pairs.push(["longest context that fits", shown.longest]);
   if (state.price) {
     const money = (amount) => amount.toLocaleString("en", { maximumSignificantDigits: 3 });
