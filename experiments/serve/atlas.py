@@ -57,6 +57,8 @@ def cells(asked: Atlas) -> Iterator[dict[str, Any]]:
     names = [one.name for one in asked.competitors]
     if len({*names}) < len(names):
         raise InputError(f"`competitors` {', '.join(names)}: name each once")
+    if "seq" in {asked.across.key, asked.down.key} and any(one.question.documents for one in asked.competitors):
+        raise InputError("a map of lengths: the documents of a question say its length; choose other axes")
     setups = {one.name: setup_of(one.question).replace(pad=True) for one in asked.competitors}
     yield {"across": _shown(asked.across, across), "down": _shown(asked.down, down)}
     places = sorted(product(range(len(across)), range(len(down))), key=lambda at: -min(map(_evenness, at)))
