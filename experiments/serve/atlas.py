@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from experiments.serve.question import Question, Word, setup_of
+from experiments.serve.question import Variant, Word, setup_of
 from sim.engine.sensitivity import bound
 from sim.errors import InputError
 from sim.setup.axes import axes_of, changed
@@ -25,13 +25,6 @@ from sim.setup.winners import judged
 MOST_CELLS = 400
 
 
-class Competitor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question by a name."""
-
-    name: Word
-    question: Question
-
-
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is varied: values, or a range such as 64K..1M*2."""
 
@@ -42,7 +35,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Atlas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who competes, and over what."""
 
-    competitors: Annotated[tuple[Competitor, ...], Meta(min_length=1, max_length=8)]
+    competitors: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=8)]
     across: Axis
     down: Axis
 
@@ -57,6 +50,8 @@ def cells(asked: Atlas) -> Iterator[dict[str, Any]]:
     names = [one.name for one in asked.competitors]
     if len({*names}) < len(names):
         raise InputError(f"`competitors` {', '.join(names)}: name each once")
+    if "seq" in {asked.across.key, asked.down.key} and any(one.question.documents for one in asked.competitors):
+        raise InputError("a map of lengths: the documents of a question say its length; choose other axes")
     setups = {one.name: setup_of(one.question).replace(pad=True) for one in asked.competitors}
     yield {"across": _shown(asked.across, across), "down": _shown(asked.down, down)}
     places = sorted(product(range(len(across)), range(len(down))), key=lambda at: -min(map(_evenness, at)))

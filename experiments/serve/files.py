@@ -48,6 +48,9 @@ FILES: Mapping[str, File] = {
     "page.css": File("text/css", _style),
     "look.js": File(JS, _look),
     "plotly.js": File(JS, cache(plotly_js)),
-    **{name: File(JS, _own(name)) for name in ("page.js", "form.js", "answer.js", "map.js", "ask.js", "state.js")},
+    **{
+        name: File(JS, _own(name))
+        for name in ("page.js", "form.js", "answer.js", "map.js", "ask.js", "state.js", "pins.js", "files.js")
+    },
 }
 """By name, below the token."""

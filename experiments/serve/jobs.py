@@ -17,7 +17,7 @@ from experiments.serve.atlas import Atlas, cells
 from experiments.serve.dropped import Drawn, File, drawn, read
 from experiments.serve.offers import offers
 from experiments.serve.played import Player, all_figures, first_figures
-from experiments.serve.question import Question, Word, said_of, setup_of
+from experiments.serve.question import Question, Variant, said_of, setup_of
 from experiments.serve.shown import answered, compared, figures, plain, row_of, whole
 from sim.errors import InputError, LongstepError, TooLargeError
 from sim.presets import converted
@@ -58,13 +58,6 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Annotated[int, Meta(ge=1, le=16)] = 2
 
 
-class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question by a name."""
-
-    name: Word
-    question: Question
-
-
 class Compare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Variants to be laid side by side."""
 
@@ -100,8 +93,8 @@ class Jobs:
     def ask(self, asked: Ask) -> Iterator[Part]:
         """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen."""
         setup = setup_of(asked.question, yes=asked.anyway)
-        found = setup.resolved()
         yield {"part": "spelled", **_spelled(asked.question)}
+        found = setup.resolved()
         taken = effort_of(found.asked)
         if taken and not asked.anyway and not _is_in_budget(taken):
             yield {"part": "refused", **_refused(found, taken)}

@@ -41,16 +41,23 @@ class Job:
 
 
 class Worker:
-    """A process that does jobs one after the other; started when the first comes, ended when none has come for long."""
+    """A process that does jobs one after the other; started when the first comes, ended when none has come for long.
+    Where it has to be ``ready`` it is there from the beginning, and again when it was ended.
+    """
 
-    def __init__(self, *, answer_s: float = ANSWER_S, idle_s: float | None = IDLE_S) -> None:
-        self._answer_s, self._idle_s = answer_s, idle_s
+    def __init__(self, *, answer_s: float = ANSWER_S, ready: bool = False) -> None:
+        self._answer_s, self._ready = answer_s, ready
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: list[Job] = []
         self._job: Job | None = None
         self._wakes = asyncio.Event()
         self._numbers = 0
         self._loop: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start what has to be ready."""
+        if self._ready and self._loop is None:
+            self._loop = asyncio.create_task(self._work())
 
     async def parts(self, name: str, payload: Any, client: str, order: int, *, anyway: bool) -> AsyncIterator[bytes]:
         """Yield the parts of an answer as lines; older questions of the same client and name end, and so does this one
@@ -120,10 +127,13 @@ class Worker:
 
     async def _until_asked(self) -> None:
         """Wait for a job; ends the process where none comes for long."""
+        if self._ready and not self._waiting:
+            with contextlib.suppress(OSError, EOFError):  # the next job says what is wrong
+                await self._reader()
         while not self._waiting:
             self._wakes.clear()
             try:
-                async with asyncio.timeout(self._idle_s):
+                async with asyncio.timeout(None if self._ready else IDLE_S):
                     await self._wakes.wait()
             except TimeoutError:
                 await self._end()

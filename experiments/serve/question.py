@@ -80,6 +80,13 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     set: Annotated[dict[Key, Value], Meta(max_length=64)] = {}
 
 
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question by a name."""
+
+    name: Word
+    question: Question
+
+
 def setup_of(question: Question, *, yes: bool = False) -> Setup:
     """Return the setup that a question is; ``yes`` goes on however long it takes. Raises InputError for a name that
     does not ship, and for a file that is wrong.

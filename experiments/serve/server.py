@@ -65,8 +65,13 @@ class Server:
     """Workers, each begun when it is needed, and what they have answered."""
 
     def __init__(self) -> None:
-        self._workers = {"ahead": Worker(idle_s=None), "behind": Worker(), "maps": Worker(answer_s=MAP_S)}
+        self._workers = {"ahead": Worker(ready=True), "behind": Worker(), "maps": Worker(answer_s=MAP_S)}
         self._kept = Kept()
+
+    def begin(self) -> None:
+        """Start the worker that answers at once."""
+        for worker in self._workers.values():
+            worker.begin()
 
     async def close(self) -> None:
         """End the workers."""
@@ -114,6 +119,7 @@ def application(token: str, port: int) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         del app
+        server.begin()
         yield
         await server.close()
 

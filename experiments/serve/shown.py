@@ -15,7 +15,8 @@ from experiments.pages.sweep_chapter import sweep_charts
 from experiments.pages.tables import Rows, table
 from sim.engine.report import Report
 from sim.memory import TERMS
-from sim.setup.answer import degrees, grounds, interval
+from sim.setup.answer import grounds, interval
+from sim.setup.figures_shown import figures_shown, limit_shown
 from sim.setup.portions import COLUMNS, Row, columns
 from sim.setup.prediction import Prediction
 from sim.units import FEW, number, seconds, seconds_between, size
@@ -32,36 +33,29 @@ _BESIDE_BUFFERS = "beside buffers"
 
 def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
     """Return what is known of a step at once."""
-    header, spec = prediction.checked.schedule.header, prediction.cluster.spec
-    ranks, rate = prediction.checked.schedule.num_ranks, found.tokens_per_s_per_gpu
     training = found.training
-    shown = [
-        ("step", seconds(found.step_time_s)),
-        ("tokens/s/GPU", number(rate, FEW)),
-        ("tokens/s", number(rate * ranks, FEW)),
-        ("MFU", _share(found.mfu)),
-        ("HFU", _share(training.hfu if training else None)),
-        ("GPUs", f"{ranks} x {spec.gpu.name}"),
-        ("degrees", degrees(prediction)),
-        ("GPU hours for a billion tokens", number(training.gpu_hours_per_billion_tokens, FEW) if training else ""),
-    ]
     return {
         "title": prediction.title,
         "step_time_s": found.step_time_s,
-        "tokens_per_s_per_gpu": rate,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
         "mfu": found.mfu,
         "peak_hbm_bytes": found.peak_hbm_bytes,
         "fits": found.verdict,
-        "free_bytes": None if found.room is None else found.room.free_bytes,
         "breakdown": {str(part): taken for part, taken in found.breakdown.items()},
-        "gpus": ranks,
-        "seq": header.workload.real_seq,
+        "gpus": prediction.checked.schedule.num_ranks,
+        "seq": prediction.checked.schedule.header.workload.real_seq,
         "gpu_hours": training.gpu_hours_per_billion_tokens if training else None,
-        "shown": [[name, text] for name, text in shown if text],
-        "limits": [_limit(one) for one in found.room.limits] if found.room else [],
-        "beside": beside(spec),
+        "said": _said(found),
+        "shown": figures_shown(prediction, found),
+        "beside": beside(prediction.cluster.spec),
         "charts": {"memory": _memory(found), "parts": _parts(found)},
     }
+
+
+def _said(found: Report) -> str:
+    """Return what there is to say before the interval is known."""
+    rate = f"{seconds(found.step_time_s, FEW)} a step, {number(found.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
+    return f"{rate}; {limit_shown(found.room.tightest)}" if found.room else rate
 
 
 def answered(prediction: Prediction) -> dict[str, Any]:
@@ -127,17 +121,6 @@ def _within(row: Row) -> str:
 
 def _able(row: Row) -> bool:
     return not row["error"] and row["fits"] != "no"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.3g} %"
-
-
-def _limit(limit: Any) -> dict[str, Any]:
-    free = f"{size(abs(limit.free_bytes), FEW)} {'left' if limit.free_bytes >= 0 else 'missing'}"
-    fits = {True: "fits", False: "does not fit", None: "at the limit"}[limit.fits]
-    return {"memory": limit.memory, "said": f"{limit.memory}: {fits}, {free} of {size(limit.capacity_bytes, FEW)}",
-            "fits": fits}  # fmt: skip
 
 
 def _memory(found: Report) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_never
 
 import numpy as np
@@ -15,11 +16,15 @@ from sim.engine.phases import Activity, Flow, Latency, Wait
 from sim.errors import InputError
 from sim.native.library import load
 from topology.cluster import Cluster
+from topology.host import num_cores
 
 WAIT, LATENCY, FLOW = range(3)
 """Kinds of phases, as in player.c."""
 _PLAYED, _STANDSTILL, _OUT_OF_MEMORY, _UNKNOWN = range(4)
 """What it returns."""
+
+_FEW_OPS = 10_000
+"""Of a step that takes no longer to play than threads take to start."""
 
 INT = np.int32
 _PHASE = np.dtype([*((name, INT) for name in ("kind", "resource", "demands", "demands_end")), ("seconds", float)])
@@ -164,12 +169,17 @@ def _pointers(arrays: dict[str, Array]) -> dict[str, int]:
 
 
 def plays(lowered: Lowered, cluster: Cluster, cost: CostModel, stretches: Sequence[Stretch]) -> list[Times]:
-    """Return for each noise the times of every op; -1 where it never came to that.
+    """Return for each noise the times of every op; -1 where it never came to that. Large ones are played at once, as
+    many as there are cores: the player holds no lock of Python's.
 
     Raises UnavailableError where there is no native library.
     """
     found, priced = library(), Priced(lowered, cluster, cost)
-    return [run(found, lowered, priced, stretch)[0] for stretch in stretches]
+    threads = min(num_cores(), len(stretches)) if lowered.num_ops > _FEW_OPS else 1
+    if threads < 2:
+        return [run(found, lowered, priced, stretch)[0] for stretch in stretches]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda stretch: run(found, lowered, priced, stretch)[0], stretches))
 
 
 def library() -> ctypes.CDLL:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -227,8 +226,11 @@ class Prediction:
         return "\n".join([self.answer, f"  {self.title}", *(f"  {line}" for line in self.rests_on)])
 
     def _repr_html_(self) -> str:
-        said, *about = (html.escape(line) for line in (self.answer, self.title, *self.rests_on))
-        return f"<p><b>{said}</b><br>{'<br>'.join(about)}</p>"
+        from sim.setup.answer import as_html  # noqa: PLC0415 - see answer
+        from sim.setup.figures_shown import as_rows, figures_shown  # noqa: PLC0415 - see answer
+
+        shown = [*figures_shown(self, self.figures), ("bound by", self.bound_by)]
+        return as_html(self.answer, as_rows(shown), [self.title, *self.rests_on])
 
 
 def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:

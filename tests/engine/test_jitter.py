@@ -15,7 +15,7 @@ from sim.engine.interval import interval
 from sim.engine.jitter import CHIPS, HANDOFFS, STEADY, Jitter
 from sim.engine.learned import NOTHING
 from sim.engine.report import report
-from sim.engine.simulate import Engine, simulate
+from sim.engine.simulate import Engine, Simulation, simulate
 from sim.errors import InputError
 from sim.profile import at_rates, load_profile
 from sim.schedule.ir import ops
@@ -175,3 +175,17 @@ def test_replicas_that_pad_what_they_send_have_the_same_noise_and_more_ops() -> 
     counts = [len(program.ops) for program in found.checked.schedule.programs]
     assert counts[0] == counts[1] < counts[2]
     assert found.step_time_s > 0
+
+
+def test_seeds_that_are_played_at_once_are_those_of_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def played() -> Simulation:
+        return longstep.predict("ring", model="tiny", cluster="hgx-h100", gpus=2, seq="8K", layers=2).simulation
+
+    monkeypatch.setattr("sim.engine.native.num_cores", lambda: 1)
+    in_turn = played()
+    monkeypatch.setattr("sim.engine.native.num_cores", lambda: 4)
+    monkeypatch.setattr("sim.engine.native._FEW_OPS", 0)
+    at_once = played()
+    assert len({*in_turn.step_times_s}) == 5
+    assert at_once.step_times_s == in_turn.step_times_s
+    assert (at_once.trace.ended_s == in_turn.trace.ended_s).all()

@@ -131,6 +131,7 @@ def test_an_answer_is_a_sentence_with_what_it_rests_on(capsys: pytest.CaptureFix
     assert repr(p).startswith(first)
     for line in (first, *printed[-3:]):
         assert html.escape(line) in p._repr_html_()
+    assert "<tr><th>bound by</th><td>compute</td></tr>" in p._repr_html_()
     assert "<table><tr><th>schedule</th>" in table(p)._repr_html_()
     everything = run(capsys, "simulate", *step, "--evidence")
     assert "beyond the measured range: " not in "".join(printed)

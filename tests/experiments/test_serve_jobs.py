@@ -233,6 +233,10 @@ def test_a_map_comes_coarse_to_fine_and_says_who_wins() -> None:
     said = error("atlas", competitors=competitors, across={"key": "seq", "values": "8K..64K+64"},
                  down={"key": "gpus", "values": "2"})  # fmt: skip
     assert "897 x 1 cells: at most 400" in said
+    of_documents = [{"name": "packed", "question": TINY | {"documents": [4096, 4096]}}]
+    said = error("atlas", competitors=of_documents, across={"key": "seq", "values": "8K"},
+                 down={"key": "gpus", "values": "2"})  # fmt: skip
+    assert "the documents of a question say its length" in said
 
 
 def test_the_longest_context_is_that_of_the_ladder() -> None:

@@ -3,9 +3,11 @@
 import { drawn } from "./look.js";
 import { Refused, part, parts } from "./ask.js";
 import { draw, figures, lines, tableOf } from "./answer.js";
+import { listen as listenToFiles, told } from "./files.js";
 import { changed, listen, offer, show, withSet } from "./form.js";
 import { draw as drawMap } from "./map.js";
-import { choices, first, nameOf, read, spelled, state } from "./state.js";
+import { compare, listen as listenToPins, pins, variants } from "./pins.js";
+import { choices, first, read, spelled, state } from "./state.js";
 
 const at = (id) => document.getElementById(id);
 const PATIENCE_MS = 300, REST_MS = 350;
@@ -74,8 +76,8 @@ function take(one, question) {
     old(false);
     shown = { ...one, more: [] };
     at("title").textContent = one.title;
-    at("beside").textContent = one.limits.map((limit) => limit.said).join("; ") + (one.limits.length ? "; " : "") + one.beside;
-    say(`${one.shown[0][1]} a step, ${one.shown[1][1]} tokens/s/GPU${one.limits.length ? `; ${one.limits[0].said}` : ""}`);
+    at("beside").textContent = one.beside;
+    say(one.said);
     figure();
     draw(at("charts"), one.charts);
     progress("");
@@ -164,7 +166,6 @@ function figure() {
   const pairs = [...shown.shown, ...shown.more.filter(([, text]) => text)];
   const within = pairs.findIndex(([name]) => name === "90 % interval");
   if (within > 0) pairs.splice(1, 0, ...pairs.splice(within, 1));
-  if (shown.limits.length) pairs.push(["memory", shown.limits[0].said.replace(/^\w+: /, "")]);
   if (shown.longest !== undefined) pairs.push(["longest context that fits", shown.longest]);
   if (state.price) {
     const money = (amount) => amount.toLocaleString("en", { maximumSignificantDigits: 3 });
@@ -212,79 +213,6 @@ function times(one, factor) {
 
 at("unslide").onclick = () => ask(withSet(state.question, Object.fromEntries(Object.values(sliders).map((key) => [key, null]))));
 
-// ---- pins --------------------------------------------------------------------------------------------------------
-
-function pins() {
-  at("no-pins").hidden = state.pins.length > 0;
-  at("export").disabled = !state.pins.length;
-  at("pins").replaceChildren(...state.pins.map((pin, number) => {
-    const box = Object.assign(document.createElement("span"), { className: "pin" });
-    const go = Object.assign(document.createElement("button"), { type: "button", textContent: pin.name, title: "ask this" });
-    go.onclick = () => ask(pin.question);
-    const off = Object.assign(document.createElement("button"), { type: "button", textContent: "×" });
-    off.setAttribute("aria-label", `unpin ${pin.name}`);
-    off.onclick = () => {
-      state.pins.splice(number, 1);
-      remember();
-      pins();
-      compare();
-    };
-    box.append(go, off);
-    return box;
-  }));
-  if (!state.pins.length) at("compared").replaceChildren();
-}
-
-at("pin").onclick = () => {
-  if (state.pins.length >= choices.most_pinned) {
-    progress(`${choices.most_pinned} are pinned, and no more fit beside each other: unpin one`);
-    return;
-  }
-  state.pins.push({ name: nameOf(state.question, state.pins.map((one) => one.name)), question: state.question });
-  remember();
-  pins();
-  compare();
-};
-
-const alike = (one, other) => JSON.stringify(one) === JSON.stringify(other);
-
-/** What is pinned, and the present question where it is none of it. */
-function variants() {
-  const found = state.pins.map(({ name, question }) => ({ name, question }));
-  if (found.some((one) => alike(one.question, state.question))) return found;
-  const name = nameOf(state.question, found.map((one) => one.name));
-  return [{ name: found.length ? `now: ${name}`.slice(0, 100) : name, question: state.question }, ...found];
-}
-
-async function compare() {
-  if (!state.pins.length) return;
-  const found = await part("compare", { variants: variants() }, "compared");
-  if (!found) return;
-  const box = at("compared");
-  if (!box.children.length) {
-    box.append(document.createElement("div"), Object.assign(document.createElement("div"), { className: "charts" }));
-  }
-  box.firstElementChild.replaceChildren(tableOf(found.table));
-  await draw(box.lastElementChild, Object.fromEntries(found.charts.map((chart) => [chart.title, chart])));
-  document.documentElement.dataset.compared = String(found.table.rows.length);
-}
-
-at("export").onclick = async () => {
-  progress("making the report page…", true);
-  try {
-    const found = await part("export", { variants: variants() }, "page");
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([found.page], { type: "text/html" }));
-    link.download = "longstep-pinned.html";
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-    progress(`saved as ${link.download}`);
-  } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    progress(error.message);
-  }
-};
-
 // ---- map and timeline --------------------------------------------------------------------------------------------
 
 at("draw-map").onclick = () => {
@@ -323,52 +251,6 @@ async function timeline() {
 
 at("draw-time").onclick = timeline;
 at("ranks").onchange = () => at("time").children.length && timeline();
-
-// ---- files -------------------------------------------------------------------------------------------------------
-
-const MOST_BYTES = 2 ** 18;
-
-async function open(file) {
-  if (!file) return;
-  if (file.size > MOST_BYTES) {
-    told(`${file.name} has ${file.size} bytes: at most ${MOST_BYTES} are read`, true);
-    return;
-  }
-  const name = file.name.replace(/[^\w.+-]/g, "_").replace(/^[^\w]+/, "").slice(0, 100) || "file";
-  await fromFile("read", { name, text: await file.text(), question: state.question });
-}
-
-async function fromFile(job, payload) {
-  told("reading…");
-  try {
-    const found = await part(job, payload, "read");
-    if (!found) return;
-    told([`taken for a ${{ documents: "list of lengths" }[found.kind] ?? found.kind}`, ...found.told].join("; "));
-    ask(found.question);
-  } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    told(error.message, true);
-  }
-}
-
-function told(text, isWrong = false) {
-  at("told").textContent = text;
-  at("told").classList.toggle("wrong", isWrong);
-}
-
-at("file").onchange = () => open(at("file").files[0]).then(() => { at("file").value = ""; });
-at("distribution").onchange = () => {
-  const distribution = at("distribution").value;
-  if (distribution) fromFile("drawn", { distribution, question: state.question });
-  else ask(changed(state.question, { documents: null, pad: null }));
-};
-addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("over"); });
-addEventListener("dragleave", (event) => { if (!event.relatedTarget) document.body.classList.remove("over"); });
-addEventListener("drop", (event) => {
-  event.preventDefault();
-  document.body.classList.remove("over");
-  open(event.dataTransfer.files[0]);
-});
 
 // ---- the address -------------------------------------------------------------------------------------------------
 
@@ -412,4 +294,6 @@ at("reset").onclick = () => {
 };
 addEventListener("hashchange", begin);
 listen(ask);
+listenToFiles(ask);
+listenToPins({ ask, progress, remember });
 begin();
