@@ -338,6 +338,8 @@ NEEDS_NONE = {OURS, COMPILED, KERNEL, BESIDE, WRITES}
 PLACES: dict[str, str] = {
     "calibrate/plan.py:_own_version": OURS,
     "calibrate/published/between_nodes.py:_cluster": OURS,
+    "calibrate/published/elementwise.py:_losses": OURS,
+    "calibrate/published/elementwise.py:_modules": OURS,
     "calibrate/published/losses.py:backwards": OURS,
     "calibrate/published/losses.py:losses": OURS,
     "calibrate/published/reading.py:rows": OURS,
@@ -365,6 +367,7 @@ PLACES: dict[str, str] = {
     "experiments/serve/question.py:question_of": "dropped, configuration",
     "experiments/serve/server.py:do": "question of a page",
     "experiments/serve/worker.py:_hear": BESIDE,
+    "experiments/serve/worker.py:_resident_bytes": KERNEL,
     "experiments/studies/claims.py:claims": OURS,
     "experiments/verbs/balance.py:_order": "layout",
     "experiments/verbs/calibrate.py:_profile": "profile, compared",

@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[float, Meta(gt=0, lt=1e30)]
+Positive = Annotated[float, Meta(gt=1e-30, lt=1e30)]
+"""Neither so small nor so large that a step's time overflows."""
 NotNegative = Annotated[float, Meta(ge=0, lt=1e30)]
 Count = Annotated[int, Meta(ge=1, le=2**16)]
 """Of devices, or of parts of one."""

@@ -60,7 +60,7 @@ class LinkSpec(Spec, frozen=True, kw_only=True):
 
     bytes_per_s: Positive
     latency_s: NotNegative
-    payload: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    payload: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
     """Share of the rate that data gets; the rest are headers and flow control."""
     reduces: bool = False
     """Whether its switch sums what passes through it (NVLink SHARP)."""

@@ -21,10 +21,10 @@ from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read
 from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import main, with_flags
 from sim.engine.cost import CostModel
+from sim.engine.fold import Fold
 from sim.engine.jitter import Jitter, Stretch
 from sim.errors import InputError
 from sim.profile import load_profile, save_profile
-from sim.schedule.proof.check import Checked
 from sim.setup.setup import Setup
 from tests.experiments.test_sweep_page import RING, make_found, make_record
 from tests.helpers import slow_but
@@ -37,11 +37,11 @@ def on_h100(sweep: CellSelection, cells: list[Cell]) -> Record:
     return make_record(found, profile=load_profile("h100-sxm"), select=common_fields(sweep))
 
 
-def drawn_per_op(jitter: Jitter, checked: Checked, _: CostModel) -> Stretch:
+def drawn_per_op(jitter: Jitter, folded: Fold, _: CostModel) -> Stretch:
     """Return noise as the version drew it that wrote the records: an op at a time, by seed, rank and index."""
     factors = [
         1.0 if use is None else 1.0 + jitter.share * abs(Random(f"{jitter.seed} {rank} {index}").gauss(0.0, 1.0))
-        for rank, uses in enumerate(checked.kernels)
+        for rank, uses in enumerate(folded.checked.kernels)
         for index, use in enumerate(uses)
     ]
     return np.array(factors)
